@@ -341,9 +341,6 @@ def test_lengths_on_the_host_are_those_that_attention_reads(shared: bool) -> Non
     cache.lengths[0] -= 1
     by_hand = cache._host_lengths
     assert (by_hand is None) if not shared else by_hand is not None and by_hand[0] == 22
-    cache.lengths = torch.tensor([1, 2, 3]).int()
-    by_hand = cache._host_lengths
-    assert (by_hand is None) if not shared else by_hand is not None and by_hand.tolist() == [1, 2, 3]
 
 
 def test_many_steps_hold_no_more() -> None:
@@ -358,6 +355,46 @@ def test_many_steps_hold_no_more() -> None:
         cache.append(token, token)
         rw.paged_attention(token, cache, rw.SlidingWindow(20) & rw.Causal())
         assert cache.free_pages == 8 - sum(-(-n // 16) for n in cache.lengths.tolist())
+
+
+# ---- tensors that their owner replaces -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["k", "v", "table", "lengths", "scales"])
+def test_the_tensors_of_a_cache_cannot_be_replaced(name: str) -> None:
+    """Prepared calls pass addresses of the tensors that were checked, so an assignment is refused."""
+    cache = rw.PagedCache.empty(1, 32, 1, 8, page=16)
+    with pytest.raises(rw.ShapeError, match=rf"cache\.{name}: got an assignment; wanted .* Make another PagedCache\."):
+        setattr(cache, name, getattr(cache, name))
+    with pytest.raises(rw.ShapeError, match=rf"cache\.{name}: got a deletion"):
+        delattr(cache, name)
+
+
+@pytest.mark.parametrize("stored", [None, torch.int8])
+def test_a_prepared_step_notices_tensors_with_other_storages(stored: torch.dtype | None) -> None:
+    """A step over tensors that got another storage through `.data` gives the right answer or a ShapeError."""
+    cache = rw.PagedCache.empty(2, 96, 2, 16, page=16, precision=rw.Precision(kv=stored))
+    cache.append(torch.randn(2, 2, 50, 16), torch.randn(2, 2, 50, 16))
+    q = torch.randn(2, 2, 1, 16)
+    want = rw.paged_attention(q, cache)
+    assert torch.equal(rw.paged_attention(q, cache), want)
+    wrong: list[tuple[torch.Tensor, torch.Tensor]] = [
+        (cache.table, cache.table.long()),
+        (cache.table, cache.table.T.contiguous().T),
+        (cache.table, cache.table[:, :3].contiguous()),
+        (cache.table, cache.table[:1]),
+        (cache.lengths, cache.lengths.long()),
+        (cache.lengths, cache.lengths.repeat_interleave(2)[::2]),
+    ]
+    for of in cache.scales or ():
+        wrong += [(of, of[:2]), (of, of.half()), (of, of[:, :1])]
+    for x, other in wrong:
+        before = x.data
+        x.data = other
+        with pytest.raises(rw.ShapeError):
+            rw.paged_attention(q, cache)
+        x.data = before.clone()
+        assert torch.equal(rw.paged_attention(q, cache), want)
 
 
 # ---- compiled --------------------------------------------------------------------------------------------------------

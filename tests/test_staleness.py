@@ -20,8 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringweave as rw
-from ringweave.errors import RingweaveError
+from ringweave.errors import PatternError, RingweaveError
 from ringweave.patterns import Pattern
+from ringweave.patterns.cache_key import TableId
 
 N = 48
 Q, K = torch.arange(N)[:, None], torch.arange(N)[None]
@@ -345,6 +346,78 @@ def test_threads_that_change_what_others_read() -> None:
     for value in range(4):
         shift.fill_(value)
         assert torch.equal(attended(pattern), masks[value])
+
+
+def test_equal_bounds_that_may_change_are_not_merged() -> None:
+    """Operators keep both of two operands whose tensors are equal now, since their owner may write to either."""
+    within = rw.Sinks(9).within
+    joined: list[Callable[[torch.Tensor, torch.Tensor], Pattern]] = [
+        lambda a, b: rw.KeyPadding(a) & rw.Causal() & rw.KeyPadding(b),
+        lambda a, b: rw.KeyPadding(a) & rw.KeyPadding(b) & rw.Causal(),
+        lambda a, b: rw.KeyPadding(a) | rw.KeyPadding(b),
+        lambda a, b: rw.KeyPadding(N, a) & rw.KeyPadding(N, b),
+        lambda a, b: within(rw.KeyPadding(a)) | within(rw.KeyPadding(b)),
+        lambda a, b: rw.PerHead([rw.KeyPadding(a) & rw.KeyPadding(b)]),
+        lambda a, b: ~rw.KeyPadding(a) | rw.SlidingWindow(1) | ~rw.KeyPadding(b),
+        lambda a, b: rw.from_mask_mod(lambda *i: i[3] < a) & rw.from_mask_mod(lambda *i: i[3] < b),
+    ]
+    for make in joined:
+        for which in range(2):
+            a, b = torch.tensor([8]), torch.tensor([8])
+            pattern = make(a, b)
+            attended(pattern)
+            (a, b)[which][0] = 5
+            assert torch.equal(attended(pattern), make(a.clone(), b.clone()).to_dense(N)[0, 0]), pattern
+
+
+def test_operands_that_stay_equal_are_merged() -> None:
+    """Operators drop an operand over the same tensors, and a repeated pattern without tensors."""
+    bounds, table = torch.tensor([8]), torch.eye(3, dtype=torch.bool)
+    made: list[Callable[[], Pattern]] = [
+        lambda: rw.KeyPadding(bounds),
+        lambda: rw.Sinks(3).within(rw.KeyPadding(bounds)),
+        lambda: rw.Documents([20, 28]),
+        lambda: rw.BlockTable(table, 16),
+        lambda: rw.TokenMask(by_global),
+    ]
+    for make in made:
+        assert (make() & make()).spec == (make() | make()).spec == make().spec
+
+
+def test_a_key_keeps_the_memory_that_it_names() -> None:
+    """No table gets the address of one that a key names, even if its tensor got another storage."""
+    for replace in (lambda x, y: x.set_(y), lambda x, y: setattr(x, "data", y)):
+        for _ in range(20):
+            table = torch.ones(2**18, dtype=torch.int64)
+            key = TableId(table)
+            replace(table, torch.zeros(2**18, dtype=torch.int64))
+            others = [torch.ones(2**18, dtype=torch.int64) for _ in range(3)]
+            assert key not in set(map(TableId, others))
+
+
+def test_a_table_at_a_reused_address_has_its_own_mask() -> None:
+    """A function over a table above 1 MiB, whose name is bound to new tables while old storages are freed."""
+    keys = torch.arange(2**18)
+    table = keys // 3
+    pattern = rw.from_mask_mod(lambda b, h, q, k: table[q] == table[k])
+    for step in range(12):
+        assert torch.equal(attended(pattern), table[Q] == table[K]), step
+        old, width = table, 2 + step % 7
+        if step % 2:
+            old.data = torch.zeros(1, dtype=torch.int64)
+        else:
+            old.set_(torch.zeros(1, dtype=torch.int64))
+        table = keys // width
+
+
+def test_bounds_whose_number_changed_are_refused() -> None:
+    """Bounds that got another number of elements through `.data` raise PatternError."""
+    bounds = torch.tensor([10, 20])
+    pattern, q = rw.KeyPadding(bounds), torch.randn(2, 1, N, 8)
+    for other in (torch.tensor([1, 2, 3]), torch.tensor([[1, 2]]), torch.tensor([], dtype=torch.int64)):
+        bounds.data = other
+        with pytest.raises(PatternError, match="stop: got .* bounds; wanted as many as when the pattern was made, 2"):
+            rw.attention(q, q, q, pattern)
 
 
 @pytest.mark.parametrize("pattern", [rw.Sinks(2), rw.Documents([20, 28]), rw.Causal(), rw.TokenMask(by_global)])

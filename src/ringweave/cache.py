@@ -28,8 +28,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 
-from torch import Tensor
-
 P = ParamSpec("P")
 V = TypeVar("V")
 R = TypeVar("R", covariant=True)
@@ -62,19 +60,17 @@ def interrupted(lock: threading.RLock) -> bool:
 
 
 class _Entry(Generic[V]):
-    __slots__ = ("nbytes", "tables", "ties", "value")
+    __slots__ = ("nbytes", "ties", "value")
 
-    def __init__(self, value: V, tables: tuple[Tensor, ...], nbytes: int, ties: tuple[_Tie, ...]):
+    def __init__(self, value: V, nbytes: int, ties: tuple[_Tie, ...]):
         self.value, self.nbytes, self.ties = value, nbytes, ties
-        # keep the tables alive, so that no other table gets an address that the key contains
-        self.tables = tables
 
 
 class LRUCache(Generic[V]):
     """A cache that evicts the least recently used entry; safe to use from several threads and from signal handlers.
 
     Args:
-        max_bytes: Bound on the bytes of values and of the tables that their keys name.
+        max_bytes: Bound on the bytes of values and of the tables that their keys keep alive.
         most: Bound on the number of entries.
     """
 
@@ -130,19 +126,15 @@ class LRUCache(Generic[V]):
             if taken:
                 making.lock.release()
 
-    def put(
-        self, key: Hashable, value: V, nbytes: int, tables: Sequence[Tensor] = (), ties: Sequence[object] = ()
-    ) -> None:
+    def put(self, key: Hashable, value: V, nbytes: int, ties: Sequence[object] = ()) -> None:
         """Store a value, unless it is larger than the bound.
 
         Args:
             key: The key.
             value: The value.
-            nbytes: Size of the value in bytes, without the tables.
-            tables: Tensors that the key names by address.
+            nbytes: Bytes of the value, and of tensors that the key keeps alive.
             ties: Objects that the entry must not outlive; the value must not refer to them.
         """
-        nbytes += sum([table.nbytes for table in tables]) if tables else 0
         tied = tuple([_Tie(each, self._fall) for each in ties]) if ties else ()
         for tie in tied:
             tie.key = key
@@ -153,7 +145,7 @@ class LRUCache(Generic[V]):
             self._drop(key)
             if nbytes > self.max_bytes:
                 return
-            self._entries[key] = _Entry(value, tuple(tables), nbytes, tied)
+            self._entries[key] = _Entry(value, nbytes, tied)
             self.nbytes += nbytes
             while self.nbytes > self.max_bytes or len(self._entries) > self.most:
                 self._drop(next(iter(self._entries)))

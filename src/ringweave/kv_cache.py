@@ -55,7 +55,7 @@ class PagedCache:
     Token t of sequence b is in page ``table[b, t // page]``, at ``t % page``. Sequences may share pages, such as those
     of a common prompt; a shared page is copied before a sequence writes to it. Nothing is moved when sequences grow,
     and pages that one sequence frees are used by others. From the first ``append``, ``fork`` or ``free`` on, the cache
-    keeps its own record of pages on the host; until then the tensors may be written by hand.
+    keeps its own record of pages on the host; until then the tensors may be written in place. They cannot be replaced.
 
     Args:
         k: Keys, (pages, Hkv, page, D), with pages of 16, 32, 64, 128 or 256 tokens.
@@ -80,34 +80,7 @@ class PagedCache:
     def __init__(
         self, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, *, scales: tuple[Tensor, Tensor] | None = None
     ):
-        for name, x in (("k", k), ("v", v)):
-            if not isinstance(x, Tensor) or x.ndim != 4 or x.layout != torch.strided or 0 in x.shape:
-                raise ShapeError(
-                    message(name, shown(x), "(pages, heads, page, dim)", "Make one with PagedCache.empty.")
-                )
-            if x.dtype not in (*DTYPES, *STORED) or x.device.type == "meta":
-                got = f"{x.dtype} on {x.device}"
-                raise ShapeError(
-                    message(
-                        name, got, "values of a floating type, int8 or float8_e4m3fn", f"Convert {name} with .to(...)."
-                    )
-                )
-            if x.stride(3) != 1 and x.shape[3] > 1:
-                got = f"a stride of {x.stride(3)} in the last dimension"
-                raise ShapeError(message(name, got, "1", f"Call {name}.contiguous() once."))
-        if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device:
-            got = f"{shown(v)} on {v.device}"
-            raise ShapeError(message("v", got, f"k's form except for Dv: {shown(k)} on {k.device}", "Convert it."))
-        if k.shape[2] not in SIZES:
-            raise ShapeError(message("page", k.shape[2], "16, 32, 64, 128 or 256 tokens", "Use one of these sizes."))
-        for name, x, ndim in (("table", table, 2), ("lengths", lengths, 1)):
-            if not isinstance(x, Tensor) or x.dtype != torch.int32 or x.ndim != ndim or not x.is_contiguous():
-                wanted = "a contiguous int32 tensor " + ("(B, n)" if ndim == 2 else "(B,)")
-                raise ShapeError(message(name, shown(x), wanted, "Convert it with .int()."))
-            if x.device != k.device:
-                raise ShapeError(message(f"{name}.device", x.device, f"{k.device}, as k", "Move it there."))
-        if len(table) != len(lengths) or 0 in table.shape:
-            raise ShapeError(message("lengths", shown(lengths), f"one for each row of {shown(table)}", "Pass as many."))
+        check_tensors(k, v, table, lengths)
         self.k, self.v, self.table, self.lengths = k, v, table, lengths
         self.scales = _checked_scales(scales, k)
         self._book: _Book | None = None
@@ -175,6 +148,16 @@ class PagedCache:
             raise ShapeError(message("pages", f"{count} pages of {page}", "a pool within memory", remedy)) from error
         return cls(k, v, table, lengths, scales=scales)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        # prepared calls pass the addresses of the tensors that were checked here
+        if "_book" in self.__dict__ and name != "_book":
+            wanted = "its own tensors, which may be written in place until the first append"
+            raise ShapeError(message(f"cache.{name}", "an assignment", wanted, "Make another PagedCache."))
+        object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise ShapeError(message(f"cache.{name}", "a deletion", "its own tensors", "Make another PagedCache."))
+
     def __getstate__(self) -> dict[str, Any]:
         # On a CPU the book shares the memory of this cache's tensors, so a copy opens another one.
         return self.__dict__ | {"_book": None}
@@ -196,6 +179,11 @@ class PagedCache:
     def page(self) -> int:
         """Number of tokens in a page."""
         return self.k.shape[2]
+
+    def check(self) -> None:
+        """Raise ShapeError unless the tensors still fit each other; their owner may have given them other storages."""
+        check_tensors(self.k, self.v, self.table, self.lengths)
+        _checked_scales(self.scales, self.k)
 
     @property
     def _host_lengths(self) -> NDArray[np.int32] | None:
@@ -303,7 +291,8 @@ class PagedCache:
 
     def _opened(self) -> _Book:
         if self._book is None:
-            table, lengths = self.table.cpu().numpy(), self.lengths.cpu().numpy()
+            # of detached tensors, since an array keeps its tensor alive, and not the storage that it reads
+            table, lengths = (x.detach().cpu().numpy() for x in (self.table, self.lengths))
             self._book = _Book(table, lengths, self.k.shape[0], self.page, self.k.device.type == "cpu")
             self._book.published = self.lengths, version(self.lengths)
         return self._book
@@ -324,6 +313,34 @@ class PagedCache:
         if once and len(np.unique(listed)) < len(listed):
             raise ShapeError(message(name, shown(rows), "each row once", "Name it once."))
         return listed
+
+
+def check_tensors(k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> None:
+    """Raise ShapeError unless the tensors of a cache fit each other."""
+    for name, x in (("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.ndim != 4 or x.layout != torch.strided or 0 in x.shape:
+            raise ShapeError(message(name, shown(x), "(pages, heads, page, dim)", "Make one with PagedCache.empty."))
+        if x.dtype not in (*DTYPES, *STORED) or x.device.type == "meta":
+            got = f"{x.dtype} on {x.device}"
+            raise ShapeError(
+                message(name, got, "values of a floating type, int8 or float8_e4m3fn", f"Convert {name} with .to(...).")
+            )
+        if x.stride(3) != 1 and x.shape[3] > 1:
+            got = f"a stride of {x.stride(3)} in the last dimension"
+            raise ShapeError(message(name, got, "1", f"Call {name}.contiguous() once."))
+    if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device:
+        got = f"{shown(v)} on {v.device}"
+        raise ShapeError(message("v", got, f"k's form except for Dv: {shown(k)} on {k.device}", "Convert it."))
+    if k.shape[2] not in SIZES:
+        raise ShapeError(message("page", k.shape[2], "16, 32, 64, 128 or 256 tokens", "Use one of these sizes."))
+    for name, x, ndim in (("table", table, 2), ("lengths", lengths, 1)):
+        if not isinstance(x, Tensor) or x.dtype != torch.int32 or x.ndim != ndim or not x.is_contiguous():
+            wanted = "a contiguous int32 tensor " + ("(B, n)" if ndim == 2 else "(B,)")
+            raise ShapeError(message(name, shown(x), wanted, "Convert it with .int()."))
+        if x.device != k.device:
+            raise ShapeError(message(f"{name}.device", x.device, f"{k.device}, as k", "Move it there."))
+    if len(table) != len(lengths) or 0 in table.shape:
+        raise ShapeError(message("lengths", shown(lengths), f"one for each row of {shown(table)}", "Pass as many."))
 
 
 def _checked_scales(scales: object, k: Tensor) -> Scales | None:

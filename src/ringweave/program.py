@@ -593,7 +593,7 @@ def find_paged(given: Arguments, cache: PagedCache) -> tuple[Hashable | None, Pr
     ``program.prepared`` may be None: such a step takes the checked path, and key is what :func:`keep_paged` takes.
     """
     q, k, v, pattern, scale, _, backend = given[:7]
-    lengths, scales = cache._host_lengths, cache.scales
+    lengths, table, scales = cache._host_lengths, cache.table, cache.scales
     if lengths is None or not len(lengths):
         return None, None, 0
     if scales and not (plain(*scales, k) and scales.k.is_contiguous() and scales.v.is_contiguous()):
@@ -609,12 +609,15 @@ def find_paged(given: Arguments, cache: PagedCache) -> tuple[Hashable | None, Pr
         and (q.ndim == 4 and q.shape[2] == 1 and isinstance(pattern, Pattern) and pattern.fixed)
     ) or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         return None, None, 0
-    options, columns = _options(given), cache.table.shape[1]
+    options, columns = _options(given), table.shape[1]
     read = tuning.current()
     if options is None or len(options) > 1 or keys > columns * cache.page or read.answers:
         return None, None, 0
     means = q.dtype, k.dtype, v.dtype, scale, backend, torch.get_num_threads(), setting(cpu.VARIANT)
-    of_kind = "pages", q.shape, k.shape, v.shape, len(lengths), columns, means
+    # prepared calls pass addresses of these tensors, whose owner may give them another storage
+    layouts = table.shape, table.stride(), table.dtype, cache.lengths.stride(), cache.lengths.dtype
+    of_scales = scales and (scales.k.shape, scales.v.shape, scales.k.dtype, scales.v.dtype)
+    of_kind = "pages", q.shape, k.shape, v.shape, layouts, len(lengths), of_scales, means
     # The layers of a model repeat a step.
     exact = keys, of_kind
     last = _last.get(id(pattern))

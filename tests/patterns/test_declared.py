@@ -24,8 +24,12 @@ from ..fuzz import kinds
 REQUIRED = {"_text", "allows", "key_ranges", "tile_classes"}
 OPTIONAL = {"excluded_ranges", "extents", "select", "bound", "check", "restride", "lookback"}
 SAID = {"tables", "residue_rate", "block_side", "follows"}
-#: A function's mask has a key by what the function reads, bounds have one by what they hold, and a mixture is counted.
-BESIDES = {"TokenMask": {"key", "value"}, "Bounds": {"key"}, "LongNet": {"combinable", "to_dense"}}
+#: The methods that identify a function mask by the values it reads and bounds by their contents, and those of a mixture.
+BESIDES = {
+    "TokenMask": {"key", "value", "stays_equal"},
+    "Bounds": {"key", "stays_equal"},
+    "LongNet": {"combinable", "to_dense"},
+}
 #: Of Composite and of what operators write.
 OF_PARTS = {"parts_within", "remade", "depth", "leaves"}
 

@@ -349,12 +349,12 @@ def density(branch: Branch) -> int:
     if branch.structure != "sparse":
         return 0
     pattern = branch.pattern
-    value, tables, _ = pattern.key()
-    key = ("density", value, branch.nq, branch.nk, branch.head_count, branch.q_offset)
+    made_of = pattern.key()
+    key = ("density", made_of.value, branch.nq, branch.nk, branch.head_count, branch.q_offset)
     power: int | None = PATTERNS.get(key)
     if power is None:
         power = _power(_share(branch))
-        PATTERNS.put(key, power, _DENSITY_BYTES, tables, holders(pattern.spec))
+        PATTERNS.put(key, power, _DENSITY_BYTES + made_of.nbytes, holders(pattern.spec))
     return power
 
 

@@ -58,7 +58,7 @@ class Schedules:
             made = allgather(demands, self.placement, self.rank, self.heads, said, self.per_node)
         if kept is not PLACEMENTS and not pattern.key().same(made_of):
             raise changed("values that changed while it was planned")
-        kept.put(key, made, _SCHEDULE_BYTES, made_of.tables, (self,))
+        kept.put(key, made, _SCHEDULE_BYTES + made_of.nbytes, (self,))
         return made
 
     def demands(self, pattern: Pattern, batch: int = 1) -> list[Demand]:

@@ -236,16 +236,16 @@ def join(kind: type[Combined], *operands: Pattern) -> Pattern:
     first, last = operands[0], operands[-1]
     if len(operands) == 2 and isinstance(first, kind) and not isinstance(last, kind):
         alone = kind is And or not isinstance(last, Sinks)
-        if last.spec == neutral or any(last == old for old in first.parts if old.spec == last.spec):
+        if last.spec == neutral or any(last.stays_equal(old) for old in first.parts):
             return first
         if alone:
             return first.appended(last)
     kept: list[Pattern] = []
     by_text: dict[str, list[Pattern]] = {}
     for part in parts if kind is And else _together(parts):
-        # only patterns of equal text are compared, since comparing reads their tables
+        # only patterns of equal text are compared, so that a long union is not quadratic
         alike = by_text.setdefault(part.spec, [])
-        if part.spec != neutral and not any(part is old or part == old for old in alike):
+        if part.spec != neutral and not any(part.stays_equal(old) for old in alike):
             alike.append(part)
             kept.append(part)
     if not kept:

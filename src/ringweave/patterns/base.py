@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PatternError, message
-from .cache_key import CacheKey, address_key
+from .cache_key import CacheKey, TableId
 from .declared import declare
 from .tiles import FULL, Int64, Ranges, Tiles
 
@@ -234,14 +234,14 @@ class Pattern(ABC):
         return self.spec, tuple((np.packbits(a) if a.dtype == np.bool_ else a).tobytes() for a in arrays)
 
     def key(self) -> CacheKey:
-        """Return a cache key: the text, and the tables by address and version."""
+        """Return a cache key: the text, and the tables by storage and version."""
         if not self._follows:
             tables = self.tables
-            return CacheKey((self._spec, *map(address_key, tables)), tables)
+            return CacheKey((self._spec, *map(TableId, tables)), sum([table.nbytes for table in tables]))
         keys = [part.key() for part in self.parts_within()]
         return CacheKey(
             (self.spec, *(key.value for key in keys)),
-            tuple(table for key in keys for table in key.tables),
+            sum(key.nbytes for key in keys),
             tuple(version for key in keys for version in key.versions),
         )
 
@@ -285,6 +285,22 @@ class Pattern(ABC):
 
     def __hash__(self) -> int:
         return hash(self.spec)
+
+    def stays_equal(self, other: Pattern) -> bool:
+        """Return whether the patterns are equal and remain so, whatever is written to the tensors that they follow.
+
+        ``==`` compares what two tensors contain now; only a pattern that stays equal may replace another.
+        """
+        if self is other:
+            return True
+        if type(self) is not type(other) or self.spec != other.spec:
+            return False
+        mine, theirs = self.parts_within(), other.parts_within()
+        if mine:
+            return len(mine) == len(theirs) and all(a.stays_equal(b) for a, b in zip(mine, theirs, strict=True))
+        if not self._follows:
+            return self == other
+        return all(a is b for a, b in zip(self.tables, other.tables, strict=True))
 
     def __repr__(self) -> str:
         return self.spec

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..torch_compat import wrapped
 from .base import Composite, Pattern
-from .cache_key import CacheKey, address_key, content_key
+from .cache_key import CacheKey
 from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, mix
 
 #: Positions of a batch element on the axis of all elements; more than any sequence has.
@@ -199,7 +199,13 @@ class Bounds(Pattern):
 
     @property
     def follows(self) -> bool:
-        return True
+        return bool(self.tables)
+
+    #: Whether the tensors are copies that nothing writes to, rather than the caller's own.
+    private: ClassVar[bool] = False
+
+    def stays_equal(self, other: Pattern) -> bool:
+        return self == other if self.private else super().stays_equal(other)
 
     # contents of the tensors when ``read`` was called; None: each method reads them again
     _made: Any = None
@@ -236,10 +242,7 @@ class Bounds(Pattern):
         )
 
     def key(self) -> CacheKey:
-        tables = self.tables
-        contents = [content_key(table) for table in tables]
-        large = tuple(table for table, key in zip(tables, contents, strict=True) if key is None)
-        return CacheKey((self.spec, *contents, *map(address_key, large)), large, tuple(map(address_key, tables)))
+        return CacheKey.following(self.spec, self.tables)
 
 
 def bounds_in(pattern: Pattern) -> Iterator[Bounds]:

@@ -13,27 +13,62 @@ from ..torch_compat import digest, version
 SMALL = 2**20
 
 
+class TableId:
+    """The identity of a tensor that its owner may write to: its storage, and its version and layout when made.
+
+    It keeps the storage alive. No other storage can therefore get an address that a key of a cache contains, even after
+    the tensor was given another storage by ``set_`` or an assignment to ``data``.
+
+    Args:
+        table: The tensor.
+    Example:
+        >>> from ringweave.patterns.cache_key import TableId
+        >>> table = torch.zeros(2)
+        >>> before = TableId(table)
+        >>> before == TableId(table), before == TableId(table.add_(1))
+        (True, False)
+    """
+
+    __slots__ = ("_state", "storage")
+
+    def __init__(self, table: Tensor):
+        #: The memory of the tensor.
+        self.storage = table.untyped_storage()
+        # the address changes if the storage is resized in place
+        place = self.storage.data_ptr(), table.storage_offset(), tuple(table.shape), table.stride()
+        self._state = *place, table.dtype, str(table.device), version(table)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TableId) and self.storage is other.storage and self._state == other._state
+
+    def __hash__(self) -> int:
+        return hash(self._state)
+
+
 class CacheKey(NamedTuple):
-    """A pattern as a key of caches; it contains ``tables`` by address and version, and is valid while they live.
+    """A pattern as a key of caches.
 
     Attributes:
         value: The hashable key.
-        tables: Tensors that a cache must keep alive with the entry, so that their addresses are not reused.
+        nbytes: Bytes of the tensors that the key keeps alive.
         versions: Versions of the tensors that are identified by contents; they reveal a change that was undone.
     """
 
     value: Hashable
-    tables: tuple[Tensor, ...]
+    nbytes: int = 0
     versions: tuple[Hashable, ...] = ()
 
     def same(self, other: CacheKey) -> bool:
         """Return whether nothing was changed between the two times at which the keys were made."""
         return self.value == other.value and self.versions == other.versions
 
-
-def address_key(table: Tensor) -> Hashable:
-    """Identify a tensor while it lives, by address, version and layout."""
-    return table.data_ptr(), version(table), tuple(table.shape), table.stride(), table.dtype, str(table.device)
+    @classmethod
+    def following(cls, text: str, tables: tuple[Tensor, ...]) -> CacheKey:
+        """Make the key of a text and of tensors that others may write to: small ones are identified by contents."""
+        contents = tuple(map(content_key, tables))
+        large = [table for table, known in zip(tables, contents, strict=True) if known is None]
+        value = text, *contents, *map(TableId, large)
+        return cls(value, sum([table.nbytes for table in large]), tuple(map(TableId, tables)))
 
 
 def content_key(table: Tensor) -> Hashable | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -56,6 +56,8 @@ class Documents(Bounds):
                 [0, 1, 1, 0],
                 [0, 0, 0, 0]], dtype=torch.int32)
     """
+
+    private: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ from ..errors import PatternError, in_a_line, message, shown
 from ..torch_compat import wrapped
 from .algebra import PerHead
 from .base import Pattern
-from .cache_key import CacheKey, address_key, content_key
+from .cache_key import CacheKey, TableId, content_key
 from .declared import declare
 from .tiles import Int64, Ranges, Tiles, mix
 from .validate import whole
@@ -282,8 +282,8 @@ def store_of(spec: str, common: LRUCache[V]) -> LRUCache[V]:
 
 
 def table_keys(tables: Sequence[Tensor]) -> tuple[Hashable, ...]:
-    """Identify tensors that others may write to, by contents or by address and version."""
-    return tuple(content_key(table) or address_key(table) for table in tables)
+    """Identify tensors that others may write to, by contents or by storage and version."""
+    return tuple(content_key(table) or TableId(table) for table in tables)
 
 
 class PinnedClosure:
@@ -429,15 +429,15 @@ class TokenMask(Pattern):
     def key(self) -> CacheKey:
         holder, tables = self._now()
         if holder.unseen:
-            return CacheKey(object(), ())  # equal to no other
-        keys = [content_key(table) for table in tables]
-        large = tuple(table for table, key in zip(tables, keys, strict=True) if key is None)
-        return CacheKey(
-            (self._spelled(holder, tables), *keys, *map(address_key, large)), large, tuple(map(address_key, tables))
-        )
+            return CacheKey(object())  # equal to no other key
+        return CacheKey.following(self._spelled(holder, tables), tables)
 
     def value(self) -> Hashable:
         return self.key().value
+
+    def stays_equal(self, other: Pattern) -> bool:
+        # another function object may read other values later
+        return super().stays_equal(other) and isinstance(other, TokenMask) and self.fn is other.fn
 
     def _depends(self) -> tuple[bool, bool]:
         # if the function uses an index, its result is broadcast along the axis of that index

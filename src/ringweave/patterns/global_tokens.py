@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import ClassVar, Self, TypeVar
 
 import numpy as np
 import torch
@@ -49,6 +49,8 @@ class Sinks(Bounds):
     """
 
     _mask: Tensor | None = None
+
+    private: ClassVar[bool] = True
 
     def __init__(self, tokens: int | Sequence[int] | Tensor):
         if not isinstance(tokens, Tensor) or tokens.dtype != torch.bool:
@@ -109,10 +111,6 @@ class Sinks(Bounds):
     @property
     def tables(self) -> tuple[Tensor, ...]:
         return () if self._mask is None else (self._mask,)
-
-    @property
-    def follows(self) -> bool:
-        return self._mask is not None
 
     def extents(self) -> tuple[int | None, int | None]:
         mask = self._mask

@@ -73,7 +73,11 @@ class KeyPadding(Bounds):
 
     def _make(self) -> tuple[Int64, Int64]:
         start, stop = np.empty((2, self._rows), np.int64)
-        for side, bound in ((start, self.start), (stop, self.stop)):
+        for name, side, bound in (("start", start, self.start), ("stop", stop, self.stop)):
+            if isinstance(bound, Tensor) and bound.shape not in ((1,), (self._rows,)):
+                wanted = f"as many as when the pattern was made, {self._rows}"
+                remedy = "Write to the bounds in place, or make another KeyPadding."
+                raise PatternError(message(name, f"{shown(bound)} bounds", wanted, remedy))
             side[:] = rows_of(bound, 1) if isinstance(bound, Tensor) else bound
         return start, stop
 

@@ -235,15 +235,15 @@ def _views(pattern: Pattern, size: Sizes) -> tuple[Branch, ...]:
             earlier = _views(pattern, replace(size, nk=size.nk - later, q_offset=size.q_offset - later))
             moved = (replace(b, nk=b.nk + later // b.rate, q_offset=b.q_offset + later // b.rate) for b in earlier)
             return _exact(tuple(moved), whole)
-    value, tables, _ = pattern.key()
-    key, programs = ("branches", value, size), store_of(pattern.spec, PROGRAMS)
+    made_of = pattern.key()
+    key, programs = ("branches", made_of.value, size), store_of(pattern.spec, PROGRAMS)
     found: tuple[Branch, ...] | None = programs.get(key)
     if found is None:
         if isinstance(pattern, LongNet):
             found = tuple(mixture(pattern, size))
         else:
             found = _exact(_split(pattern, size, whole), whole)
-        programs.put(key, found, _BRANCH_BYTES * len(found), tables)
+        programs.put(key, found, _BRANCH_BYTES * len(found) + made_of.nbytes)
     return found
 
 

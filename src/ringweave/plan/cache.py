@@ -50,8 +50,8 @@ class CacheStatistics(NamedTuple):
 class PlanCache:
     """A least-recently-used cache of plans, bounded in bytes and number; safe to share between threads.
 
-    The key is the pattern's value: its text, and its tables by address and version. An entry keeps its tables alive, so
-    an address is not reused, and a table that is written in place has another version. The key also contains the values
+    The key is the pattern's value: its text, and its tables by storage and version. A key keeps these storages alive,
+    and a table that is written in place has another version. The key also contains the values
     that a function reads, and the function's plans are dropped when no pattern has the function.
 
     Args:
@@ -120,7 +120,7 @@ class PlanCache:
             if (ties or made_of.versions) and not pattern.key().same(made_of):
                 raise changed("values that were changed during planning", "TokenMask" if ties else "pattern")
             if made(plan, device):
-                kept.put(key, plan, plan.nbytes + _PLAN_BYTES, made_of.tables, ties)
+                kept.put(key, plan, plan.nbytes + _PLAN_BYTES + made_of.nbytes, ties)
         return plan
 
     def _made(self, pattern: Pattern, sizes: tuple[int, ...], device: torch.device, lasting: bool) -> BlockPlan:

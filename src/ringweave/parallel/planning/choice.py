@@ -88,9 +88,9 @@ def choose(workload: Workload, ranks: int, block: int, machine: Machine = _MACHI
     choice: Choice | None = PLACEMENTS.get(key)
     if choice is None:
         choice = _choose(workload, ranks, block, machine)
-        tables = [table for pattern in patterns for table in pattern.key().tables]
+        held = sum(pattern.key().nbytes for pattern in patterns)
         ties = [holder for pattern in patterns for holder in holders(pattern.spec)]
-        PLACEMENTS.put(key, choice, _CHOICE_BYTES, tables, ties)
+        PLACEMENTS.put(key, choice, _CHOICE_BYTES + held, ties)
     return choice
 
 
