@@ -224,10 +224,9 @@ def test_modules_contexts_and_graphs_take_it() -> None:
         assert 0 < (stored - native).norm() < 0.02 * native.norm()
         step = torch.compile(lambda y: layer(y, y, y)[0], fullgraph=True, backend="aot_eager")
         assert torch.equal(step(x), stored)
-    mixed = rw.nn.LongNetAttention(32, 2, segments=[8], rates=[1], detach_weights=True, precision=policy)
     for bad in (
         lambda: layer(x, x, x),
-        lambda: mixed(x, x, x),
+        lambda: rw.nn.LongNetAttention(32, 2, segments=[8], rates=[1], detach_weights=True, precision=policy),
         lambda: rw.nn.HierarchicalAttention(32, 2, pool=8, top_k=2, window=1, precision=policy),
     ):
         with pytest.raises(rw.UnsupportedError, match="precision"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .api import attention, longnet_attention, neighborhood_attention
+from .call import Arguments
 from .errors import ShapeError, UnsupportedError, message, shown
 from .hierarchical import COMBINATIONS, hierarchical_attention
 from .names import only
@@ -22,6 +24,30 @@ from .weights import BlockWeights, attention_weights
 
 if TYPE_CHECKING:
     from .parallel import ContextParallel
+
+
+# the parameters of the functions that modules call in place of attention
+_PARAMETERS = {
+    function.__name__: frozenset(inspect.signature(function).parameters)
+    for function in (longnet_attention, hierarchical_attention, attention_weights)
+}
+
+
+def _taken(function: str, options: Mapping[str, Any], asked: str) -> dict[str, Any]:
+    """Return those of attention's arguments that another function takes too; ``asked`` made a module call it.
+
+    Raises:
+        UnsupportedError: Another argument does not have its default, so the function would ignore it.
+    """
+    taken = {}
+    for name, value in options.items():
+        default = Arguments._field_defaults[name]
+        if name in _PARAMETERS[function]:
+            taken[name] = value
+        elif value is not default and (isinstance(value, Tensor) or value != default):
+            wanted = f"{default!r}, the default, with {asked}"
+            raise UnsupportedError(message(name, shown(value), wanted, "Leave out the option that sets it."))
+    return taken
 
 
 class MultiheadAttention(nn.Module):
@@ -194,7 +220,7 @@ class MultiheadAttention(nn.Module):
             (output, weights): output has query's shape; weights are None without ``need_weights``.
         Raises:
             ShapeError: The tensors do not fit.
-            UnsupportedError: Weights are asked for with terms, sinks, tensor masks, a context or dropout.
+            UnsupportedError: Weights are asked for with terms, sinks, tensor masks, a context, a precision or dropout.
         """
         x, batched = self._batch_first(query, key, value)
         q, k, v = self._projected(*x)
@@ -204,8 +230,10 @@ class MultiheadAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary_base is not None:
             q, k = self._rotated(q, k, positions, first)
-        dropout = self.dropout if self.training else 0.0
-        out = self._attend(x[0], q, k, v, pattern, terms, dropout, first)
+        options = self._options() | {"terms": terms, "q_offset": first}
+        if not self.training:
+            options["dropout"] = 0.0
+        out = self._attend(x[0], q, k, v, pattern, options)
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         if not batched:
             out = out[0]
@@ -213,10 +241,9 @@ class MultiheadAttention(nn.Module):
             out = out.transpose(0, 1)
         if not flag("need_weights", need_weights, ShapeError):
             return out, None
-        if terms or dropout or self.sink_logits is not None or self.context is not None:
-            wanted = "a call without terms, sinks, tensor masks, dropout and context"
-            raise UnsupportedError(message("need_weights", True, wanted, "Pass need_weights=False."))
-        return out, self._weights(q, k, pattern, first)
+        # a backend may change the speed, never the weights
+        del options["backend"]
+        return out, self._weights(q, k, pattern, options)
 
     def _batch_first(self, *inputs: Tensor) -> tuple[list[Tensor], bool]:
         for name, x, dim in zip(("query", "key", "value"), inputs, (self.embed_dim, self.kdim, self.vdim), strict=True):
@@ -297,33 +324,27 @@ class MultiheadAttention(nn.Module):
         rates = self.rotary_base ** (-torch.arange(half, device=q.device, dtype=torch.float32) / half)
         return _rotate(q, of_q, rates), _rotate(k, of_k, rates)
 
-    def _attend(
-        self,
-        x: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        pattern: Pattern,
-        terms: Sequence[Term],
-        dropout: float,
-        q_offset: int | Tensor,
-    ) -> Tensor:
-        return attention(
-            q,
-            k,
-            v,
-            pattern,
-            q_offset=q_offset,
-            terms=terms,
-            sink_logits=self.sink_logits,
-            dropout=dropout,
-            context=self.context,
-            precision=self.precision,
-            backend=self.backend,
-        )
+    def _options(self) -> dict[str, Any]:
+        """Return the arguments of attention that the module's options set.
 
-    def _weights(self, q: Tensor, k: Tensor, pattern: Pattern, q_offset: int | Tensor) -> BlockWeights:
-        return attention_weights(q, k, pattern, q_offset=q_offset)
+        A module that computes attention by another function refuses those that it does not take: see ``_taken``.
+        """
+        return {
+            "terms": self.terms,
+            "sink_logits": self.sink_logits,
+            "dropout": self.dropout,
+            "context": self.context,
+            "precision": None if self.precision == NATIVE else self.precision,
+            "backend": self.backend,
+        }
+
+    def _attend(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Mapping[str, Any]
+    ) -> Tensor:
+        return attention(q, k, v, pattern, **options)
+
+    def _weights(self, q: Tensor, k: Tensor, pattern: Pattern, options: Mapping[str, Any]) -> BlockWeights:
+        return attention_weights(q, k, pattern, **_taken("attention_weights", options, "need_weights=True"))
 
     def extra_repr(self) -> str:
         """Return the sizes and the pattern for the module's repr."""
@@ -343,10 +364,11 @@ class LongNetAttention(MultiheadAttention):
         offset: Residue that a head keeps: ``"interleaved"``, ``"grouped"`` or an int.
         heads: ``"shared"`` or ``"partitioned"``.
         detach_weights: Whether backward treats the branch weights as constants.
-        **options: Options of :class:`MultiheadAttention`, except ``pattern`` and ``dropout``.
+        **options: Options of :class:`MultiheadAttention`, except ``pattern``; with ``detach_weights`` also without
+            those that :func:`ringweave.longnet_attention` does not take.
     Raises:
         PatternError: The lists differ in length, or a rate does not divide its segment.
-        UnsupportedError: ``pattern`` or ``dropout`` is passed; in a call, a mask.
+        UnsupportedError: An option is passed that the module would not use; in a call, a mask.
     Example:
         >>> x = torch.randn(2, 128, 64)
         >>> layer = rw.nn.LongNetAttention(64, 4, segments=[32, 128], rates=[1, 4], causal=True, batch_first=True)
@@ -370,32 +392,19 @@ class LongNetAttention(MultiheadAttention):
         detach_weights: bool = False,
         **options: Any,
     ) -> None:
-        for name in {"pattern", "dropout"} & set(options):
-            raise UnsupportedError(
-                message(
-                    name, shown(options[name]), "no such option", f"Leave out {name}: the branches are the pattern."
-                )
-            )
+        _refuse_pattern(options, "the branches are the pattern")
         mixture = LongNet(segments, rates, causal=causal, offset=offset, heads=heads)
         super().__init__(embed_dim, num_heads, pattern=mixture, **options)
         self.detach_weights = flag("detach_weights", detach_weights, ShapeError)
+        if self.detach_weights:
+            _taken("longnet_attention", self._options(), "detach_weights=True")
 
     def _attend(
-        self,
-        x: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        pattern: Pattern,
-        terms: Sequence[Term],
-        dropout: float,
-        q_offset: int | Tensor,
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Mapping[str, Any]
     ) -> Tensor:
         if not self.detach_weights:
-            return super()._attend(x, q, k, v, pattern, terms, dropout, q_offset)
-        if terms or self.sink_logits is not None or self.precision != NATIVE:
-            wanted = "False with terms, sinks or a precision"
-            raise UnsupportedError(message("detach_weights", True, wanted, "Use the exact gradient with them."))
+            return super()._attend(x, q, k, v, pattern, options)
+        taken = _taken("longnet_attention", options, "detach_weights=True")
         assert isinstance(pattern, LongNet)
         return longnet_attention(
             q,
@@ -407,9 +416,7 @@ class LongNetAttention(MultiheadAttention):
             offset=pattern.offset,
             heads=pattern.heads,
             detach_weights=True,
-            q_offset=q_offset,  # attention() refuses a tensor
-            context=self.context,
-            backend=self.backend,
+            **taken,
         )
 
 
@@ -427,11 +434,11 @@ class HierarchicalAttention(MultiheadAttention):
         window: Number of tokens around a query that it attends one by one.
         causal: Whether keys after the query are left out.
         combine: ``"exact_cover"`` or ``"gates"``.
-        **options: Options of :class:`MultiheadAttention`, except those named under UnsupportedError.
+        **options: Options of :class:`MultiheadAttention` that prepare queries, keys and values, and those that
+            :func:`ringweave.hierarchical_attention` takes.
     Raises:
         ShapeError: A size is below 1; top_k or window is below 0.
-        UnsupportedError: ``pattern``, ``dropout``, ``terms``, ``sinks``, ``context`` or ``precision`` is passed; in a
-            call, a mask or ``need_weights``.
+        UnsupportedError: An option is passed that the module would not use; in a call, a mask or ``need_weights``.
     Example:
         >>> x = torch.randn(2, 128, 64)
         >>> layer = rw.nn.HierarchicalAttention(64, 4, pool=16, top_k=2, window=16, causal=True, batch_first=True)
@@ -454,12 +461,10 @@ class HierarchicalAttention(MultiheadAttention):
         combine: str = "exact_cover",
         **options: Any,
     ) -> None:
-        for name in {"pattern", "dropout", "terms", "sinks", "context", "precision"} & set(options):
-            raise UnsupportedError(
-                message(name, shown(options[name]), "no such option", f"Leave out {name}: this module has none.")
-            )
+        _refuse_pattern(options, "causal says which keys a query may attend")
         self.causal = flag("causal", causal, ShapeError)
         super().__init__(embed_dim, num_heads, pattern=Causal() if self.causal else Full(), **options)
+        _taken("hierarchical_attention", self._options(), type(self).__name__)
         self.pool = whole("pool", pool, 1, error=ShapeError)
         self.top_k, self.window = (whole(n, x, 0, error=ShapeError) for n, x in (("top_k", top_k), ("window", window)))
         self.combine = one_of("combine", combine, COMBINATIONS)
@@ -467,20 +472,12 @@ class HierarchicalAttention(MultiheadAttention):
         self.gate = nn.Linear(self.embed_dim, 3 * self.num_heads, **place) if self.combine == "gates" else None
 
     def _attend(
-        self,
-        x: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        pattern: Pattern,
-        terms: Sequence[Term],
-        dropout: float,
-        q_offset: int | Tensor,
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Mapping[str, Any]
     ) -> Tensor:
-        if isinstance(q_offset, Tensor):
+        if isinstance(options["q_offset"], Tensor):
             wanted = "an int: queries have the same positions in every batch element"
             raise UnsupportedError(message("q_offset", "a tensor", wanted, "Pass an int."))
-        if terms or pattern != self.pattern:
+        if options["terms"] or pattern != self.pattern:
             wanted = "no mask and is_causal=False"
             raise UnsupportedError(message("attn_mask", repr(pattern), wanted, "Create the module with causal=True."))
         gates = None
@@ -496,11 +493,10 @@ class HierarchicalAttention(MultiheadAttention):
             causal=self.causal,
             combine=self.combine,
             gates=gates,
-            q_offset=q_offset,
-            backend=self.backend,
+            **_taken("hierarchical_attention", options, type(self).__name__),
         )
 
-    def _weights(self, q: Tensor, k: Tensor, pattern: Pattern, q_offset: int | Tensor) -> BlockWeights:
+    def _weights(self, q: Tensor, k: Tensor, pattern: Pattern, options: Mapping[str, Any]) -> BlockWeights:
         raise UnsupportedError(message("need_weights", True, "False", "The means of blocks have no weights by pair."))
 
 
@@ -596,6 +592,11 @@ class NeighborhoodAttention(nn.Module):
         shared = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
         causal = f", is_causal={self.is_causal}" if self.is_causal else ""
         return f"{self.embed_dim}, {self.num_heads}{shared}, window={self.window}, dilation={self.dilation}{causal}"
+
+
+def _refuse_pattern(options: Mapping[str, object], why: str) -> None:
+    if "pattern" in options:
+        raise UnsupportedError(message("pattern", shown(options["pattern"]), "no such option", f"Leave it out: {why}."))
 
 
 def _part(name: str, whole: int, of: str, parts: int) -> int:

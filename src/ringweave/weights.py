@@ -16,7 +16,7 @@ from .types import acc_dtype
 from .validate import autocast, checked
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockWeights:
     """The attention probabilities of a plan's tiles.
 
@@ -30,6 +30,12 @@ class BlockWeights:
     plan: BlockPlan
     values: Tensor
     first: Tensor
+
+    def __repr__(self) -> str:
+        tiles, q_tile, kv_tile = self.values.shape
+        batch, heads = self.first.shape
+        shape = batch, heads, self.plan.nq, self.plan.nk
+        return f"BlockWeights({tiles} tiles of {q_tile} x {kv_tile}, of {shape})"
 
     def to_dense(self) -> Tensor:
         """Return the weights as a dense matrix (B, Hq, Nq, Nk), for small sizes."""
