@@ -299,6 +299,8 @@ def untraced(kernel: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         return (disabled() if _COMPILER is None or _COMPILER in sys.modules else kernel)(*args, **kwargs)
 
+    # the name that torch.compiler.disable sets; without it a trace ends in `run`, with a warning
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]
     return run
 
 

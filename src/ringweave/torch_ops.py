@@ -24,7 +24,7 @@ from .cache import fact
 from .call import Call, Operands
 from .errors import UnsupportedError, is_out_of_memory, message
 from .host_offload import program_of
-from .patterns.function import pinned_closure
+from .patterns.function import PinnedClosure, pinned_closure
 from .program import Program, Returned
 from .torch_compat import all_plain, dispatch_modes, forward_mode, transforming, untraced, unwatched
 from .types import acc_dtype
@@ -194,11 +194,12 @@ def may_go_round(program: Program, tensors: Iterable[Tensor]) -> bool:
     which watch or change operators. It also needs a pattern without tables, which a transform may have wrapped.
     """
     return (
-        unwatched()
+        # first, since a trace cannot follow the other checks
+        not torch.compiler.is_compiling()
+        and unwatched()
         and all_plain(tensors)
         and not program.call.pattern.tables
         and program.native
-        and not torch.compiler.is_compiling()
     )
 
 
@@ -264,6 +265,10 @@ def savable(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
     return (x.clone() if x.is_inference() else x for x in tensors)
 
 
+# compiled autograd traces backward; the check reads values, so it runs between two graphs
+_check_held = untraced(PinnedClosure.check)
+
+
 def _gradients(
     ctx: Any, program: Program | None, learns: list[bool], dout: Tensor | None, dlse: Tensor | None
 ) -> tuple[Any, ...]:
@@ -272,7 +277,7 @@ def _gradients(
     The given program runs directly if nothing watches operators; otherwise the backward operator does.
     """
     if ctx.held is not None:
-        ctx.held.check()
+        _check_held(ctx.held)
     if dout is None and dlse is None:
         return None, None, None, [None] * len(learns)
     q, k, v, out, lse, *tensors = ctx.saved_tensors
@@ -291,8 +296,12 @@ def _gradients(
         else:
             call = program.at(k).call
             args = *every, call.text, *call.numbers, learns
-            dq, dk, dv, *of_tensors = _Backward.apply(*args)  # type: ignore[no-untyped-call]
-            found = [dq, dk, dv]
+            if torch.compiler.is_compiling():
+                # compiled autograd traces this function; the operator refuses a second derivative too
+                *found, of_tensors = attention_backward_op(*args)
+            else:
+                dq, dk, dv, *of_tensors = _Backward.apply(*args)  # type: ignore[no-untyped-call]
+                found = [dq, dk, dv]
     return *found, [grad if one else None for grad, one in zip(of_tensors, learns, strict=True)]
 
 
