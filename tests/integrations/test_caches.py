@@ -18,7 +18,7 @@ from ringweave.precision import STORED, store, widened
 from .. import oracle
 from .test_models import EAGER, IDS, LEFT
 from .test_reading import calls
-from .tiny import config_of, model_of
+from .tiny import CACHE, config_of, model_of
 
 
 def said(model: Any, prompt: Tensor = IDS[:, :11], mask: Tensor = LEFT[:, :11], **options: Any) -> Tensor:
@@ -34,7 +34,7 @@ def test_pages_give_the_same_tokens(name: str, mode: str) -> None:
         mode
     ]
     wanted = said(model_of(name, "eager" if name in EAGER else "sdpa"), **options)
-    got = said(model_of(name, "ringweave"), past_key_values=ModelCache(40, page=16), **options)
+    got = said(model_of(name, "ringweave"), **{CACHE: ModelCache(40, page=16)}, **options)
     assert torch.equal(got, wanted)
 
 
@@ -42,7 +42,7 @@ def test_a_prompt_looked_up_is_cut_from_the_pages() -> None:
     prompt, mask = IDS[1:, :11], torch.ones_like(IDS[1:, :11])
     wanted = said(model_of("llama", "sdpa"), prompt, mask)
     cache = ModelCache(64)
-    got = said(model_of("llama", "ringweave"), prompt, mask, prompt_lookup_num_tokens=3, past_key_values=cache)
+    got = said(model_of("llama", "ringweave"), prompt, mask, prompt_lookup_num_tokens=3, **{CACHE: cache})
     assert torch.equal(got, wanted)
 
 
@@ -52,7 +52,7 @@ def test_pages_hold_a_pattern_of_ones_own_and_are_used_again() -> None:
         wanted = model(IDS).logits
         cache = ModelCache(32, page=16)
         for _ in range(2):
-            parts = [model(part, past_key_values=cache).logits for part in IDS.split([9, 1, 1, 12], 1)]
+            parts = [model(part, **{CACHE: cache}).logits for part in IDS.split([9, 1, 1, 12], 1)]
             torch.testing.assert_close(torch.cat(parts, 1), wanted)
             assert cache.get_seq_length() == 23
             pages = [layer.pages for layer in cache.layers]
@@ -63,9 +63,9 @@ def test_pages_hold_a_pattern_of_ones_own_and_are_used_again() -> None:
 
 def test_a_pattern_counts_from_each_sequences_first_token_in_pages_too() -> None:
     model = patch(model_of("llama", "eager"), rw.SlidingWindow(3) | rw.Sinks(2))
-    assert torch.equal(said(model, past_key_values=ModelCache(40, page=16)), said(model))
+    assert torch.equal(said(model, **{CACHE: ModelCache(40, page=16)}), said(model))
     patch(model, rw.SlidingWindow(3))
-    assert not torch.equal(said(model, past_key_values=ModelCache(40, page=16)), said(model_of("llama", "sdpa")))
+    assert not torch.equal(said(model, **{CACHE: ModelCache(40, page=16)}), said(model_of("llama", "sdpa")))
 
 
 def test_a_pattern_of_ones_own_stands_where_a_static_caches_query_does() -> None:
@@ -77,25 +77,25 @@ def test_copies_of_a_prompts_pages_go_on_by_themselves() -> None:
     model, cache = model_of("llama", "ringweave").eval(), ModelCache(40, page=16)
     # the cache is made in inference mode and written outside of it
     with torch.inference_mode():
-        model(IDS[:, :9], past_key_values=cache)
+        model(IDS[:, :9], **{CACHE: cache})
     whole = torch.ones_like(IDS[:, :11])
     for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache):
         wanted = said(model_of("llama", "sdpa"), mask=whole)
-        assert torch.equal(said(model, mask=whole, past_key_values=copied), wanted)
+        assert torch.equal(said(model, mask=whole, **{CACHE: copied}), wanted)
 
 
 def test_a_cache_that_was_reset_takes_another_batch() -> None:
     model, cache = model_of("llama", "ringweave").eval(), ModelCache(32, page=16)
     with torch.no_grad():
         for ids in (IDS, IDS[:1], IDS.repeat(2, 1)):
-            torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits)
+            torch.testing.assert_close(model(ids, **{CACHE: cache}).logits, model(ids).logits)
             cache.reset()
 
 
 def test_what_is_cropped_is_there() -> None:
     model, cache = model_of("llama", "ringweave").eval(), ModelCache(32)
     with torch.no_grad():
-        model(IDS, past_key_values=cache)
+        model(IDS, **{CACHE: cache})
     for number in (5, -24):
         with pytest.raises(rw.ShapeError, match=f"tokens_to_remove: got {number}; wanted a number from -23 to 0"):
             cache.crop(number)
@@ -109,7 +109,7 @@ def test_what_is_cropped_is_there() -> None:
 def test_an_assistant(mine: bool) -> None:
     prompt, mask = IDS[1:, :11], torch.ones_like(IDS[1:, :11])
     assistant = model_of("llama", "ringweave", config_of("llama", num_hidden_layers=1)).eval()
-    options: dict[str, Any] = {"past_key_values": ModelCache(64)} if mine else {}
+    options: dict[str, Any] = {CACHE: ModelCache(64)} if mine else {}
     got = said(model_of("llama", "ringweave"), prompt, mask, assistant_model=assistant, **options)
     assert torch.equal(got, said(model_of("llama", "sdpa"), prompt, mask))
 
@@ -117,22 +117,47 @@ def test_an_assistant(mine: bool) -> None:
 def test_what_pages_cannot_do_is_said() -> None:
     with pytest.raises(rw.ShapeError, match="max_tokens: got 0"):
         ModelCache(0)
-    with pytest.raises(rw.ShapeError, match="max_tokens: got None"):
-        ModelCache()
     with pytest.raises(rw.ShapeError, match="page: got 7"):
         ModelCache(8, page=7)
     with pytest.raises(rw.UnsupportedError, match="precision: got str"):
         ModelCache(8, precision="int8")  # type: ignore[arg-type]
     with torch.no_grad():
-        with pytest.raises(rw.UnsupportedError, match="past_key_values: got a use of keys in pages"):
-            model_of("llama", "sdpa").eval()(IDS, past_key_values=ModelCache(32))
-        with pytest.raises(rw.ShapeError, match="append: got 23 tokens for row 0"):
-            model_of("llama", "ringweave").eval()(IDS, past_key_values=ModelCache(16, page=16))
+        with pytest.raises(rw.UnsupportedError, match=f"{CACHE}: got a use of keys in pages"):
+            model_of("llama", "sdpa").eval()(IDS, **{CACHE: ModelCache(32)})
+        says = r"max_tokens: got 16, with 0 tokens .* 23 more; wanted at least 23: .* \+ max_new_tokens. .*reset\(\)"
+        with pytest.raises(rw.ShapeError, match=says):
+            model_of("llama", "ringweave").eval()(IDS, **{CACHE: ModelCache(16, page=16)})
         mask = torch.zeros(2, 1, 23, 64)
-        with pytest.raises(rw.UnsupportedError, match="past_key_values: got a mask or bias of numbers"):
-            model_of("llama", "ringweave").eval()(IDS, attention_mask=mask, past_key_values=ModelCache(32))
+        with pytest.raises(rw.UnsupportedError, match=f"{CACHE}: got a mask or bias of numbers"):
+            model_of("llama", "ringweave").eval()(IDS, attention_mask=mask, **{CACHE: ModelCache(32)})
     with pytest.raises(rw.UnsupportedError, match="gradients"):
-        model_of("llama", "ringweave")(IDS, past_key_values=ModelCache(32))
+        model_of("llama", "ringweave")(IDS, **{CACHE: ModelCache(32)})
+
+
+@pytest.mark.parametrize("mode", ["greedy", "beam", "chunked prefill", "8 bits"])
+def test_a_cache_without_a_number_grows(mode: str) -> None:
+    """A cache without ``max_tokens`` gives the tokens of a cache with enough room, and doubles its pages."""
+    options: dict[str, Any] = {"beam": {"num_beams": 3}, "chunked prefill": {"prefill_chunk_size": 7}}.get(mode, {})
+    precision = rw.Precision(kv=torch.int8) if mode == "8 bits" else None
+    model, options = model_of("gpt_oss", "ringweave"), options | {"max_new_tokens": 60}
+    cache = ModelCache(page=16, precision=precision)
+    fixed = {CACHE: ModelCache(80, page=16, precision=precision)}
+    assert torch.equal(said(model, **{CACHE: cache}, **options), said(model, **fixed, **options))
+    assert cache.get_max_length() == -1
+    # 70 tokens, the last of which is not written: pages of 16, 32, 64 and 128 tokens
+    assert [layer.length for layer in cache.layers] == [128, 128]
+
+
+def test_a_cache_is_used_for_a_second_conversation() -> None:
+    """After ``reset()`` a cache gives what a new cache gives; without it, the error names ``reset()``."""
+    model, second = model_of("llama", "ringweave"), IDS[:, 11:]
+    for cache in (ModelCache(page=16), ModelCache(32, page=16)):
+        said(model, **{CACHE: cache})
+        cache.reset()
+        got = said(model, second, torch.ones_like(second), **{CACHE: cache})
+        assert torch.equal(got, said(model, second, torch.ones_like(second)))
+    with torch.no_grad(), pytest.raises(rw.ShapeError, match=r"with 23 tokens .* call reset\(\) before another"):
+        model(IDS, **{CACHE: cache})
 
 
 def test_the_old_name_of_a_caches_size_warns() -> None:
@@ -151,14 +176,14 @@ def as_of_a_dynamic_cache(change: Any, steps: int = 2, **options: Any) -> None:
     models = [model_of("llama", attention).eval() for attention in ("ringweave", "sdpa")]
     with torch.no_grad():
         for model, cache in zip(models, caches, strict=True):
-            model(IDS[:, :17], past_key_values=cache)
+            model(IDS[:, :17], **{CACHE: cache})
         for step in range(steps):
             for cache in caches:
                 change(cache)
             batch = caches[1].layers[0].keys.shape[0]
             assert caches[0].batch_size == batch
             ids = torch.arange(3, 3 + batch)[:, None] + step
-            got, wanted = (model(ids, past_key_values=cache) for model, cache in zip(models, caches, strict=True))
+            got, wanted = (model(ids, **{CACHE: cache}) for model, cache in zip(models, caches, strict=True))
             atol = 0.2 if options else 1e-4
             torch.testing.assert_close(got.logits, wanted.logits, atol=atol, rtol=0)
 
@@ -190,14 +215,14 @@ def test_sequences_in_8_bits_are_repeated(kv: torch.dtype) -> None:
 def test_repeated_sequences_share_pages_and_have_room_for_their_own() -> None:
     model, cache = model_of("llama", "ringweave").eval(), ModelCache(48, page=16)
     with torch.no_grad():
-        model(IDS[:, :17], past_key_values=cache)
+        model(IDS[:, :17], **{CACHE: cache})
         pages = cache.layers[0].pages
         cache.batch_repeat_interleave(2)
         grown = cache.layers[0].pages
         # four sequences of three pages have room; two full pages and two partial ones are in use
         assert (pages.free_pages, grown.free_pages) == (2, 8)
         for _ in range(31):
-            model(torch.full((4, 1), 5), past_key_values=cache)
+            model(torch.full((4, 1), 5), **{CACHE: cache})
         assert grown.free_pages == 2
         cache.batch_select_indices(torch.tensor([0, 3]))
         assert cache.layers[0].pages.k is grown.k
@@ -231,7 +256,7 @@ def test_every_method_of_the_librarys_cache() -> None:
 
     def filled(attention: str, cache: Cache) -> Cache:
         with torch.no_grad():
-            model_of("llama", attention).eval()(IDS[:, :9], past_key_values=cache)
+            model_of("llama", attention).eval()(IDS[:, :9], **{CACHE: cache})
         return cache
 
     for name, args in CALLS.items():
@@ -253,7 +278,7 @@ def test_no_sequence_is_left_of_pages() -> None:
     cache = ModelCache(32)
     cache.batch_repeat_interleave(2)
     with torch.no_grad():
-        model_of("llama", "ringweave").eval()(IDS, past_key_values=cache)
+        model_of("llama", "ringweave").eval()(IDS, **{CACHE: cache})
     with pytest.raises(rw.ShapeError, match="repeats: got 0; wanted"):
         cache.batch_repeat_interleave(0)
     with pytest.raises(rw.ShapeError, match="indices: got .*; wanted one sequence or more"):
@@ -277,7 +302,7 @@ class Coarse(QuantizedLayer):
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_a_quantised_cache(name: str) -> None:
     outs = [
-        said(model_of(name, attention), past_key_values=Cache(layers=[Coarse(), Coarse()]))
+        said(model_of(name, attention), **{CACHE: Cache(layers=[Coarse(), Coarse()])})
         for attention in ("sdpa", "ringweave")
     ]
     assert torch.equal(*outs)
@@ -313,9 +338,9 @@ def test_pages_in_8_bits_give_the_tokens_of_what_they_store(name: str, mode: str
     ]
     kind = Rounded if kv == torch.int8 else RoundedFloats
     model = model_of(name, "eager" if name in EAGER else "sdpa")
-    wanted = said(model, past_key_values=Cache(layers=[kind(), kind()]), **options)
+    wanted = said(model, **{CACHE: Cache(layers=[kind(), kind()])}, **options)
     cache = ModelCache(40, page=16, precision=rw.Precision(kv=kv))
-    assert torch.equal(said(model_of(name, "ringweave"), past_key_values=cache, **options), wanted)
+    assert torch.equal(said(model_of(name, "ringweave"), **{CACHE: cache}, **options), wanted)
     assert {layer.pages.k.dtype for layer in cache.layers} == {kv}
 
 
@@ -337,7 +362,7 @@ def test_pages_in_8_bits_are_attended_as_they_are_stored(kv: torch.dtype, monkey
     monkeypatch.setattr(interface, "paged_attention", attend)
     model = patch(model_of("llama", "eager"), rw.SlidingWindow(9) | rw.Sinks(2))
     cache = ModelCache(40, page=16, precision=rw.Precision(kv=kv))
-    said(model, IDS[:, :11], torch.ones_like(IDS[:, :11]), past_key_values=cache)
+    said(model, IDS[:, :11], torch.ones_like(IDS[:, :11]), **{CACHE: cache})
     assert len(calls) == 2 * 12
     for q, k, v, out in calls:
         nq, nk = q.shape[2], k.shape[2]
@@ -361,8 +386,8 @@ def test_a_step_over_pages_touches_what_its_pattern_allows(monkeypatch: pytest.M
     with torch.no_grad():
         for n in (1000, 4000):
             cache = ModelCache(4096)
-            model(torch.randint(3, 64, (1, n)), past_key_values=cache, logits_to_keep=1)
-            model(torch.tensor([[5]]), past_key_values=cache)
+            model(torch.randint(3, 64, (1, n)), **{CACHE: cache}, logits_to_keep=1)
+            model(torch.tensor([[5]]), **{CACHE: cache})
             plan = patterns[-1].plan(1, 4096, q_offset=n)
             # its window of 101 keys, and the first 4
             assert patterns[-1].to_dense(1, 4096, q_offset=n).sum() == 105
@@ -376,9 +401,9 @@ def test_a_step_of_a_model_makes_few_calls(name: str) -> None:
     makes: dict[str, Any] = {"sliding": lambda: DynamicCache(config=model.config), "pages": lambda: ModelCache(128)}
     cache, token = makes.get(name, DynamicCache)(), torch.full((2, 1), 5)
     with torch.no_grad():
-        model(IDS, past_key_values=cache)
-        model(token, past_key_values=cache)
-        steps = [calls(lambda: model(token, past_key_values=cache), "integrations", "kv_cache.py") for _ in range(20)]
+        model(IDS, **{CACHE: cache})
+        model(token, **{CACHE: cache})
+        steps = [calls(lambda: model(token, **{CACHE: cache}), "integrations", "kv_cache.py") for _ in range(20)]
     assert len(set(steps)) == 1
     # of pages there are checks of the call besides
     assert steps[0] <= (24 if name == "pages" else 10)

@@ -16,7 +16,7 @@ import ringweave as rw
 from ringweave.integrations.transformers import ModelContext, context_parallel, model_context
 from ringweave.integrations.transformers.masks import ShardMask
 
-from .tiny import config_of, model_of
+from .tiny import CACHE, config_of, model_of
 
 generator = torch.Generator().manual_seed(7)
 
@@ -107,7 +107,7 @@ def test_what_the_mask_of_a_shard_refuses() -> None:
     shard = context.shard(**BATCHES[1])
     mask = shard["attention_mask"]
     cached = shard | {"use_cache": True}
-    cached["past_key_values"] = model(**cached).past_key_values
+    cached[CACHE] = model(**cached)[CACHE]
     with pytest.raises(rw.ShapeError, match="tokens: got 2 x 32 queries, 64 keys"):
         model(**cached)
     with pytest.raises(rw.UnsupportedError, match="batch: got"):

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ringweave.memory import peak
 from ringweave.memory.pressure import to_system
 
-from .tiny import config_of, model_of
+from .tiny import CACHE, config_of, model_of
 
 KINDS = ["whole", "padded", "packed", "prefill"]
 
@@ -37,7 +37,7 @@ def run(name: str, kind: str, attention: str, n: int) -> None:
     if kind == "prefill":
         with torch.no_grad():
             out = model.eval()(ids, use_cache=True, logits_to_keep=1)
-            model(ids[:, :1], past_key_values=out.past_key_values)
+            model(ids[:, :1], **{CACHE: out[CACHE]})
         return
     options: dict[str, Any] = {"use_cache": False}
     if kind == "padded":

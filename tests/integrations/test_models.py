@@ -23,7 +23,7 @@ from ringweave.integrations.transformers import (
     set_pattern,
 )
 
-from .tiny import DECODERS, ENCODERS, model_of
+from .tiny import CACHE, DECODERS, ENCODERS, model_of
 
 # transformers' sdpa ignores their soft caps and learned sinks
 EAGER = ("gemma2", "gpt_oss")
@@ -234,7 +234,7 @@ def test_a_pattern_of_ones_own_counts_from_each_sequence() -> None:
     set_pattern(model, pattern, layers=[0])
     whole = model(input_ids=IDS).logits
     first = model(input_ids=IDS[:, :14], use_cache=True)
-    rest = model(input_ids=IDS[:, 14:], past_key_values=first.past_key_values).logits
+    rest = model(input_ids=IDS[:, 14:], **{CACHE: first[CACHE]}).logits
     torch.testing.assert_close(rest, whole[:, 14:])
 
 
@@ -396,7 +396,7 @@ def test_steps_go_straight_to_the_kernel(pattern: rw.Pattern | None, monkeypatch
     monkeypatch.setattr(cpu.PreparedCall, "forward", lambda *call: straight.append(1) or forward(*call))
     model = patch(model_of("llama", "sdpa"), pattern)
     with torch.no_grad():
-        cache = model(torch.randint(3, 64, (1, 40)), use_cache=True).past_key_values
+        cache = model(torch.randint(3, 64, (1, 40)), use_cache=True)[CACHE]
         straight.clear()
-        model(IDS[:1, :1], past_key_values=cache)
+        model(IDS[:1, :1], **{CACHE: cache})
     assert len(straight) == model.config.num_hidden_layers

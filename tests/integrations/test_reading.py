@@ -38,6 +38,13 @@ def apart(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return ~(abs(q - k) <= 2) & (k < q + 6)
 
 
+def packed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a mask function within packed documents, as the installed transformers makes it."""
+    remap = getattr(masks, "remap_positions_for_packed_sequence", None)
+    inside = function if remap is None else remap(function, POSITIONS)
+    return masks.and_masks(inside, masks.packed_sequence_mask_function(NUMBERS))
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal": masks.causal_mask_function,
     "bidirectional": masks.bidirectional_mask_function,
@@ -47,13 +54,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "all but a window": apart,
     "chunks": masks.chunked_causal_mask_function(6, torch.zeros(B, dtype=torch.long)),
     "chunks after padding": masks.chunked_causal_mask_function(6, PADS),
-    "packed": masks.packed_sequence_compatibility_function(masks.causal_mask_function, POSITIONS, NUMBERS),
-    "packed, window": masks.packed_sequence_compatibility_function(
-        masks.sliding_window_causal_mask_function(3), POSITIONS, NUMBERS
-    ),
-    "packed, chunks": masks.packed_sequence_compatibility_function(
-        masks.chunked_causal_mask_function(4, torch.zeros(B, dtype=torch.long)), POSITIONS, NUMBERS
-    ),
+    "packed": packed(masks.causal_mask_function),
+    "packed, window": packed(masks.sliding_window_causal_mask_function(3)),
+    "packed, chunks": packed(masks.chunked_causal_mask_function(4, torch.zeros(B, dtype=torch.long))),
     "blocks": masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(BLOCKS)),
     "window and blocks": masks.and_masks(
         masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(BLOCKS)), masks.sliding_window_overlay(5)

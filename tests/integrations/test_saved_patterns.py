@@ -16,7 +16,7 @@ import ringweave as rw
 from ringweave.integrations.transformers import ModelCache, notices, patch, saved_patterns, set_pattern
 
 from .test_models import IDS, vision_and_speech
-from .tiny import config_of, model_of
+from .tiny import CACHE, config_of, model_of
 
 PATTERN = rw.SlidingWindow(3) | rw.Sinks(2)
 TEXT = "SlidingWindow(3) | Sinks(2)"
@@ -95,7 +95,7 @@ def test_a_step_over_a_cache_of_a_loaded_model_has_the_pattern(tmp_path: Path) -
     again = loaded(model, tmp_path, attn_implementation="ringweave").eval()
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "attention_mask": None}
     wanted = model.generate(IDS[:1], **options)
-    assert torch.equal(again.generate(IDS[:1], past_key_values=ModelCache(max_tokens=64), **options), wanted)
+    assert torch.equal(again.generate(IDS[:1], **{CACHE: ModelCache(max_tokens=64)}, **options), wanted)
 
 
 @pytest.mark.parametrize("layers", [None, [1]])

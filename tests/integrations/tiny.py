@@ -8,6 +8,9 @@ import torch
 import transformers
 
 import ringweave.integrations.transformers  # noqa: F401  (registers the name)
+from ringweave.integrations.transformers.model_cache import CACHE
+
+__all__ = ["CACHE", "DECODERS", "ENCODERS", "SMALL", "config_of", "model_of"]
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -18,7 +18,7 @@ from ...patterns import Causal, Full, Pattern, parse
 from ...patterns.validate import refuse
 from ...terms import Bias, Softcap, Term
 from .masks import PatternMask, pattern_mask, positions_of_the_call
-from .model_cache import PagedStates
+from .model_cache import CACHE, PagedStates
 from .notices import said, warn_once
 from .saved_patterns import (
     ATTRIBUTE,
@@ -129,8 +129,8 @@ def attend(
         begins = paged.seen - nq if attention_mask is not None or nq == 1 else 0
         if isinstance(attention_mask, Tensor) or position_bias is not None or begins != paged.seen - nq:
             got = "a mask or bias of numbers, or no mask for several queries after cached tokens"
-            remedy = "Pass past_key_values=DynamicCache()."
-            raise UnsupportedError(message("past_key_values", got, "a mask (B, tokens) with keys in pages", remedy))
+            remedy = f"Pass {CACHE}=DynamicCache()."
+            raise UnsupportedError(message(CACHE, got, "a mask (B, tokens) with keys in pages", remedy))
         out = paged_attention(query, paged.pages, pattern, scale=scaling, terms=terms, sink_logits=sink_logits)
         return out.transpose(1, 2).contiguous(), None
     out = attention(
@@ -215,9 +215,7 @@ def _with(mask: PatternMask, own: Pattern) -> Pattern:
     """Restrict a mask to a layer's pattern, which counts from the first token of each sequence."""
     if mask.k_offset:
         got = f"a cache that has dropped its first {mask.k_offset} keys"
-        raise UnsupportedError(
-            message("pattern", got, "one that keeps all keys", "Pass past_key_values=DynamicCache().")
-        )
+        raise UnsupportedError(message("pattern", got, "one that keeps all keys", f"Pass {CACHE}=DynamicCache()."))
     return mask.pattern & (own if mask.rows is None or _of_the_batch(own) else own.within(mask.rows))
 
 

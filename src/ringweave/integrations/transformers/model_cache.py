@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.masking_utils import create_causal_mask
 
 from ...errors import ShapeError, UnsupportedError, message, shown
 from ...kv_cache import SIZES, PagedCache
@@ -15,18 +17,24 @@ from ...names import renamed, warn_renamed
 from ...patterns.validate import whole
 from ...precision import NATIVE, Precision, Scales, as_precision
 
-_REMEDY = "Use attn_implementation='ringweave', or past_key_values=DynamicCache() for this model."
+#: Name of the argument of models and of ``generate`` that takes a cache; ``"past_key_values"`` before transformers 5.24.
+CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+# the argument of ``crop`` was the number of tokens to keep, and became the number to remove
+_REMOVES = "tokens_to_remove" in inspect.signature(DynamicLayer.crop).parameters
+_REMEDY = f"Use attn_implementation='ringweave', or {CACHE}=DynamicCache() for this model."
 
 
 class ModelCache(Cache):
-    """The keys and values of a model's layers in pages: ``generate(..., past_key_values=ModelCache(max_tokens=512))``.
+    """The keys and values of a model's layers in pages: ``generate(..., cache=ModelCache())``.
 
-    A step writes its token and attends the pages that the layer's pattern allows. Nothing is copied as sequences grow,
-    and beams share the pages of their common tokens. Layers with windows keep all tokens, too. The cache works with the
-    implementation ``"ringweave"``, without gradients.
+    A step writes its token and attends the pages that the layer's pattern allows, and beams share the pages of their
+    common tokens. Layers with windows keep all tokens, too. The cache works with the implementation ``"ringweave"``,
+    without gradients. Call ``reset()`` before another conversation. The argument of ``generate`` is
+    ``past_key_values=`` before transformers 5.24.
 
     Args:
-        max_tokens: Largest number of tokens in a sequence, padding included; rounded up to whole pages.
+        max_tokens: Largest number of tokens in a sequence, padding included; rounded up to whole pages. By default the
+            cache doubles its pages when sequences outgrow them; with a number, it never copies pages and never grows.
         page: Number of tokens in a page: 16, 32, 64, 128 or 256.
         precision: Precision policy. If it has an 8-bit ``kv``, each head's row of a token is rounded once, when it is
             written, and attention reads it in 8 bits.
@@ -41,10 +49,10 @@ class ModelCache(Cache):
         ...                      num_attention_heads=4, num_key_value_heads=2)
         >>> model = patch(LlamaForCausalLM(config)).eval()
         >>> prompt = torch.arange(3, 11)[None]
-        >>> model.generate(prompt, past_key_values=ModelCache(max_tokens=64), max_new_tokens=4, min_new_tokens=4).shape
+        >>> model.generate(prompt, cache=ModelCache(), max_new_tokens=4, min_new_tokens=4).shape
         torch.Size([1, 12])
         >>> small = ModelCache(max_tokens=64, precision=rw.Precision(kv=torch.int8))
-        >>> model.generate(prompt, past_key_values=small, max_new_tokens=4, min_new_tokens=4).shape
+        >>> model.generate(prompt, cache=small, max_new_tokens=4, min_new_tokens=4).shape
         torch.Size([1, 12])
     """
 
@@ -61,29 +69,36 @@ class ModelCache(Cache):
             if max_tokens is not None:
                 raise ShapeError(message("length", shown(length), "max_tokens alone", "Leave out the old name."))
             max_tokens = length
-        max_tokens = whole("max_tokens", max_tokens, 1, error=ShapeError)
         if page not in SIZES:
             raise ShapeError(message("page", shown(page), "16, 32, 64, 128 or 256", "Choose one of these."))
-        self.max_tokens = -(-max_tokens // page) * page
-        make: Any = partial(PagedLayer, self.max_tokens, page, as_precision(precision))
+        if max_tokens is not None:
+            max_tokens = -(-whole("max_tokens", max_tokens, 1, error=ShapeError) // page) * page
+        self.max_tokens, self.page = max_tokens, page
+        make: Any = partial(PagedLayer, max_tokens, page, as_precision(precision))
         super().__init__(layer_class_to_replicate=make)
 
     length = renamed("ModelCache", "length", "max_tokens")
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the number of keys, the same at each step as with a static cache, and the position of the first."""
-        return self.max_tokens, 0
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
+        """Return the number of keys that attention gets with a call's queries, and the position of the first."""
+        if layer_idx < len(self.layers):
+            sizes: tuple[int, int] = self.layers[layer_idx].get_mask_sizes(query_length)
+            return sizes
+        # transformers makes a layer when it gets its first keys
+        return self.layer_class_to_replicate().get_mask_sizes(query_length)  # type: ignore[no-any-return, misc]
 
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return the largest number of tokens in a sequence."""
-        return self.max_tokens
+    def get_max_length(self, layer_idx: int = 0) -> int:
+        """Return the largest number of tokens in a sequence; -1 if the cache grows."""
+        return -1 if self.max_tokens is None else self.max_tokens
+
+    get_max_cache_shape = get_max_length
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """The keys and values of one layer in a :class:`ModelCache`.
 
     Args:
-        length: Largest number of tokens in a sequence.
+        max_tokens: Largest number of tokens in a sequence; None for a layer that grows.
         page: Number of tokens in a page.
         precision: Precision policy of the stored values.
     """
@@ -91,9 +106,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, length: int, page: int, precision: Precision = NATIVE):
+    def __init__(self, max_tokens: int | None, page: int, precision: Precision = NATIVE):
         super().__init__()  # type: ignore[no-untyped-call]
-        self.length, self.page, self.precision, self.seen = length, page, precision, 0
+        self.max_tokens, self.page, self.precision, self.seen = max_tokens, page, precision, 0
+        # number of tokens of a sequence that fit into its pages: the number of keys in a mask
+        self.length = 0 if max_tokens is None else max_tokens
         self.pages: PagedCache | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -103,8 +120,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             key_states: Keys of the shape (B, Hkv, any, D).
             value_states: Values of the shape (B, Hkv, any, Dv).
         """
-        batch, heads, _, dim = key_states.shape
-        self.batch_size = batch
+        batch, heads, tokens, dim = key_states.shape
+        self.batch_size, self.length = batch, self._room(max(1, tokens))
         dtype = key_states.dtype if self.precision.kv is None else None
         self.pages = PagedCache.empty(
             batch, self.length, heads, dim, value_dim=value_states.shape[3], page=self.page, dtype=dtype,
@@ -127,30 +144,42 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         Raises:
             ShapeError: A sequence gets longer than the cache allows.
         """
+        tokens = key_states.shape[2]
         if self.pages is None or (self.seen == 0 and self.batch_size != len(key_states)):
             # after reset() the next batch may have another size
             self.lazy_initialization(key_states, value_states)
+        if self.seen + tokens > self.length:
+            self._grow(tokens)
         pages = self.pages
         assert pages is not None
         pages.append(key_states.detach(), value_states.detach())
-        self.seen += key_states.shape[2]
+        self.seen += tokens
         keys = PagedStates(pages, key_states, self.length, self.seen)
         return keys, PagedStates(pages, value_states, self.length, self.seen)
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys and the position of the first."""
-        return self.length, 0
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """Return the number of keys that attention gets with a call's queries, and the position of the first.
+
+        The number is that of the tokens for which there is room, so it is the same in almost all steps.
+
+        Args:
+            query_length: Number of queries; their positions in transformers before 5.3.
+        """
+        tokens = self.seen + (len(query_length) if isinstance(query_length, Tensor) else query_length)
+        return self.length if tokens <= self.length else self._room(tokens), 0
 
     def get_seq_length(self) -> int:
         """Return the number of tokens that were written."""
         return self.seen
 
     def get_max_length(self) -> int:
-        """Return the largest number of tokens in a sequence."""
-        return self.length
+        """Return the largest number of tokens in a sequence; -1 if the layer grows."""
+        return -1 if self.max_tokens is None else self.max_tokens
+
+    get_max_cache_shape = get_max_length
 
     def reset(self) -> None:
-        """Free all pages."""
+        """Free all pages, so that another conversation may begin."""
         if self.pages is not None:
             self.pages.free()
         self.seen = 0
@@ -196,15 +225,42 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 raise ShapeError(message("indices", shown(indices), "one sequence or more", remedy))
             if len(rows) == self.batch_size:
                 old.fork(rows.tolist(), range(self.batch_size))
-                return
+            else:
+                self._select(rows.tolist())
+
+    def _room(self, tokens: int) -> int:
+        """Return the number of tokens for which a sequence has room once it has a number of tokens."""
+        if self.max_tokens is not None or tokens <= self.length:
+            return self.length
+        return max(2 * self.length, -(-tokens // self.page) * self.page)
+
+    def _grow(self, tokens: int) -> None:
+        """Make room for the next tokens of each sequence, or raise ShapeError if the cache does not grow."""
+        if self.max_tokens is not None:
+            got = f"{self.max_tokens}, with {self.seen} tokens in the cache and {tokens} more"
+            wanted = f"at least {self.seen + tokens}: the tokens of a prompt + max_new_tokens"
+            remedy = "Leave max_tokens out for a cache that grows; call reset() before another conversation."
+            raise ShapeError(message("max_tokens", got, wanted, remedy))
+        self.length = self._room(self.seen + tokens)
+        self._select(list(range(self.batch_size)))
+
+    def _select(self, rows: list[int]) -> None:
+        """Continue with some sequences, in a pool with room for the length of each."""
+        old = self.pages
+        assert old is not None
+        # a later step may run outside of inference mode
+        with torch.inference_mode(False):
             k, v, scales = old.k, old.v, old.scales
-            if (count := len(rows) * old.table.shape[1]) > len(k):
+            columns = self.length // self.page
+            if (count := len(rows) * columns) > len(k):
                 # each sequence may write its full length
                 k, v, *more = (_grown(x, count) for x in (k, v, *(scales or ())))
                 scales = Scales(*more) if more else None
-            rows = rows.to(k.device)
+            kept = torch.tensor(rows, device=k.device)
+            table = old.table.new_zeros(len(rows), columns)
+            table[:, : old.table.shape[1]] = old.table[kept]
             # the first write to the table counts the references to shared pages
-            self.pages = PagedCache(k, v, old.table[rows], old.lengths[rows], scales=scales)
+            self.pages = PagedCache(k, v, table, old.lengths[kept], scales=scales)
             self.batch_size = len(rows)
 
     def offload(self) -> None:
@@ -222,10 +278,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Remove the last tokens.
 
         Args:
-            tokens_to_remove: The number of tokens as a negative number, or 0.
+            tokens_to_remove: The number of tokens as a negative number, or 0. In versions of transformers with
+                ``crop(max_length)``, a number from 0 is that of the tokens to keep.
         Raises:
             ShapeError: The number is positive, or exceeds the tokens in the cache.
         """
+        if not _REMOVES and tokens_to_remove >= 0:
+            tokens_to_remove = min(0, tokens_to_remove - self.seen)
         if not -self.seen <= tokens_to_remove <= 0:
             wanted = f"a number from {-self.seen} to 0"
             raise ShapeError(message("tokens_to_remove", tokens_to_remove, wanted, "Pass a negative number of tokens."))
@@ -288,7 +347,7 @@ def _grown(x: Tensor, pages: int) -> Tensor:
 
 def _used(name: str) -> UnsupportedError:
     got = f"a use of keys in pages ({name})"
-    return UnsupportedError(message("past_key_values", got, "keys that go to attention as they are", _REMEDY))
+    return UnsupportedError(message(CACHE, got, "keys that go to attention as they are", _REMEDY))
 
 
 _KNOWN = (Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.requires_grad, Tensor.is_cuda)

@@ -22,6 +22,7 @@ from ...parallel.transport.protocol import Counters
 from ...patterns import Full, Pattern
 from .interface import require
 from .masks import ShardMask
+from .model_cache import CACHE
 
 if TYPE_CHECKING:
     from ...parallel.transport.mesh import DeviceMesh, ProcessGroup
@@ -93,7 +94,7 @@ class ModelContext:
             seq_len: Number of tokens in the whole sequence.
         """
         like = torch.empty(1, seq_len, 0, device="cpu")
-        masks = create_masks_for_generate(self.config, like, attention_mask=None, past_key_values=None)
+        masks = create_masks_for_generate(self.config, like, attention_mask=None, **_whole(seq_len))
         found = {mask.pattern: None for mask in (masks.values() if isinstance(masks, dict) else [masks])}
         return list(found)
 
@@ -240,6 +241,14 @@ def _found(name: str, config: Any, options: dict[str, Any], rank: int, size: int
         known = object.__new__(ModelContext)
         known._begin(name, config, options, _Elsewhere(rank, size))
     return known
+
+
+def _whole(seq_len: int) -> dict[str, Any]:
+    """Return the arguments of transformers' mask functions for a whole sequence without a cache."""
+    parameter = inspect.signature(create_masks_for_generate).parameters.get("cache_position")
+    # transformers before 5.3 require the positions of the queries
+    required = parameter is not None and parameter.default is parameter.empty
+    return {CACHE: None} | ({"cache_position": torch.arange(seq_len, device="cpu")} if required else {})
 
 
 def _digest(*tensors: Tensor | None) -> str:
