@@ -213,7 +213,8 @@ class MultiheadAttention(nn.Module):
             is_causal: Whether keys after the query are left out. An ``attn_mask`` tensor is then taken to say the same,
                 and is not read.
             positions: (tokens,) or (batch, tokens), positions by which queries and keys are rotated. By default keys
-                count from 0 and queries from ``q_offset``; with a context its global positions are used.
+                count from 0 and queries from ``q_offset``; with a context its global positions are used. They need a
+                ``rotary_base``.
             q_offset: Position of the first query: an int, an integer tensor () or (batch,), or ``"end"`` for a decode
                 step, as in :func:`ringweave.attention`.
         Returns:
@@ -230,6 +231,9 @@ class MultiheadAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary_base is not None:
             q, k = self._rotated(q, k, positions, first)
+        elif positions is not None:
+            wanted = "None: without rotary_base no position is used"
+            raise ShapeError(message("positions", shown(positions), wanted, "Create the module with a rotary_base."))
         options = self._options() | {"terms": terms, "q_offset": first}
         if not self.training:
             options["dropout"] = 0.0
