@@ -1,6 +1,6 @@
 """Every option of the attention functions and of the modules, with a value that makes another call.
 
-The tests that go through all options derive from ``OPTIONS``: test_options.py, test_contract.py, test_found_programs.py
+The tests that go through all options derive from ``VALUES``: test_options.py, test_contract.py, test_found_programs.py
 and parallel/test_scored.py. An option of ``Arguments`` without an entry fails test_options.py.
 """
 
@@ -23,7 +23,7 @@ def learned(*shape: int) -> Tensor:
 
 
 #: For each option of ``Arguments`` another value than its default, made anew for each call of ``tokens`` tokens.
-OPTIONS: dict[str, Callable[[int], Any]] = {
+VALUES: dict[str, Callable[[int], Any]] = {
     "pattern": lambda tokens: rw.SlidingWindow(5),
     "scale": lambda tokens: 0.9,
     "q_offset": lambda tokens: 3,

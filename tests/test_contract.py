@@ -26,6 +26,7 @@ import pytest
 import torch
 
 import ringweave as rw
+from ringweave.call import Arguments
 from ringweave.errors import RingweaveError
 from ringweave.patterns.declared import DECLARED
 from ringweave.patterns.shifted import placed
@@ -198,8 +199,8 @@ def is_attention(arguments: dict[str, Any], answer: Any) -> None:
     if pattern is None:
         names = ("segments", "rates", "causal", "offset", "heads")
         pattern = rw.LongNet(**{name: arguments[name] for name in names})
-    names = ("scale", "q_offset", "k_offset", "terms", "sink_logits", "dropout")
-    options = {name: arguments[name] for name in names if name in arguments}
+    elsewhere = {*"qkv", "pattern", "backend", "context", "precision", "on_oom"}
+    options = {name: arguments[name] for name in Arguments._fields if name in arguments and name not in elsewhere}
     if isinstance(options.get("sink_logits"), list):
         options["sink_logits"] = torch.tensor(options["sink_logits"])
     torch.manual_seed(0)
@@ -318,11 +319,17 @@ def qkv() -> dict[str, Any]:
     return {name: torch.randn(1, 2, N, 8, generator=generator) for name in "qkv"}
 
 
+def usual(function: Callable[..., Any]) -> dict[str, Any]:
+    """The defaults of a function's options."""
+    parameters = inspect.signature(function).parameters.values()
+    found = {each.name: each.default for each in parameters if each.default is not each.empty}
+    return found | ({"q_offset": 0} if "q_offset" in found else {})
+
+
 SIZES = {"nq": N, "nk": N, "heads": 2, "batch": 1, "q_offset": 0}
 OWN = rw.SlidingWindow(9, 2) & ~rw.Segments(20) | rw.Sinks([3])
-CALL = {"scale": None, "q_offset": 0, "k_offset": 0, "backend": "auto", "context": None}
 NO_DOCUMENTS = {"cu_seqlens": None, "ids": None, "cu_seqlens_q": None, "cu_seqlens_k": None}
-SCORED = {"terms": [rw.Softcap(2.0)], "sink_logits": torch.tensor([0.5, -1.0]), "dropout": 0.0}
+SCORED = {"terms": [rw.Softcap(2.0)], "sink_logits": torch.tensor([0.5, -1.0])}
 LISTS = {"segments": [16, 32], "rates": [1, 2], "causal": True, "offset": 1, "heads": "shared"}
 ASKED = {
     "kv_heads": 1, "head_dim": 16, "value_dim": 8, "dtype": torch.float32, "device": "cpu", "backend": "auto",
@@ -419,14 +426,14 @@ ROWS: dict[str, Row] = {
         is_pattern,
         taken={"density": lambda v: 0 < v <= 1},
     ),
-    "attention": Row(lambda: qkv() | {"pattern": OWN, "on_oom": "degrade", "precision": None} | SCORED | CALL, is_attention, of=seeded(rw.attention)),
-    "attention_with_lse": Row(lambda: qkv() | {"pattern": OWN, "on_oom": "degrade", "precision": None} | SCORED | CALL, is_attention, of=seeded(rw.attention_with_lse)),
+    "attention": Row(lambda: usual(rw.attention) | qkv() | {"pattern": OWN} | SCORED, is_attention, of=seeded(rw.attention)),
+    "attention_with_lse": Row(lambda: usual(rw.attention_with_lse) | qkv() | {"pattern": OWN} | SCORED, is_attention, of=seeded(rw.attention_with_lse)),
     **{name: Row(functools.partial(fields_of, kind), is_term) for name, kind in KINDS.items()},
     "ALiBi.of_heads": Row(lambda: {"heads": 2}, is_term, of=rw.ALiBi.of_heads),
     "DistanceBias.from_buckets": Row(lambda: {"weight": torch.ones(16, 2), "max_distance": 9, "bidirectional": True}, is_term, of=rw.DistanceBias.from_buckets),
     "varlen_attention": Row(
-        lambda: {name: x[0].transpose(0, 1) for name, x in qkv().items()}
-        | {"cu_seqlens_q": [0, 20, N], "cu_seqlens_k": None, "pattern": OWN, "scale": None, "backend": "auto"} | SCORED,
+        lambda: usual(rw.varlen_attention) | {name: x[0].transpose(0, 1) for name, x in qkv().items()}
+        | {"cu_seqlens_q": [0, 20, N], "pattern": OWN} | SCORED,
         is_packed,
         of=seeded(rw.varlen_attention),
         taken=dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), lambda v: False),
@@ -441,21 +448,20 @@ ROWS: dict[str, Row] = {
     "PagedCache.fork": Row(lambda: {"self": filled(), "source": 0, "target": 2, "length": 20}, is_forked, of=rw.PagedCache.fork),
     "PagedCache.free": Row(lambda: {"self": filled(), "rows": [1]}, is_freed, of=rw.PagedCache.free),
     "paged_attention": Row(
-        lambda: {"q": qkv()["q"][:, :, -3:].expand(3, -1, -1, -1), "cache": filled(), "pattern": OWN, "scale": None, "backend": "auto"}
-        | {name: SCORED[name] for name in ("terms", "sink_logits")},
+        lambda: usual(rw.paged_attention) | {"q": qkv()["q"][:, :, -3:].expand(3, -1, -1, -1), "cache": filled(), "pattern": OWN} | SCORED,
         is_paged,
     ),
     "hierarchical_attention": Row(
-        lambda: qkv() | {"pool": 8, "top_k": 2, "window": 1, "causal": True, "combine": "exact_cover", "gates": None, "scale": None, "q_offset": 0, "backend": "auto"},
+        lambda: usual(rw.hierarchical_attention) | qkv() | {"pool": 8, "top_k": 2, "window": 1, "causal": True},
         is_at_two_scales,
     ),
-    "longnet_attention": Row(lambda: qkv() | LISTS | {"detach_weights": False} | {name: x for name, x in CALL.items() if name != "k_offset"}, is_attention),
+    "longnet_attention": Row(lambda: usual(rw.longnet_attention) | qkv() | LISTS, is_attention),
     "neighborhood_attention": Row(
-        lambda: {name: x.unflatten(2, (6, 8)) for name, x in qkv().items()}
-        | {"window": (3, 4), "dilation": (2, 1), "is_causal": (False, True), "scale": None, "terms": [rw.Softcap(2.0)], "backend": "auto"},
+        lambda: usual(rw.neighborhood_attention) | {name: x.unflatten(2, (6, 8)) for name, x in qkv().items()}
+        | {"window": (3, 4), "dilation": (2, 1), "is_causal": (False, True), "terms": [rw.Softcap(2.0)]},
         is_of_neighbors,
     ),
-    "attention_weights": Row(lambda: {"q": qkv()["q"], "k": qkv()["k"], "pattern": OWN, "scale": None, "q_offset": 0, "k_offset": 0}, is_weights),
+    "attention_weights": Row(lambda: usual(rw.attention_weights) | {"q": qkv()["q"], "k": qkv()["k"], "pattern": OWN}, is_weights),
     "Precision": Row(lambda: {"compute": torch.bfloat16, "accumulate": torch.float32, "wire": "int8", "table": None, "kv": torch.int8, "order": "fast"}, nothing),
     "merge": Row(lambda: {"outs": [torch.ones(2, 3), torch.zeros(2, 3)], "lses": [torch.ones(2), torch.zeros(2)]}, is_merged),
     "plan": Row(lambda: {"pattern": OWN, **SIZES, "tile": (16, 32), "device": "cpu"}, is_plan, taken={"tile": lambda v: True}),

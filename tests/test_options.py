@@ -23,7 +23,7 @@ from ringweave.call import PER_HEAD, Arguments, pack
 from ringweave.errors import RingweaveError
 
 from .memory.test_oom_retry import short_of
-from .options import BATCH, DIM, HEADS, OPTIONS, TOKENS, learned
+from .options import BATCH, DIM, HEADS, VALUES, TOKENS, learned
 from .parallel.threads import run
 
 CHANNELS = HEADS * DIM
@@ -185,7 +185,7 @@ def shares(name: str, option: str, value: Mapping[str, Any]) -> None:
     for each, grad in before.grads.items():
         torch.testing.assert_close(grad, after.grads[each])
     with pytest.raises(rw.ShapeError):
-        measured(name, usual(name, option) | {option: OPTIONS["context"](4 * TOKENS)})
+        measured(name, usual(name, option) | {option: VALUES["context"](4 * TOKENS)})
 
 
 def retries(name: str, option: str, value: Mapping[str, Any]) -> None:
@@ -281,7 +281,7 @@ def value_of(name: str, option: str) -> dict[str, Any]:
     elif option in OWN:
         value = OWN[option]
     else:
-        value = OPTIONS[option](TOKENS)
+        value = VALUES[option](TOKENS)
     value = value() if callable(value) and not isinstance(value, nn.Module) else value
     value = dict(value) if isinstance(value, dict) else {option: value}
     value = {each: made() if each == "gates" and callable(made) else made for each, made in value.items()}
@@ -295,8 +295,8 @@ def test_every_function_and_module_has_a_call() -> None:
     named = {name for name in rw.__all__ if "attention" in name and callable(getattr(rw, name))}
     assert named == {*FUNCTIONS}
     assert {*rw.nn.__all__} == {*MODULES}
-    assert {*Arguments._fields} - INPUTS == {*OPTIONS}
-    assert {*PER_HEAD} <= {*OPTIONS}
+    assert {*Arguments._fields} - INPUTS == {*VALUES}
+    assert {*PER_HEAD} <= {*VALUES}
 
 
 @pytest.mark.parametrize(("name", "option"), CASES, ids=lambda each: str(each))
@@ -363,12 +363,12 @@ def _one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_one_seed")
-@pytest.mark.parametrize("option", [name for name in OPTIONS if name != "context"])
+@pytest.mark.parametrize("option", [name for name in VALUES if name != "context"])
 def test_ranks_use_or_refuse_an_option(option: str) -> None:
     """Ranks that share a sequence compute what one device computes with the option, or raise a typed error."""
 
     def value() -> dict[str, Any]:
-        return {option: OPTIONS[option](_LONG)}
+        return {option: VALUES[option](_LONG)}
 
     if option in ("q_offset", "k_offset"):
         with pytest.raises(RingweaveError, match="; wanted "):

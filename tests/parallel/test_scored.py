@@ -20,6 +20,7 @@ from ringweave.errors import RingError, ShapeError, UnsupportedError
 from ringweave.parallel import ContextParallel
 from ringweave.terms import Term
 
+from ..options import VALUES
 from ..oracle import NAMES, Inputs, errors, gradients
 from .processes import Pool
 from .spread import Share, joined
@@ -243,59 +244,59 @@ def alibi(slope: float, *, many: bool = False) -> rw.ALiBi | rw.Bias:
     return rw.Bias(torch.full((1, 1, 1, 1), slope).expand(1, 1, 500, 500)) if many else rw.ALiBi([slope, 0.5])
 
 
-# by argument of a call: what one rank passes, what the others do, and how the error names it
-AGREED: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
-    "q": [(dict.fromkeys("qkv", lambda x: x.double()), {}, "dtype float64 here and float32 on rank 1")],
-    "k": [(dict.fromkeys("qk", lambda x: x[..., :4]), {}, "D 4 here and 8 on rank 1")],
-    "v": [({"v": lambda x: x[..., :4]}, {}, "Dv 4 here and 8 on rank 1")],
-    "pattern": [({"pattern": rw.Causal()}, {}, "pattern Causal() here and another on rank 1")],
-    "scale": [({"scale": 0.5}, {}, "scale 0.5 here and 0.35")],
-    "backend": [({"backend": "dense_batched"}, {}, "backend dense_batched here and auto on rank 1")],
-    "context": [({"context": lambda ctx: ctx.tagged("a")}, {}, "tag a here and thread rank on rank 1")],
-    "terms": [
-        ({"terms": rw.Softcap(2.0)}, {}, "terms Softcap(2.0) here and none on rank 1"),
-        ({"terms": alibi(0.25)}, {"terms": alibi(0.2)}, "arguments terms=(ALiBi((2,))) here and another on rank 1"),
-        ({"terms": alibi(0.25, many=True)}, {"terms": alibi(0.2, many=True)}, "arguments terms=(Bias((1, 1, 500, 500)))"),
-        (
-            {"terms": rw.DistanceBias(torch.ones(2, 5).half())},
-            {"terms": rw.DistanceBias(torch.ones(2, 5))},
-            "arguments terms=(DistanceBias((2, 5))) here and another",
-        ),
-        # whose rank would leave its share out of the gradient
-        (
-            {"q": lambda x: x.requires_grad_(), "terms": rw.DistanceBias(torch.ones(2, 5, requires_grad=True))},
-            {"q": lambda x: x.requires_grad_(), "terms": rw.DistanceBias(torch.ones(2, 5))},
-            "arguments terms=(DistanceBias(learned (2, 5))) here and another",
-        ),
-    ],
-    "sink_logits": [
-        ({"sink_logits": torch.zeros(2)}, {}, "arguments sink_logits=(2,) here and none on rank 1"),
-        ({"sink_logits": torch.zeros(2)}, {"sink_logits": torch.ones(2)}, "arguments sink_logits=(2,) here and another"),
-        ({}, {"sink_logits": torch.ones(2, requires_grad=True)}, "arguments none here and another on rank 1"),
-    ],
-    "dropout": [({"dropout": 0.25}, {}, "terms dropout 0.25 here and none on rank 1")],
-    "precision": [
-        ({"precision": rw.Precision(table=torch.bfloat16)}, {}, "arguments precision=Precision(compute=None, "),
-        ({"precision": rw.Precision(compute=torch.float64)}, {}, "dtype float64 here and float32 on rank 1"),
-        ({"precision": rw.Precision(compute=torch.float32)}, {}, "arguments precision=Precision(compute=torch.float32"),
-    ],
-    "on_oom": [({"on_oom": "raise"}, {}, "arguments on_oom='raise' here and none on rank 1")],
-}  # fmt: skip
-# on every rank, whatever the others pass
-REFUSED = {"q_offset": [1, torch.tensor(0)], "k_offset": [1, torch.tensor(0)]}
+# what one rank passes, what the others do, and how the error names it
+TOLD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (dict.fromkeys("qkv", lambda x: x.double()), {}, "dtype float64 here and float32 on rank 1"),
+    (dict.fromkeys("qk", lambda x: x[..., :4]), {}, "D 4 here and 8 on rank 1"),
+    ({"v": lambda x: x[..., :4]}, {}, "Dv 4 here and 8 on rank 1"),
+    ({"pattern": rw.Causal()}, {}, "pattern Causal() here and another on rank 1"),
+    ({"scale": 0.5}, {}, "scale 0.5 here and 0.35"),
+    ({"backend": "dense_batched"}, {}, "backend dense_batched here and auto on rank 1"),
+    ({"context": lambda ctx: ctx.tagged("a")}, {}, "tag a here and thread rank on rank 1"),
+    ({"terms": rw.Softcap(2.0)}, {}, "terms Softcap(2.0) here and none on rank 1"),
+    ({"terms": alibi(0.25)}, {"terms": alibi(0.2)}, "arguments terms=(ALiBi((2,))) here and another on rank 1"),
+    ({"terms": alibi(0.25, many=True)}, {"terms": alibi(0.2, many=True)}, "arguments terms=(Bias((1, 1, 500, 500)))"),
+    (
+        {"terms": rw.DistanceBias(torch.ones(2, 5).half())},
+        {"terms": rw.DistanceBias(torch.ones(2, 5))},
+        "arguments terms=(DistanceBias((2, 5))) here and another",
+    ),
+    # whose rank would leave its share out of the gradient
+    (
+        {"q": lambda x: x.requires_grad_(), "terms": rw.DistanceBias(torch.ones(2, 5, requires_grad=True))},
+        {"q": lambda x: x.requires_grad_(), "terms": rw.DistanceBias(torch.ones(2, 5))},
+        "arguments terms=(DistanceBias(learned (2, 5))) here and another",
+    ),
+    ({"sink_logits": torch.zeros(2)}, {}, "arguments sink_logits=(2,) here and none on rank 1"),
+    ({"sink_logits": torch.zeros(2)}, {"sink_logits": torch.ones(2)}, "arguments sink_logits=(2,) here and another"),
+    ({}, {"sink_logits": torch.ones(2, requires_grad=True)}, "arguments none here and another on rank 1"),
+    ({"dropout": 0.25}, {}, "terms dropout 0.25 here and none on rank 1"),
+    ({"precision": rw.Precision(table=torch.bfloat16)}, {}, "arguments precision=Precision(compute=None, "),
+    ({"precision": rw.Precision(compute=torch.float64)}, {}, "dtype float64 here and float32 on rank 1"),
+    ({"precision": rw.Precision(compute=torch.float32)}, {}, "arguments precision=Precision(compute=torch.float32"),
+    ({"on_oom": "raise"}, {}, "arguments on_oom='raise' here and none on rank 1"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", list(inspect.signature(rw.attention).parameters))
-def test_ranks_agree_on_every_argument(name: str) -> None:
-    """An argument that somebody adds to the signature needs a case here."""
-    for first, others, wanted in [] if name in REFUSED else AGREED[name]:
-        texts = told(first, others)
-        assert wanted in texts[0]
-        assert all(f"got {wanted.split(' ')[0]} " in text for text in texts)
+@pytest.mark.parametrize(("first", "others", "wanted"), TOLD, ids=lambda each: each if isinstance(each, str) else "")
+def test_ranks_are_told_which_argument_differs(first: dict[str, Any], others: dict[str, Any], wanted: str) -> None:
+    texts = told(first, others)
+    assert wanted in texts[0]
+    assert all(f"got {wanted.split(' ')[0]} " in text for text in texts)
+
+
+@pytest.mark.parametrize("name", [name for name in VALUES if name not in ("context", "q_offset", "k_offset")])
+def test_ranks_agree_on_every_option(name: str) -> None:
+    """A rank that passes another value of any option stops all ranks, before anything moves."""
+    assert len(told({name: VALUES[name](500)}, {})) == 3
+
+
+@pytest.mark.parametrize("name", ["q_offset", "k_offset"])
+@pytest.mark.parametrize("value", [1, torch.tensor(0)])
+def test_ranks_refuse_offsets(name: str, value: Any) -> None:
     ctx, x = ContextParallel(None, WINDOW, 256, heads=(2, 2)), torch.zeros(1, 2, 256, 8)
-    for value in REFUSED.get(name, []):
-        with pytest.raises(UnsupportedError, match="with a context"):
-            rw.attention(x, x, x, WINDOW, context=ctx, **{name: value})
+    with pytest.raises(UnsupportedError, match="with a context"):
+        rw.attention(x, x, x, WINDOW, context=ctx, **{name: value})
 
 
 def test_ranks_agree_on_arguments_to_come() -> None:
