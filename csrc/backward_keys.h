@@ -11,9 +11,9 @@ inline Lanes key_lanes(const Problem &pb, const Unit &u, int tile) {
   return {u.batch, u.kv_head, first, 1, rows, pad_lanes(rows)};
 }
 
-inline void write_scaled(const View &t, const Lanes &lanes, int width, const float *from, float factor, float *factors,
-                         char *memory) {
-  for (int i = 0; i < lanes.count; ++i) factors[i] = factor;
+inline void write_scaled(const View &t, const Lanes &lanes, int width, const float *from, float factor,
+                         const PerLane<float> &factors, char *memory) {
+  factors.fill(lanes.count, [&](int) { return factor; });
   unpack(t, lanes, width, from, factors, memory);
 }
 

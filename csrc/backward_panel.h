@@ -10,7 +10,8 @@ namespace {
 constexpr int kBackwardRows = kPanelRows;  // number of rows of P and dS that are computed together
 
 struct BackwardMemory {
-  float *x, *y, *dx, *p, *p_pair, *ds, *ds_rows, *low, *delta;  // x, y: K and V across lanes
+  float *x, *y, *dx, *p, *p_pair, *ds, *ds_rows;  // x, y: K and V across lanes
+  PerLane<float> low, delta;
   float *keys, *dt;  // keys: K with channels across lanes; dt: gradient of the scores after the terms
   char *a, *b, *a_columns, *b_columns, *rows;
   uint32_t *mask;
@@ -26,8 +27,7 @@ struct BackwardMemory {
     y = m.take<float>((size_t)lanes * pb.dv_dim);
     dx = m.take<float>((size_t)lanes * (pb.d + pb.dv_dim));
     p = m.take<float>(panel), p_pair = m.take<float>(panel), ds = m.take<float>(panel), ds_rows = m.take<float>(panel);
-    low = m.take<float>(larger(lanes, q));
-    delta = m.take<float>(q);
+    low = {m, (size_t)larger(lanes, q)}, delta = {m, (size_t)q};
     keys = m.take<float>((size_t)k * pad_lanes(pb.d));
     a = m.take<char>((size_t)larger(q, k) * pb.d * 4);
     b = m.take<char>((size_t)q * pb.dv_dim * 4);

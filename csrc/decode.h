@@ -41,7 +41,7 @@ struct Few {
   alignas(64) uint16_t pairs[kFew * kPanelRows];  // weights in bfloat16, in builds with pairs
   float sum[kFew], total_top[kFew], total_sum[kFew];
   alignas(64) float top[larger(kFew, W)] = {}, shrink[larger(kFew, W)];  // whole vectors
-  int count, d, dv;  // dv: padded to whole vectors
+  int count, d, dv;
 };
 
 // Adds the products of G vectors of keys, from row r of a panel on, with N queries, for the first `words` words.
@@ -327,7 +327,8 @@ inline void few_join(Few &f, int l, float c) {
   const V before = splat(f.total_top[l]), other = splat(f.top[l]), now = max(before, other), low = no_inf(now);
   const V a = exp2((before - low) * splat(c)), b = exp2((other - low) * splat(c));
   float *total = f.total + l * kMostChannels, *out = f.out + l * kMostChannels;
-  for (int at = 0; at < kMostChannels; at += W) {
+  const int most = (f.dv + 2 * W - 1) / (2 * W) * 2 * W;  // see `besides`
+  for (int at = 0; at < most; at += W) {
     store(total + at, joined(load(total + at), a, load(out + at), b));
     store(out + at, V{});
   }

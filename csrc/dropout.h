@@ -4,20 +4,19 @@
 // counter is (key >> 3, query, head, batch), and its four words are the bits of eight neighbouring keys.
 #pragma once
 #include "lanes.h"
-#include "memory.h"
 
 namespace ringweave {
 namespace {
 
 struct DropoutMemory {
-  int32_t *queries, *heads;  // by lane
+  PerLane<int32_t> queries, heads;
   uint32_t *bits, *turned;
   uint8_t *dead;
   DropoutMemory() = default;
   DropoutMemory(const Problem &pb, Carve &m, int lanes) {
     if (!pb.scoring.drop) lanes = 0;
     const int keys = lanes ? pb.plan.kv_tile : 0;
-    queries = m.take<int32_t>(lanes), heads = m.take<int32_t>(lanes);
+    queries = {m, (size_t)lanes}, heads = {m, (size_t)lanes};
     bits = m.take<uint32_t>((size_t)keys * ((lanes + 31) / 32));
     turned = m.take<uint32_t>((size_t)lanes * ((keys + 31) / 32));
     dead = m.take<uint8_t>(lanes);
@@ -53,11 +52,11 @@ __attribute__((noinline)) inline TileMask kept_pairs(const Problem &pb, const La
                                                      const DropoutMemory &m) {
   const Scoring &scoring = pb.scoring;
   const int words = (queries.count + 31) / 32;
-  for (int lane = 0; lane < queries.count; ++lane) {
-    const int s = (int)smaller(lane / queries.rows, queries.heads - 1), r = lane % queries.rows;
-    m.queries[lane] = scoring.query_at(queries.batch, queries.first + r);
-    m.heads[lane] = scoring.heads[queries.head + s];
-  }
+  m.queries.fill(queries.count,
+                 [&](int lane) { return scoring.query_at(queries.batch, queries.first + lane % queries.rows); });
+  m.heads.fill(queries.count, [&](int lane) {
+    return scoring.heads[queries.head + smaller(lane / queries.rows, queries.heads - 1)];
+  });
   memset(m.bits, 0, 4 * (size_t)keys * words);
   for (int lane = 0; lane < queries.count; lane += W) {
     U q, h;

@@ -70,11 +70,12 @@ inline void join_state(Running total, Running part, int lanes, int dv, float c, 
 }
 
 struct ForwardMemory {
-  float *q, *state, *total, *s, *factor, *k_scales = nullptr, *v_scales = nullptr;  // scales: null without 8-bit types
+  float *q, *state, *total, *s, *k_scales = nullptr, *v_scales = nullptr;  // scales: null without 8-bit types
+  PerLane<float> factor;
   char *k, *v, *turned, *rows;
   uint32_t *mask;
   uint8_t *dead;
-  int32_t *attended, *ends;
+  PerLane<int32_t> attended, ends;
   TermMemory terms;
   DropoutMemory dropout;
   size_t bytes;
@@ -86,14 +87,14 @@ struct ForwardMemory {
     state = m.take<float>((size_t)lanes * (pb.dv_dim + 2));
     total = m.take<float>((size_t)lanes * (pb.dv_dim + 2));
     s = m.take<float>(copied ? (size_t)kPanelRows * kWide * W : 0);
-    factor = m.take<float>(lanes);
+    factor = {m, (size_t)lanes};
     k = m.take<char>((size_t)copied * pb.d * 4);
     v = m.take<char>((size_t)copied * pb.dv_dim * 4);
     turned = m.take<char>(kTiles ? (size_t)(copied + 31) / 32 * 64 * pad_lanes(pb.dv_dim) : 0);
     rows = m.take<char>((size_t)width * 4 * W);
     mask = m.take<uint32_t>((size_t)keys * ((lanes + 31) / 32));
     dead = m.take<uint8_t>(keys);
-    attended = m.take<int32_t>(lanes), ends = m.take<int32_t>(lanes);
+    attended = {m, (size_t)lanes}, ends = {m, (size_t)lanes};
     if (pb.k.scales) k_scales = m.take<float>(keys), v_scales = m.take<float>(keys);
     terms = TermMemory(pb, m, lanes, false);
     dropout = DropoutMemory(pb, m, lanes);
@@ -125,13 +126,15 @@ inline int chunk_end(const Spacing &s, int row, int end) {
 // For each lane: the number of tiles that it has attended, and the number at which its current block ends. In a view,
 // these are tiles of the whole.
 struct Blocks {
-  int32_t *attended, *end;
+  const PerLane<int32_t> attended, end;
   int lanes, side;
   const Spacing spacing;
   Blocks(const Problem &pb, const ForwardMemory &m, int lanes, int64_t at)
       : attended(m.attended), end(m.ends), lanes(lanes),
         side(pb.spacing.apart() ? (int)pb.spacing.side : pb.plan.kv_tile), spacing(pb.spacing) {
-    for (int i = 0; i < lanes; ++i) attended[i] = (int32_t)at, end[i] = (int32_t)block_end(at, side);
+    const auto ended = (int32_t)block_end(at, side);
+    attended.fill(lanes, [&](int) { return (int32_t)at; });
+    end.fill(lanes, [&](int) { return ended; });
   }
   // Counts the tile of the keys from `from` on, and the tiles after it that begin no block. Marks in `full` the lanes
   // for which the first tile begins another block, and sets `any` if there are any. Returns one past the counted keys.
@@ -410,11 +413,12 @@ inline void forward_panel(const Problem &pb, const ForwardMemory &m, const Runni
 inline void forward_finish(const Problem &pb, const Lanes &lanes, const ForwardMemory &m, const Running &state) {
   const Scale scale(pb);
   const float size = scale.size, kept = pb.scoring.kept_factor();
-  for (int i = 0; i < lanes.count; ++i) {
+  m.factor.fill(lanes.count, [&](int i) {
+    if (i >= lanes.count) return 0.f;
     // with a score out of range, the sum may still be a number
     const float sum = state.top[i] > scale.most ? kNan : state.sum[i];
-    m.factor[i] = sum == 0 ? 0.f : kept / sum;
-  }
+    return sum == 0 ? 0.f : kept / sum;
+  });
   unpack(pb.out, lanes, pb.dv_dim, state.out, m.factor, m.rows);
   for (int i = 0; i < lanes.count; ++i) {
     char *to = const_cast<char *>(lane_row(pb.lse, lanes, i));

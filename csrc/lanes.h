@@ -4,6 +4,7 @@
 // of 16. A matrix with `depth` rows over the lanes is stored panel by panel, each panel with depth x width floats, so
 // that a kernel reads it sequentially.
 #pragma once
+#include "memory.h"
 #include "rows.h"
 
 namespace ringweave {
@@ -91,11 +92,11 @@ inline void unpack(const View &t, const Lanes &lanes, int width, const float *fr
 }
 
 // Reads one float per lane from a (batch, head, token) tensor.
-inline void gather(const View &t, const Lanes &lanes, float padding, float *to) {
-  for (int i = 0; i < lanes.count; ++i) {
+inline void gather(const View &t, const Lanes &lanes, float padding, const PerLane<float> &to) {
+  to.fill(lanes.count, [&](int i) {
     const char *from = lane_row(t, lanes, i);
-    to[i] = from ? load1(from) : padding;
-  }
+    return from ? load1(from) : padding;
+  });
 }
 
 // The mask of a tile: bit `lane` of row r, and which rows have no bit set.

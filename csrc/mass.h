@@ -6,7 +6,8 @@ namespace ringweave {
 namespace {
 
 struct MassMemory {
-  float *q, *lse, *sum;
+  float *q, *sum;
+  PerLane<float> lse;
   char *k, *rows;
   uint32_t *mask;
   uint8_t *dead;
@@ -15,7 +16,7 @@ struct MassMemory {
     Carve m{block};
     const int keys = pb.plan.kv_tile;
     q = m.take<float>((size_t)lanes * pb.d);
-    lse = m.take<float>(lanes);
+    lse = {m, (size_t)lanes};
     sum = m.take<float>(lanes);
     k = m.take<char>((size_t)keys * pb.d * 4);
     rows = m.take<char>((size_t)pb.d * 4 * W);

@@ -34,7 +34,7 @@ int head_dim(const char *name, const Array &a) {
   if (a.ndim() != 4) refuse(name, "wanted 4 dimensions (batch, head, token, channel), got " + std::to_string(a.ndim()));
   const int64_t d = (int64_t)a.shape(3);
   if (d < 8 || d > kMostChannels || d % 8)
-    refuse(name, "wanted a head dimension of 8, 16, ... 512, got " + std::to_string(d));
+    refuse(name, "wanted a head dimension of 8, 16, ... " + std::to_string(kMostChannels) + ", got " + std::to_string(d));
   return (int)d;
 }
 

@@ -9,7 +9,7 @@ namespace ringweave {
 // I8 and E4M3 (an 8-bit float) are only for keys and values, which then have scales.
 enum Dtype { F32 = 0, BF16 = 1, F16 = 2, I8 = 3, E4M3 = 4 };
 
-constexpr int kMostTile = 256, kMostLanes = 512, kMostChannels = 512, kLeastPage = 16;
+constexpr int kMostTile = 256, kMostLanes = 512, kMostChannels = 640, kLeastPage = 16;
 
 static constexpr int bytes_of(Dtype t) { return t == F32 ? 4 : t == BF16 || t == F16 ? 2 : 1; }
 

@@ -133,7 +133,7 @@ RW_INLINE int run_of(const View &v, int64_t first, int n) {
   return (int)smaller(n, page - (first & (page - 1)));
 }
 
-// Loads the scales of n rows, times `unit`; 0 for dead rows.
+// Loads the scales of n rows, times `unit`; 0 for dead rows, and for rows up to a whole vector.
 inline void row_scales(const View &t, int64_t b, int64_t h, int64_t first, int n, const uint8_t *dead, float unit,
                        float *to) {
   const View &scales = *t.scales;
@@ -147,6 +147,7 @@ inline void row_scales(const View &t, int64_t b, int64_t h, int64_t first, int n
   }
   for (int r = 0; dead && r < n; ++r)
     if (dead[r]) to[r] = 0;
+  for (int r = n; r % W; ++r) to[r] = 0;
 }
 
 // Prefetches the rows of the next tile of two tensors while the current one is processed. Sparse lists jump in memory,

@@ -6,15 +6,17 @@
 // values are first written in the layout of the scores.
 #pragma once
 #include "lanes.h"
-#include "memory.h"
 
 namespace ringweave {
 namespace {
 
 constexpr int kPanelRows = 64;  // maximum number of rows in a panel
 
+constexpr int kPastDiagonals = 16 + W;  // lanes after the last that are read: up to a multiple of 16, and in a PerLane
+
 struct TermMemory {
-  int32_t *row_at, *lane_at, *index, *distances;  // index: of each lane, in the diagonals
+  PerLane<int32_t> row_at, lane_at, index;  // index: of each lane, in the diagonals
+  int32_t *distances;
   float *diagonals, *values, *biases, *slopes = nullptr, *sums;  // slopes: null in forward
   int span, panel;  // span: floats in one head's diagonals; panel: floats in a panel
   TermMemory() = default;
@@ -24,9 +26,9 @@ struct TermMemory {
     const size_t count = pb.scoring.count, some = count > 0;
     const size_t heads = backward ? 1 : larger(1, pb.q_heads / pb.kv_heads);
     const size_t side = larger(lanes, larger(plan.q_tile, plan.kv_tile));
-    span = (int)smaller(plan.q_tile, pad_lanes(pb.nq)) + plan.kv_tile + 16;
+    span = (int)smaller(plan.q_tile, pad_lanes(pb.nq)) + plan.kv_tile + kPastDiagonals;
     panel = kPanelRows * kWide * W;
-    row_at = m.take<int32_t>(some * side), lane_at = m.take<int32_t>(some * side), index = m.take<int32_t>(some * side);
+    row_at = {m, some * side}, lane_at = {m, some * side}, index = {m, some * side};
     distances = m.take<int32_t>(some * span);
     diagonals = m.take<float>(count * heads * span);
     values = m.take<float>(some * panel), biases = m.take<float>(some * panel);
@@ -117,10 +119,10 @@ struct Pairs {
     if (!scoring.count || !scoring.rows) return;  // pointwise terms need no positions
     lane_first = first, lanes = n;
     place(keys_across, first, n, m.lane_at);
-    for (int l = 0; l < count; ++l) {
+    m.index.fill(count, [&](int l) {
       const int s = (int)smaller(l / n, heads - 1);
-      m.index[l] = s * m.span + l - s * n;
-    }
+      return s * m.span + l - s * n;
+    });
   }
 
   // Call this after set_lanes: it computes the diagonals.
@@ -224,9 +226,11 @@ struct Pairs {
   // key - query
   int32_t distance(int row, int lane) const { return sign() * (m.lane_at[lane] - m.row_at[row]); }
 
-  void place(bool keys, int64_t first, int n, int32_t *to) const {
-    for (int i = 0; i < n; ++i)
-      to[i] = keys ? scoring.key_at(batch, first + i) : scoring.query_at(batch, first + i);
+  void place(bool keys, int64_t first, int n, const PerLane<int32_t> &to) const {
+    to.fill(n, [&](int i) {
+      const int64_t at = first + smaller(i, n - 1);
+      return keys ? scoring.key_at(batch, at) : scoring.query_at(batch, at);
+    });
   }
 
   static bool spaced(const int32_t *x, int n, int32_t &step) {
@@ -251,7 +255,7 @@ struct Pairs {
 
   // Writes the sum of a run's distance terms at the first n of m.distances.
   void lay(int begin, int end, int h, int n, float *to) const {
-    memset(to, 0, 4 * (size_t)(n + 16));  // a load may read past the last lane
+    memset(to, 0, 4 * (size_t)(n + kPastDiagonals));
     for (int i = begin; i < end; ++i) {
       const Term &t = scoring.terms[i];
       const char *table = t.table.data + h * t.table.head;
@@ -291,7 +295,7 @@ struct Pairs {
     for (int r = 0; r < n; ++r)
       for (int l = lane; l < lane + width && l < heads * lanes;) {
         const int s = l / lanes, some = (int)smaller((s + 1) * lanes, lane + width) - l;
-        float one[kMostTile + 16];
+        float one[kMostTile + kPastDiagonals];
         for (int x = 0; x < some; ++x) m.distances[x] = distance(r0 + r, l - s * lanes + x);
         lay(begin, end, head + s, some, one);
         memcpy(m.values + r * width + (l - lane), one, 4 * (size_t)some);
