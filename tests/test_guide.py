@@ -126,6 +126,10 @@ for pattern in (Banded(7, 3), Banded(64, 16), Banded(300, 70), Banded(5, 9), Ban
         close((out, *grads_of(out, given)), (wanted, *grads_of(wanted, (q, k, v))), dtype)
 # empty and full tiles are found as such
 assert Banded(64, 16).plan(256, tile=16).nnz < 256 and Banded(5, 9).plan(256, tile=16).mask_words.shape[0] == 0
+# the planner looks at the tiles of the bands only
+from ringweave.patterns.declared import DECLARED
+from tests.patterns import candidates
+candidates.check_declared(DECLARED["Banded"])
 try:
     Banded(0, 1)
 except rw.PatternError:
@@ -270,7 +274,9 @@ def test_a_guide_gives_what_it_says(guide: str, tmp_path: Path) -> None:
         block.apply(tmp_path)
     program = tmp_path / "program.py"
     program.write_text(
-        f"{SETUP}assert rw.__file__.startswith({str(tmp_path)!r}), rw.__file__\n{CHECKS[guide]}", "utf-8"
+        f"{SETUP}sys.path.append({str(ROOT)!r})\n"
+        f"assert rw.__file__.startswith({str(tmp_path)!r}), rw.__file__\n{CHECKS[guide]}",
+        "utf-8",
     )
     done = subprocess.run(
         [sys.executable, str(program)],

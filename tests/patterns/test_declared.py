@@ -15,10 +15,13 @@ from ringweave import patterns
 from ringweave.patterns import base, declared
 from ringweave.patterns.base import Composite, Derived, Pattern
 from ringweave.patterns.declared import DECLARED, declare
+from ringweave.patterns.dilated import Strided
 from ringweave.patterns.parse import names
+from ringweave.patterns.tiles import Int64, Ranges
 
 from .. import cases
 from ..fuzz import kinds
+from . import candidates
 
 #: What a pattern may define, as the docstring of Pattern lists it.
 REQUIRED = {"_text", "allows", "key_ranges", "tile_classes"}
@@ -91,6 +94,28 @@ def test_declared_patterns_are_everywhere(name: str) -> None:
     assert name not in rw.__all__ or getattr(rw, name) is known.make
 
 
+@pytest.mark.parametrize("name", DECLARED)
+def test_plans_look_at_few_more_tiles_than_they_contain(name: str) -> None:
+    """The time of a plan grows with its tiles, for the example and for a long period or a large parameter."""
+    known = DECLARED[name]
+    has_numbers = any(character.isdigit() for character in known.example)
+    assert known.hostile or "lambda" in known.example or not has_numbers, f"declare a hostile= expression of {name}"
+    candidates.check_declared(known)
+
+
+class Spread(Strided):
+    """Multiples of a stride; it lists all keys, as Strided once did for a stride of more tokens than keys."""
+
+    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
+        return Ranges.of((0, nk), rows=len(q_lo)) if nk <= self.stride else super().key_ranges(q_lo, q_hi, nk)
+
+
+def test_a_quadratic_plan_is_found() -> None:
+    candidates.check(Spread(300), 2**11)
+    with pytest.raises(AssertionError, match="256 candidates, 16 tiles"):
+        candidates.check(Spread(2**30), 2**11)
+
+
 def test_a_declaration_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(declared, "DECLARED", dict(DECLARED))
 
@@ -99,6 +124,8 @@ def test_a_declaration_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(rw.PatternError, match=r"example: got 'Other\(\)'; wanted an expression other\(...\)"):
         declare("Other()", "Presets")(other)
+    with pytest.raises(rw.PatternError, match=r"hostile: got 'Other\(n\)'; wanted an expression other\(...\)"):
+        declare("other()", "Presets", hostile="Other(n)")(other)
     with pytest.raises(rw.PatternError, match="the section of other: got 'By taste'; wanted one of 'By position'"):
         declare("other()", "By taste")(other)
     other.__name__ = "Causal"

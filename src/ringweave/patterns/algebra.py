@@ -268,7 +268,12 @@ def _together(parts: list[Pattern]) -> list[Pattern]:
     return united
 
 
-@declare("PerHead([Causal(), SlidingWindow(128), Strided(64), Causal()])", "By table, function or head", heads=4)
+@declare(
+    "PerHead([Causal(), SlidingWindow(128), Strided(64), Causal()])",
+    "By table, function or head",
+    heads=4,
+    hostile="PerHead([Strided(2**30), SlidingWindow(2**30, 0)])",
+)
 class PerHead(_Operator):
     """One pattern for each query head; heads with equal patterns share their plan.
 

@@ -27,6 +27,8 @@ class Declared(NamedTuple):
         tokens: Number of queries and keys in the gallery's picture.
         heads: Number of query heads in the picture.
         text: Whether :func:`ringweave.patterns.parse` reads it; tensors and functions have no text.
+        hostile: An expression in ``n``, the number of tokens, with a long period or a large parameter; None if the
+            pattern has no numbers. Tests plan it and the example, and bound the tiles that the planner looks at.
     """
 
     make: Callable[..., Any]
@@ -35,6 +37,7 @@ class Declared(NamedTuple):
     tokens: int
     heads: int
     text: bool
+    hostile: str | None
 
 
 #: The public patterns by name.
@@ -42,18 +45,25 @@ DECLARED: dict[str, Declared] = {}
 
 
 def declare(
-    example: str, section: str | None, *, tokens: int = 1024, heads: int = 1, text: bool = True
+    example: str,
+    section: str | None,
+    *,
+    tokens: int = 1024,
+    heads: int = 1,
+    text: bool = True,
+    hostile: str | None = None,
 ) -> Callable[[Make], Make]:
     """Declare a pattern, or a function that returns one, as public; see :class:`Declared`.
 
     Raises:
-        PatternError: The example does not call the pattern, the section is unknown, or the name is declared already.
+        PatternError: An example does not call the pattern, the section is unknown, or the name is declared already.
     """
 
     def note(make: Make) -> Make:
         name = make.__name__
-        if not example.startswith(f"{name}("):
-            raise PatternError(message("example", shown(example), f"an expression {name}(...)", "Call the pattern."))
+        for what, text_of in (("example", example), ("hostile", hostile)):
+            if text_of is not None and not text_of.startswith(f"{name}("):
+                raise PatternError(message(what, shown(text_of), f"an expression {name}(...)", "Call the pattern."))
         if section is not None and section not in SECTIONS:
             wanted = f"one of {', '.join(map(repr, SECTIONS))}"
             raise PatternError(message(f"the section of {name}", shown(section), wanted, "Choose a section."))
@@ -62,7 +72,7 @@ def declare(
         if known is not None and known.make.__module__ != make.__module__:
             got = f"{name} of {make.__module__} and of {known.make.__module__}"
             raise PatternError(message("pattern", got, "one pattern per name", "Rename one of them."))
-        DECLARED[name] = Declared(make, example, section, tokens, heads, text)
+        DECLARED[name] = Declared(make, example, section, tokens, heads, text, hostile)
         return make
 
     return note

@@ -15,11 +15,11 @@ from ..errors import PatternError, message, shown
 from .base import Derived, Full, Lookback, Pattern
 from .declared import declare
 from .local import Causal, Segments, SlidingWindow
-from .tiles import Int64, Ranges, Tiles, classes
+from .tiles import Int64, Ranges, Tiles, classes, multiples
 from .validate import LONGEST, check_dense, fitting, flag, integers, whole, whole_fields
 
 
-@declare("Strided(8)", "By residue", tokens=64)
+@declare("Strided(8)", "By residue", tokens=64, hostile="Strided(2**30)")
 @dataclass(frozen=True, eq=False, repr=False)
 class Strided(Pattern):
     """A query attends the keys at distances that are multiples of ``stride``.
@@ -51,13 +51,7 @@ class Strided(Pattern):
         return (q - k) % self.stride == 0
 
     def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        stride = self.stride
-        width = int((q_hi - q_lo).max()) if len(q_lo) else 1
-        if stride <= 2 * width or nk <= stride:
-            return Ranges.of((0, nk), rows=len(q_lo))
-        # one range per multiple of the stride, as wide as the query tile
-        first = (q_lo % stride)[:, None] + np.arange(-1, -(-nk // stride))[None, :] * stride
-        return Ranges(np.clip(first, 0, nk), np.clip(first + (q_hi - q_lo)[:, None], 0, nk))
+        return multiples(q_lo, q_hi, nk, self.stride)
 
     def tile_classes(self, tiles: Tiles) -> Int64:
         q_lo, q_hi, k_lo, k_hi = tiles
@@ -74,7 +68,7 @@ class Strided(Pattern):
         return Full() if stride == 1 else Strided(stride)
 
 
-@declare("Dilated(3, 4)", "By residue", tokens=64)
+@declare("Dilated(3, 4)", "By residue", tokens=64, hostile="Dilated(3, 2**29)")
 @dataclass(frozen=True, eq=False, repr=False)
 class Dilated(Derived):
     """A window with holes: ``abs(q - k) <= window * rate`` and ``(q - k) % rate == 0``.
@@ -131,7 +125,10 @@ class StridedView(NamedTuple):
     offset: int
 
 
-@declare("LongNet([16, 64], [1, 4], causal=True)", "By residue", tokens=64, heads=4)
+@declare(
+    "LongNet([16, 64], [1, 4], causal=True)", "By residue", tokens=64, heads=4,
+    hostile="LongNet([64, 2**30], [1, 2**20])",
+)
 class LongNet(Pattern):
     """LongNet's mixture of dilated branches: softmax over the multiset of their keys.
 

@@ -27,7 +27,7 @@ class _Packed(NamedTuple):
     ids: Int64 | None
 
 
-@declare("Documents([160, 480, 96, 288])", "By position")
+@declare("Documents([160, 480, 96, 288])", "By position", hostile="Documents([1] * n)")
 class Documents(Bounds):
     """Packed variable-length documents: a query attends the keys of its document.
 

@@ -24,7 +24,7 @@ _WRITTEN_OUT = 1024
 _PIECE, _PIECES = 128, 64
 
 
-@declare("Sinks(64)", "By chosen tokens")
+@declare("Sinks(64)", "By chosen tokens", hostile="Sinks(range(0, n, 1000))")
 class Sinks(Bounds):
     """Keys that every query attends, such as the first tokens of a sequence, or the tokens that a mask marks.
 
@@ -221,7 +221,7 @@ def _shortest(listed: list[int]) -> int | tuple[int, ...]:
     return len(listed) if not listed or listed[-1] == len(listed) - 1 else tuple(listed)
 
 
-@declare("Global([0, 1, 2, 3, 512, 513, 514, 515])", "By chosen tokens")
+@declare("Global([0, 1, 2, 3, 512, 513, 514, 515])", "By chosen tokens", hostile="Global([0, n - 1])")
 class Global(Sinks):
     """Tokens that attend every key and that every query attends.
 
@@ -273,7 +273,7 @@ def _place(position: P, rows: int, n: int) -> P:
     return inside + (position >> ELEMENT_BITS) * n if rows > 1 else inside
 
 
-@declare("Periodic(256, 192, 256)", "By chosen tokens")
+@declare("Periodic(256, 192, 256)", "By chosen tokens", hostile="Periodic(2**30, 0, 1)")
 @dataclass(frozen=True, eq=False, repr=False)
 class Periodic(Pattern):
     """Keys that every query attends, at ``start <= k % period < stop``.

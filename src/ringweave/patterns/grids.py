@@ -145,7 +145,7 @@ class OnGrid(Pattern):
         return classes(empty, full, *parts)
 
 
-@declare("GridNeighborhood(Grid((32, 32)), 7)", "On a grid")
+@declare("GridNeighborhood(Grid((32, 32)), 7)", "On a grid", hostile="GridNeighborhood(Grid((n // 64, 64)), 7, (4, 9))")
 class GridNeighborhood(OnGrid):
     """Neighbourhood attention on a grid: along each axis ``window`` keys around the query, shifted inwards at borders.
 
@@ -238,7 +238,10 @@ class GridNeighborhood(OnGrid):
         return math.prod(n * w - (d * w * (w - 1) // 2 if causal else 0) for n, w, d, causal in counts)
 
 
-@declare("GridWindows(Grid((32, 32)), 8, shift=4)", "On a grid")
+@declare(
+    "GridWindows(Grid((32, 32)), 8, shift=4)", "On a grid",
+    hostile="GridWindows(Grid((n // 64, 64)), (32, 3), (1, 2))",
+)
 class GridWindows(OnGrid):
     """Windows of one size over a grid, as in Swin: a query attends its window. The last windows may be smaller.
 

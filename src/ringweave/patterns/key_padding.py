@@ -16,7 +16,7 @@ from .tiles import Int64, Ranges, Tiles, classes
 from .validate import INTEGERS, integers, whole
 
 
-@declare("KeyPadding(832, 192)", "By position")
+@declare("KeyPadding(832, 192)", "By position", hostile="KeyPadding(n, n - 1)")
 class KeyPadding(Bounds):
     """Every query attends the keys [start, stop) of its batch element, for padding on the right or on the left.
 

@@ -13,7 +13,7 @@ from ..errors import PatternError, message, shown
 from .base import Derived, Lookback, Pattern
 from .declared import declare
 from .global_tokens import Sinks
-from .tiles import Int64, Ranges, Tiles, classes
+from .tiles import Int64, Ranges, Tiles, classes, intersect, multiples
 from .validate import whole, whole_fields
 
 _NO_LIMIT = (
@@ -57,7 +57,7 @@ class Causal(Pattern):
         return Lookback(0, 0, sys.maxsize, True, 0)
 
 
-@declare("SlidingWindow(192, 64)", "By position")
+@declare("SlidingWindow(192, 64)", "By position", hostile="SlidingWindow(2**30, 0)")
 @dataclass(frozen=True, eq=False, repr=False)
 class SlidingWindow(Pattern):
     """A query attends ``left`` keys before itself, itself, and ``right`` keys after.
@@ -118,7 +118,7 @@ class SlidingWindow(Pattern):
         return Lookback(0, self.left, self.left, False, self.right)
 
 
-@declare("Segments(256)", "By position")
+@declare("Segments(256)", "By position", hostile="Segments(2**30)")
 @dataclass(frozen=True, eq=False, repr=False)
 class Segments(Pattern):
     """Consecutive segments of one length; a query attends the keys of its segment. The last segment may be short.
@@ -166,7 +166,7 @@ class Segments(Pattern):
         return Segments(self.length // rate) if self.length % rate == 0 else None
 
 
-@declare("Neighborhood(7, 2, tokens=64)", "By residue", tokens=64)
+@declare("Neighborhood(7, 2, tokens=64)", "By residue", tokens=64, hostile="Neighborhood(7, n // 8, tokens=n)")
 class Neighborhood(Pattern):
     """A query attends exactly ``window`` keys around itself; at the borders the window is shifted inwards.
 
@@ -207,22 +207,32 @@ class Neighborhood(Pattern):
         first = torch.minimum((q // rate - self.window // 2).clamp(min=0), (members - self.window).clamp(min=0))
         return (k % rate == residue) & (k // rate >= first) & (k // rate < first + self.window)
 
+    def _bound(self, q: Int64) -> Int64:
+        """Return b(q): the first key of a query p is at least b(q) for p >= q, and below b(q) + dilation for p <= q."""
+        before, reach = self.window // 2 * self.dilation, self.window * self.dilation
+        return np.clip(q - before, 0, max(self.tokens - reach, 0))
+
     def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        reach = self.window * self.dilation
-        return Ranges.of((np.maximum(q_lo - reach, 0), np.minimum(q_hi + reach, nk)), rows=len(q_lo))
+        stop = self._bound(q_hi - 1) + self.window * self.dilation
+        near = Ranges.of((self._bound(q_lo), np.minimum(stop, nk)), rows=len(q_lo))
+        # far neighbours leave whole tiles empty between them
+        return intersect(near, multiples(q_lo, q_hi, nk, self.dilation))
 
     def tile_classes(self, tiles: Tiles) -> Int64:
-        # Away from the borders the pattern is a dilated window; near them each tile gets a class of its own.
-        reach = self.window * self.dilation
-        inner = (tiles.q_lo >= reach) & (tiles.q_hi + reach <= self.tokens)
-        never = np.zeros(len(inner), np.bool_)
-        delta = np.clip(tiles.q_lo - tiles.k_lo, -2 * reach - 2**20, 2 * reach + 2**20)
+        q_lo, q_hi, k_lo, k_hi = tiles
+        rate, reach, before = self.dilation, self.window * self.dilation, self.window // 2 * self.dilation
+        first, last = self._bound(q_lo), self._bound(q_hi - 1)
+        empty = (k_hi <= first) | (k_lo >= last + reach) | ((k_hi - 1 - q_lo) // rate * rate < k_lo - q_hi + 1)
+        # Inside the windows of all queries only residues count. Away from the borders the pattern is a dilated window.
+        inside = (k_lo >= last + rate - 1) & (k_hi <= first + reach)
+        inner = (q_lo >= before) & (q_hi - 1 - before <= self.tokens - reach)
+        distance = q_lo - k_lo
         return classes(
-            never,
-            never,
-            inner.astype(np.int64),
-            np.where(inner, delta, tiles.q_lo),
-            np.where(inner, 0, tiles.k_lo),
+            empty,
+            inside & (rate == 1),
+            np.where(inside, 2, inner.astype(np.int64)),
+            np.where(inside, distance % rate, np.where(inner, distance, q_lo)),
+            np.where(inside | inner, 0, k_lo),
         )
 
     @property
@@ -235,7 +245,7 @@ class Neighborhood(Pattern):
         return Neighborhood(self.window, tokens=(self.tokens - offset + rate - 1) // rate)
 
 
-@declare("PrefixLM(256)", "By position")
+@declare("PrefixLM(256)", "By position", hostile="PrefixLM(2**30)")
 @dataclass(frozen=True, eq=False, repr=False)
 class PrefixLM(Derived):
     """A prefix that every query attends, and causal attention after it: ``k < n or k <= q``.

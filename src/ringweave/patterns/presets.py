@@ -38,7 +38,7 @@ def _noted(pattern: P, name: str, tokens: int) -> P:
     return pattern
 
 
-@declare("longformer(96, 48)", "Presets")
+@declare("longformer(96, 48)", "Presets", hostile="longformer(96, [0, n - 1])")
 def longformer(window: int, global_tokens: int | Sequence[int] = 1, *, causal: bool = False) -> Pattern:
     """Return a window of ``window`` tokens on either side, joined with global tokens.
 
@@ -59,7 +59,7 @@ def longformer(window: int, global_tokens: int | Sequence[int] = 1, *, causal: b
     return pattern & Causal() if flag("causal", causal) else pattern
 
 
-@declare("random_blocks(1024, 0.25, block_size=64)", "Presets")
+@declare("random_blocks(1024, 0.25, block_size=64)", "Presets", hostile="random_blocks(n, 0.05, block_size=64)")
 def random_blocks(
     tokens: int,
     density: float,
@@ -117,7 +117,7 @@ def random_blocks(
     return _noted(table, "random_blocks", tokens)
 
 
-@declare("bigbird(1024, window=96, random=2)", "Presets")
+@declare("bigbird(1024, window=96, random=2)", "Presets", hostile="bigbird(n, window=96, random=2)")
 def bigbird(
     tokens: int,
     *,
@@ -156,7 +156,7 @@ def _random(tokens: int, random: int, block_size: int, seed: int) -> BlockTable:
     return random_blocks(tokens, share, block_size=block_size, seed=seed, diagonal=False)
 
 
-@declare("sparse_transformer_fixed(128, 32)", "Presets")
+@declare("sparse_transformer_fixed(128, 32)", "Presets", hostile="sparse_transformer_fixed(2**20, 32)")
 def sparse_transformer_fixed(block: int = 128, summary: int = 32, *, causal: bool = True) -> Pattern:
     """Return local blocks joined with the last ``summary`` tokens of every block ("fixed" attention).
 
@@ -182,7 +182,10 @@ def sparse_transformer_fixed(block: int = 128, summary: int = 32, *, causal: boo
     return pattern & Causal() if causal else pattern
 
 
-@declare("variable(1024, local_blocks=(2, 4), global_blocks=(0, 9))", "Presets")
+@declare(
+    "variable(1024, local_blocks=(2, 4), global_blocks=(0, 9))", "Presets",
+    hostile="variable(n, local_blocks=(2, 4), global_blocks=(0, 9))",
+)
 def variable(
     tokens: int,
     *,
@@ -232,7 +235,7 @@ def variable(
     return pattern | _noted(_random(tokens, random, block_size, seed), "variable", tokens) if random else pattern
 
 
-@declare("local_global(64, 128)", "Presets")
+@declare("local_global(64, 128)", "Presets", hostile="local_global(64, 2**20)")
 def local_global(window: int, stride: int, *, causal: bool = False) -> Pattern:
     """Return a window joined with every ``stride``-th key.
 
@@ -250,7 +253,7 @@ def local_global(window: int, stride: int, *, causal: bool = False) -> Pattern:
     return pattern & Causal() if flag("causal", causal) else pattern
 
 
-@declare("dilated_blocks(2, [1, 4, 12])", "Presets", tokens=64)
+@declare("dilated_blocks(2, [1, 4, 12])", "Presets", tokens=64, hostile="dilated_blocks(2, [1, 2**20])")
 def dilated_blocks(window: int, rates: Sequence[int]) -> Pattern:
     """Return the union of windows at several dilation rates; a key in two windows counts once.
 
@@ -271,7 +274,7 @@ def dilated_blocks(window: int, rates: Sequence[int]) -> Pattern:
     return join(Or, *(SlidingWindow(window, window) if rate == 1 else Dilated(window, rate) for rate in listed))
 
 
-@declare("natten_1d(192, tokens=1024)", "Presets")
+@declare("natten_1d(192, tokens=1024)", "Presets", hostile="natten_1d(7, n // 8, tokens=n)")
 def natten_1d(window: int, dilation: int = 1, *, tokens: int) -> Pattern:
     """Return neighbourhood attention in one dimension: every query attends exactly ``window`` keys, if that many exist.
 

@@ -22,7 +22,10 @@ _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @declare(
-    "BlockTable(torch.eye(8).bool() | (torch.arange(8) == 2), block_size=128)", "By table, function or head", text=False
+    "BlockTable(torch.eye(8).bool() | (torch.arange(8) == 2), block_size=128)",
+    "By table, function or head",
+    text=False,
+    hostile="BlockTable(torch.eye(n // 64).bool(), block_size=64)",
 )
 class BlockTable(Pattern):
     """A query attends the key blocks that a table sets for its query block; per batch and per head if the table is.

@@ -80,9 +80,19 @@ def classes(empty: NDArray[np.bool_], full: NDArray[np.bool_], *parts: Int64) ->
     return keys
 
 
+def multiples(q_lo: Int64, q_hi: Int64, nk: int, period: int) -> Ranges:
+    """Return the ranges of keys at distances that are multiples of a period; all keys if the period is short."""
+    width = int((q_hi - q_lo).max(initial=1))
+    if period <= 2 * width:
+        return Ranges.of((0, nk), rows=len(q_lo))
+    # one range per multiple, as wide as the query tile
+    first = (q_lo % period)[:, None] + np.arange(-1, -(-nk // period))[None, :] * period
+    return Ranges(np.clip(first, 0, nk), np.clip(first + (q_hi - q_lo)[:, None], 0, nk))
+
+
 def intersect(a: Ranges, b: Ranges) -> Ranges:
     """Intersect ranges pair by pair; return the smaller operand, also a superset, if there are too many pairs."""
-    if a.start.shape[1] * b.start.shape[1] > 256:
+    if min(a.start.shape[1], b.start.shape[1]) > 1 and a.start.shape[1] * b.start.shape[1] > 256:
         return a if a.cost() <= b.cost() else b
     start = np.maximum(a.start[:, :, None], b.start[:, None, :]).reshape(len(a.start), -1)
     stop = np.minimum(a.stop[:, :, None], b.stop[:, None, :]).reshape(len(a.start), -1)

@@ -20,7 +20,10 @@ from .tiles import Int64, Ranges, Tiles, distinct, mix
 from .validate import called, nest, refuse
 
 
-@declare("Within(Sinks(64), Documents([160, 480, 96, 288]))", None)
+@declare(
+    "Within(Sinks(64), Documents([160, 480, 96, 288]))", None,
+    hostile="Within(Strided(2**30), Documents([n // 2] * 2))",
+)
 class Within(Composite):
     """A pattern applied inside every document or row, with positions counted from its first key.
 
