@@ -502,11 +502,11 @@ def arguments_of(name: str) -> dict[str, Any]:
 #: Patterns that users make by name; a pattern without a row above has that of its example.
 PATTERNS = [name for name, known in DECLARED.items() if known.section is not None]
 ROWS |= {name: made(**arguments_of(name)) for name in PATTERNS if name not in ROWS}
-EVERY = sorted({*rw.__all__, *rw._UNLISTED, *PATTERNS})
+EVERY = sorted({*rw.__all__, *rw._UNLISTED, *PATTERNS, *KINDS})
 
 
 def public(name: str) -> Any:
-    return DECLARED[name].make if name in PATTERNS else getattr(rw, name)
+    return DECLARED[name].make if name in PATTERNS else KINDS[name] if name in KINDS else getattr(rw, name)
 
 
 def called(name: str) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from ringweave.call import PER_HEAD, Arguments, pack
 from ringweave.errors import RingweaveError
 
 from .memory.test_oom_retry import short_of
-from .options import BATCH, DIM, HEADS, VALUES, TOKENS, learned
+from .options import BATCH, DIM, HEADS, TOKENS, VALUES, learned
 from .parallel.threads import run
 
 CHANNELS = HEADS * DIM

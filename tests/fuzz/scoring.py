@@ -82,7 +82,7 @@ class Term:
         if self.kind == "buckets":
             _, far, both = self.args
             return f"rw.DistanceBias.from_buckets({name}, max_distance={far}, bidirectional={both})"
-        return f"rw.{self.kind}({', '.join(map(repr, self.args)) if self.alone else name})"
+        return f"rw.terms.{self.kind}({', '.join(map(repr, self.args)) if self.alone else name})"
 
     def formula(self, t: Tensor, table: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """What becomes of scores (B, Hq, nq, nk), of queries and keys at positions (B, nq) and (B, nk)."""
