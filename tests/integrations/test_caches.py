@@ -16,8 +16,8 @@ from ringweave.integrations.transformers import ModelCache, interface, patch
 from ringweave.precision import STORED, store, widened
 
 from .. import oracle
+from .frames import calls
 from .test_models import EAGER, IDS, LEFT
-from .test_reading import calls
 from .tiny import CACHE, config_of, model_of
 
 

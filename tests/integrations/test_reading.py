@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -15,11 +13,12 @@ import torch
 from torch import Tensor
 from transformers import masking_utils as masks
 
-import ringweave as rw
 from ringweave.cache import PATTERNS as KEPT
 from ringweave.integrations.transformers import pattern_mask
 from ringweave.integrations.transformers.mask_reading import Unread, read
 from ringweave.integrations.transformers.model_cache import PagedLayer
+
+from .frames import calls
 
 B, N = 2, 19
 NUMBERS = torch.tensor([[0] * 8 + [1] * 11, [0] * 12 + [1] * 4 + [2] * 3])
@@ -274,23 +273,6 @@ def test_steps_share_a_pattern(name: str) -> None:
     # and its plans can be put together of rows that were planned before
     assert patterns[-1].fixed
     assert patterns[-1].lookback() is not None
-
-
-def calls(function: Callable[[], object], *within: str) -> int:
-    """Python calls inside of the package, or of parts of it."""
-    root = Path(rw.__file__).parent
-    roots, count = tuple(str(root / part) for part in within or ("",)), 0
-
-    def hook(frame: Any, event: str, arg: object) -> None:
-        nonlocal count
-        count += event == "call" and frame.f_code.co_filename.startswith(roots)
-
-    sys.setprofile(hook)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 def test_a_step_makes_few_calls() -> None:

@@ -14,9 +14,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from ...api import attention, paged_attention
 from ...errors import PatternError, ShapeError, UnsupportedError, message, shown
-from ...patterns import Causal, Full, Pattern, parse
+from ...patterns import Causal, Documents, Full, Pattern, SlidingWindow, parse
 from ...patterns.validate import refuse
 from ...terms import Bias, Softcap, Term
+from .keywords import DOCUMENTS, OTHER, READ, apart, check
 from .masks import PatternMask, pattern_mask, positions_of_the_call
 from .model_cache import CACHE, PagedStates
 from .notices import said, warn_once
@@ -35,14 +36,8 @@ from .saved_patterns import (
     watch,
 )
 
-# arguments that change the result of a call and that ringweave does not implement
-_REFUSED = {
-    "head_mask": "weights scaled by head",
-    "indices": "keys chosen by index",
-    "block_indices": "blocks chosen by index",
-    "cache": "a paged cache of the library",
-}
-_OTHER = "Use attn_implementation='sdpa' or 'eager' for this model."
+# number of columns of a map of weights that one call of attention gives
+_COLUMNS = 256
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -60,8 +55,10 @@ def attend(
     s_aux: Tensor | None = None,
     sinks: Tensor | None = None,
     position_bias: Tensor | None = None,
+    sliding_window: int | None = None,
+    output_attentions: bool | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Compute a layer's attention; transformers calls this function if the implementation is ``"ringweave"``.
 
     Args:
@@ -78,20 +75,20 @@ def attend(
         s_aux: (Hq,), learned sinks.
         sinks: Another name for ``s_aux``.
         position_bias: (B or 1, Hq or 1, q, k), added to the scores.
-        kwargs: Arguments for other implementations.
+        sliding_window: Number of last tokens that a query attends, if the call has no mask; masks hold the window.
+        output_attentions: Whether to return the weights too, for which each layer computes attention again.
+        kwargs: Documents by ``cu_seq_lens_q`` and ``cu_seq_lens_k``, flash-attn's bounds, or by ``seq_idx``; and
+            keywords for other implementations, see :mod:`.keywords`.
     Returns:
-        The output (B, q, Hq, Dv), contiguous, and None in place of the weights.
+        The output (B, q, Hq, Dv), contiguous; and the weights (B, Hq, q, k), or None without ``output_attentions``.
     Raises:
         UnsupportedError: An argument that ringweave does not implement.
     """
-    for name, what in _REFUSED.items():
-        if kwargs.get(name) is not None:
-            raise UnsupportedError(message(name, what, "none", _OTHER))
-    if kwargs.get("output_attentions"):
-        raise UnsupportedError(message("output_attentions", "True", "False", "Weights need the eager implementation."))
+    if not READ.issuperset(kwargs):
+        check(kwargs)
     if hasattr(module, "keep_window_size"):
         # Doge ignores its own mask if the library's mask is a BlockMask
-        raise UnsupportedError(message("layer", type(module).__name__, "one that chooses no keys by content", _OTHER))
+        raise UnsupportedError(message("layer", type(module).__name__, "one that chooses no keys by content", OTHER))
     paged = key if isinstance(key, PagedStates) else None
     batch, nq = query.shape[0], query.shape[2]
     sizes = key.shape if paged is None else paged.sizes
@@ -107,20 +104,26 @@ def attend(
     if own is None and hasattr(getattr(module, "config", None), RECORD):
         own = first_use(module)
     if mask is None:
-        pattern, q_offset = _unmade(module, query, key, attention_mask, is_causal, own, terms)
+        pattern, q_offset = _unmade(module, query, key, attention_mask, is_causal, sliding_window, terms)
     else:
-        if nq > 1 and not (mask.positions_seen or mask.rows is not None or mask.context is not None):
-            positions = kwargs.get("position_ids")
-            positions = mask.positions if positions is None else positions
-            apart = own is not None and _of_the_batch(own)
-            if isinstance(positions, Tensor) and not apart and not torch.compiler.is_compiling():
-                _warn_of_packing(module, mask, positions)
+        pattern, q_offset = mask.pattern, mask.q_offset
         if mask.sizes[2:] != (nq, nk):
             wanted = f"({nq}, {nk}), the queries and keys of {type(module).__name__}"
-            raise ShapeError(message("attention mask", f"one of {mask.sizes[2:]}", wanted, _OTHER))
-        pattern, q_offset = mask.pattern, mask.q_offset
-        if own is not None:
-            pattern, q_offset = _with(mask, own), q_offset if mask.row is None else mask.row
+            raise ShapeError(message("attention mask", f"one of {mask.sizes[2:]}", wanted, OTHER))
+    documents = None
+    if not DOCUMENTS.isdisjoint(kwargs):
+        pattern, documents = apart(pattern, kwargs, mask, (batch, nq, nk), q_offset)
+    unread = mask is not None and documents is None and mask.rows is None and mask.context is None
+    if unread and nq > 1 and mask is not None and not mask.positions_seen:
+        positions = kwargs.get("position_ids")
+        positions = mask.positions if positions is None else positions
+        told = own is not None and _of_the_batch(own)
+        if isinstance(positions, Tensor) and not told and not torch.compiler.is_compiling():
+            _warn_of_packing(module, mask, positions)
+    if own is not None:
+        pattern = pattern & _counted(own, mask, documents)
+        if mask is not None and mask.row is not None:
+            q_offset = mask.row
     if position_bias is not None:
         terms.append(_bias(position_bias, query, key))
     sink_logits = s_aux if sinks is None else sinks
@@ -131,21 +134,39 @@ def attend(
             got = "a mask or bias of numbers, or no mask for several queries after cached tokens"
             remedy = f"Pass {CACHE}=DynamicCache()."
             raise UnsupportedError(message(CACHE, got, "a mask (B, tokens) with keys in pages", remedy))
+        if output_attentions:
+            remedy = f"Pass {CACHE}=DynamicCache()."
+            raise UnsupportedError(message("output_attentions", "keys in pages", "another cache", remedy))
         out = paged_attention(query, paged.pages, pattern, scale=scaling, terms=terms, sink_logits=sink_logits)
         return out.transpose(1, 2).contiguous(), None
-    out = attention(
-        query,
-        key,
-        value,
-        pattern,
-        scale=scaling,
-        q_offset=q_offset,
-        terms=terms,
-        sink_logits=sink_logits,
-        dropout=dropout,
-        context=None if mask is None else mask.context,
-    )
-    return out.transpose(1, 2).contiguous(), None
+    context = None if mask is None else mask.context
+    options: dict[str, Any] = {"scale": scaling, "q_offset": q_offset, "terms": terms, "sink_logits": sink_logits}
+    out = attention(query, key, value, pattern, dropout=dropout, context=context, **options)
+    weights = None
+    if output_attentions:
+        if dropout or context is not None:
+            got = f"dropout of {dropout}" if dropout else "a sharded batch"
+            wanted = "evaluation on one device"
+            raise UnsupportedError(message("output_attentions", got, wanted, "Call model.eval(), without shard()."))
+        weights = _weights(query, key, pattern, options)
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def _weights(query: Tensor, key: Tensor, pattern: Pattern, options: dict[str, Any]) -> Tensor:
+    """Return the weights (B, Hq, q, k) of a call: with unit vectors as values, attention returns columns of weights."""
+    batch, heads, nk = key.shape[:3]
+    if not torch.compiler.is_compiling():
+        numbers = f"{batch * query.shape[1] * query.shape[2] * nk:,} weights of each layer"
+        remedy = f"Each layer computes attention {1 + -(-nk // _COLUMNS)} times and keeps all pairs."
+        warn_once("output_attentions", "output_attentions", numbers, "False where weights are not read", remedy)
+    columns = []
+    for first in range(0, nk, _COLUMNS):
+        # kernels take widths that are multiples of 8
+        width = min(_COLUMNS, -(-(nk - first) // 8) * 8)
+        units = torch.arange(nk, device=key.device)[:, None] == torch.arange(first, first + width, device=key.device)
+        values = units.to(key.dtype).expand(batch, heads, -1, -1)
+        columns.append(attention(query, key, values, pattern, **options))
+    return torch.cat(columns, -1)[..., :nk]
 
 
 def _unmade(
@@ -154,15 +175,15 @@ def _unmade(
     key: Tensor,
     mask: PatternMask | Tensor | None,
     is_causal: bool | None,
-    own: Pattern | None,
+    window: int | None,
     terms: list[Term],
 ) -> tuple[Pattern, int | Tensor]:
     """Return (pattern, q_offset) of a call without a PatternMask; append a mask of numbers to the terms."""
     nq, nk = query.shape[2], key.shape[2]
     if isinstance(mask, Tensor):
-        if own is not None:
+        if getattr(module, ATTRIBUTE, None) is not None:
             raise UnsupportedError(
-                message("attention mask", shown(mask), "none, or (B, tokens), with a pattern", _OTHER)
+                message("attention mask", shown(mask), "none, or (B, tokens), with a pattern", OTHER)
             )
         if mask.ndim == 4 and mask.shape[2] == 1 < nq == nk and not torch.compiler.is_compiling():
             _warn_of_own_mask(module, nk)
@@ -171,11 +192,13 @@ def _unmade(
         terms.append(_bias(mask, query, key))
         return Full(), 0
     if mask is not None:
-        raise UnsupportedError(message("attention mask", shown(mask), "a mask of 4 dimensions", _OTHER))
+        raise UnsupportedError(message("attention mask", shown(mask), "a mask of 4 dimensions", OTHER))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # as in transformers: a single query is the last position
     pattern: Pattern = Causal() if nq > 1 and causal else Full()
-    return (pattern if own is None else pattern & own), 0 if nq > 1 else nk - 1
+    if window is not None:
+        pattern = pattern & SlidingWindow(window - 1, window - 1)
+    return pattern, 0 if nq > 1 else nk - 1
 
 
 def _warn_of_packing(module: nn.Module, mask: PatternMask, positions: Tensor) -> None:
@@ -211,12 +234,13 @@ def _warn_of_own_mask(module: nn.Module, tokens: int) -> None:
         warn_once(f"packed {kind}", "position_ids", got, "one document in each row", remedy)
 
 
-def _with(mask: PatternMask, own: Pattern) -> Pattern:
-    """Restrict a mask to a layer's pattern, which counts from the first token of each sequence."""
-    if mask.k_offset:
+def _counted(own: Pattern, mask: PatternMask | None, documents: Documents | None) -> Pattern:
+    """Return a layer's pattern, counted from the first token of each sequence or document."""
+    if mask is not None and mask.k_offset:
         got = f"a cache that has dropped its first {mask.k_offset} keys"
         raise UnsupportedError(message("pattern", got, "one that keeps all keys", f"Pass {CACHE}=DynamicCache()."))
-    return mask.pattern & (own if mask.rows is None or _of_the_batch(own) else own.within(mask.rows))
+    rows = documents if documents is not None or mask is None else mask.rows
+    return own if rows is None or _of_the_batch(own) else own.within(rows)
 
 
 def _of_the_batch(pattern: Pattern) -> bool:
@@ -228,7 +252,7 @@ def _bias(table: Tensor, query: Tensor, key: Tensor) -> Bias:
     sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     if table.ndim != 4 or any(side not in (1, size) for side, size in zip(table.shape, sizes, strict=True)):
         wanted = f"one that broadcasts to {sizes}"
-        raise ShapeError(message("attention mask or bias", shown(table), wanted, _OTHER))
+        raise ShapeError(message("attention mask or bias", shown(table), wanted, OTHER))
     return Bias(table.expand(-1, -1, *sizes[2:]))
 
 

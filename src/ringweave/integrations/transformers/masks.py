@@ -115,6 +115,8 @@ class PatternMask(_Carried, BlockMask):
         # called with, and whether a layer has looked at the call's positions
         self.positions: Tensor | None = None
         self.positions_seen = False
+        # documents that keywords of the call name, and the tensors that they were made from
+        self.told: tuple[list[tuple[Tensor, object]], Documents] | None = None
 
     def __getitem__(self, at: object) -> PatternMask:
         # older models cut the mask to the number of keys

@@ -17,7 +17,7 @@ from ...names import renamed, warn_renamed
 from ...patterns.validate import whole
 from ...precision import NATIVE, Precision, Scales, as_precision
 
-#: Name of the argument of models and of ``generate`` that takes a cache; ``"past_key_values"`` before transformers 5.24.
+#: Name of the argument of models and of ``generate`` that takes a cache; before transformers 5.24 past_key_values.
 CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 # the argument of ``crop`` was the number of tokens to keep, and became the number to remove
 _REMOVES = "tokens_to_remove" in inspect.signature(DynamicLayer.crop).parameters
@@ -76,18 +76,19 @@ class ModelCache(Cache):
         self.max_tokens, self.page = max_tokens, page
         make: Any = partial(PagedLayer, max_tokens, page, as_precision(precision))
         super().__init__(layer_class_to_replicate=make)
+        self._make = make
 
     length = renamed("ModelCache", "length", "max_tokens")
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         """Return the number of keys that attention gets with a call's queries, and the position of the first."""
-        if layer_idx < len(self.layers):
-            sizes: tuple[int, int] = self.layers[layer_idx].get_mask_sizes(query_length)
-            return sizes
         # transformers makes a layer when it gets its first keys
-        return self.layer_class_to_replicate().get_mask_sizes(query_length)  # type: ignore[no-any-return, misc]
+        layers: list[Any] = self.layers
+        layer = layers[layer_idx] if layer_idx < len(layers) else self._make()
+        sizes: tuple[int, int] = layer.get_mask_sizes(query_length)
+        return sizes
 
-    def get_max_length(self, layer_idx: int = 0) -> int:
+    def get_max_length(self, layer_idx: int | None = None) -> int:
         """Return the largest number of tokens in a sequence; -1 if the cache grows."""
         return -1 if self.max_tokens is None else self.max_tokens
 

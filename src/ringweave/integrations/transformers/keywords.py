@@ -1,0 +1,149 @@
+"""The keywords that models pass to attention: each is used, has no effect on a call, is refused, or is told once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ShapeError, UnsupportedError, message, shown
+from ...patterns import Documents, Full, Pattern
+from ...torch_compat import version
+from .masks import PatternMask
+from .notices import warn_once
+
+#: Keywords without an effect on the pairs and weights of a call, each with the reason.
+WITHOUT_EFFECT = {
+    "cache_position": "the mask function has read the positions",
+    "deterministic": "every backward pass gives the same bits",
+    "kernel_options": "they tune the kernels of flex_attention",
+    "max_length_k": "flash-attn sizes its launch by it; the bounds hold the lengths",
+    "max_length_q": "flash-attn sizes its launch by it; the bounds hold the lengths",
+    "num_items_in_batch": "the loss divides by it",
+    "output_hidden_states": "the model collects them",
+    "output_router_logits": "the model collects them",
+    "position_embeddings": "the layer has rotated queries and keys",
+    "position_ids": "the mask function and the embeddings have read them",
+    "return_dict": "the model arranges its outputs",
+    "use_cache": "the cache is updated before attention",
+}
+#: Keywords that change the result of a call and that ringweave does not implement, each with its meaning.
+REFUSED = {
+    "block_indices": "blocks chosen by index",
+    "block_table": "a paged cache of the library",
+    "cache": "a paged cache of the library",
+    "head_mask": "weights scaled by head",
+    "indices": "keys chosen by index",
+    "k_cache": "a paged cache of the library",
+    "read_index": "a paged cache of the library",
+    "v_cache": "a paged cache of the library",
+    "write_index": "a paged cache of the library",
+}
+#: Keywords that name the packed documents of a call.
+DOCUMENTS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"})
+#: Keywords that need no check.
+READ = frozenset(WITHOUT_EFFECT) | DOCUMENTS
+OTHER = "Use attn_implementation='sdpa' or 'eager' for this model."
+_POSITIONS = "Pass position_ids that restart with each document, with use_cache=False and without attention_mask."
+
+
+def check(given: Mapping[str, Any]) -> None:
+    """Refuse the keywords that ringweave does not implement, and warn once about each unknown one.
+
+    Args:
+        given: The keywords that the attention function does not name.
+    Raises:
+        UnsupportedError: A keyword changes the result and is not implemented.
+    """
+    for name, value in given.items():
+        if value is None or value is False or name in READ:
+            continue
+        if name in REFUSED:
+            raise UnsupportedError(message(name, REFUSED[name], "none", OTHER))
+        if not torch.compiler.is_compiling():
+            wanted = "a keyword that ringweave's attention function reads"
+            remedy = "Attention does not depend on it here; check that another implementation does not read it either."
+            warn_once(f"keyword {name}", name, shown(value), wanted, remedy)
+
+
+def apart(
+    pattern: Pattern, given: Mapping[str, Any], mask: PatternMask | None, sizes: tuple[int, int, int], q_offset: object
+) -> tuple[Pattern, Documents | None]:
+    """Restrict a pattern to the packed documents that keywords name, and return it with the documents.
+
+    Bounds are those of flash-attn: cumulative, over the tokens of all batch elements in order. The pattern counts from
+    the first token of each document.
+
+    Args:
+        pattern: The pattern of the call.
+        given: The keywords.
+        mask: The mask of the call; layers that share it share the documents.
+        sizes: Batch elements, queries and keys.
+        q_offset: Position of the first query.
+    Raises:
+        ShapeError: The documents do not have the call's tokens.
+        UnsupportedError: The call has cached keys, a mask that counts from the row, or tokens on several ranks.
+    """
+    q, k, numbers = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k"), given.get("seq_idx")
+    if q is None and k is None and numbers is None:
+        return pattern, None
+    nq, nk = sizes[1:]
+    name = "seq_idx" if q is None and k is None else "cu_seq_lens_q, cu_seq_lens_k"
+    if mask is not None and mask.context is not None:
+        remedy = "Pass position_ids to shard(): the sharded batch then holds the documents."
+        raise UnsupportedError(message(name, "documents beside a sharded batch", "none", remedy))
+    if not (nq == nk and isinstance(q_offset, int) and q_offset == 0) and pattern != Full():
+        got = f"documents for {nq} queries over {nk} keys, of which some are cached"
+        raise UnsupportedError(message(name, got, "documents in a call without cached keys", "Pass use_cache=False."))
+    known = mask is not None and isinstance(mask.rows, Documents)
+    if not known and "Documents(" in pattern.spec:
+        got = f"documents beside a mask that counts from the first token of the row, {pattern}"
+        raise UnsupportedError(message(name, got, "a mask of windows and padding", _POSITIONS))
+    documents = _shared(name, q, k, numbers, mask, sizes)
+    if known or (mask is not None and mask.rows is not None):
+        # the mask has bounds already, which a pattern inside the documents could not have
+        return pattern & documents, documents
+    return pattern.within(documents), documents
+
+
+def _shared(
+    name: str, q: Any, k: Any, numbers: Any, mask: PatternMask | None, sizes: tuple[int, int, int]
+) -> Documents:
+    """Return the documents of keywords, which are made once for all layers that share a mask."""
+    tensors = [numbers] if name == "seq_idx" else [q, k]
+    for each, key in zip(tensors, name.split(", "), strict=True):
+        if not isinstance(each, Tensor):
+            wanted = "an integer tensor, as its counterpart" if len(tensors) > 1 else "an integer tensor"
+            raise ShapeError(message(key, shown(each), wanted, "Pass it, or neither."))
+    if torch.compiler.is_compiling() or mask is None:
+        return _documents(name, tensors, sizes)
+    # the tensors are compared by identity and version, and the mask keeps them alive
+    held = [(x, version(x)) for x in tensors]
+    if mask.told is None or any(x is not y or m != n for (x, m), (y, n) in zip(held, mask.told[0], strict=False)):
+        mask.told = held, _documents(name, tensors, sizes)
+    return mask.told[1]
+
+
+def _documents(name: str, tensors: list[Tensor], sizes: tuple[int, int, int]) -> Documents:
+    batch, nq, nk = sizes
+    if name == "seq_idx":
+        numbers = tensors[0]
+        if numbers.shape not in ((batch, nk), (1, nk)) or nq != nk:
+            raise ShapeError(message(name, shown(numbers), f"({batch}, {nk})", "Number each token of the call."))
+        return Documents(ids=numbers if len(numbers) == batch else numbers.expand(batch, -1))
+    q, k = tensors
+    same = q is k or (not torch.compiler.is_compiling() and torch.equal(q, k))
+    if batch == 1:
+        return Documents(cu_seqlens=q) if same else Documents(cu_seqlens_q=q, cu_seqlens_k=k)
+    if torch.compiler.is_compiling() or not same or nq != nk:
+        got = f"bounds of {batch} batch elements, compiled or different for queries and keys"
+        raise UnsupportedError(message(name, got, "bounds of one row", "Pass all documents in one row."))
+    ends = torch.arange(batch + 1, device=q.device) * nq
+    if int(q[0]) != 0 or int(q[-1]) != batch * nq or not bool(torch.isin(ends, q).all()):
+        got = f"bounds {q.tolist() if len(q) < 9 else shown(q)}"
+        wanted = f"bounds from 0 to {batch * nq}, {nq} tokens in each of {batch} rows, without a document across rows"
+        raise ShapeError(message(name, got, wanted, "Pass all documents in one row."))
+    places = torch.arange(batch * nq, device=q.device)
+    return Documents(ids=torch.bucketize(places, q[1:], right=True).view(batch, nq))
