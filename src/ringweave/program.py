@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,14 +25,14 @@ from .backends.backend import RENAMED, Backend, Heads, Upstream, delta_in_chunks
 from .cache import PROGRAMS
 from .call import Arguments, Call, Operands, term_operands
 from .environment import setting
-from .errors import UnsupportedError, message, shown
+from .errors import PatternError, UnsupportedError, message, shown
 from .kv_cache import PagedCache, Pages
 from .patterns import Pattern
 from .patterns.alignment import END
 from .plan import BlockPlan, Branch, branches, step_plan, summands
-from .plan.decode_plans import Run, run_of_lengths
 from .plan.from_pattern import default_tile
-from .precision import NATIVE
+from .plan.steps import StepPart, parts_of_step
+from .precision import NATIVE, Precision
 from .terms import Term, TermOperands, tables_in, threshold_of
 from .torch_compat import plain, unwatched
 from .types import NotGiven, acc_dtype
@@ -229,6 +230,12 @@ class Program:
         return all(each.backend is _native for each in self.steps)
 
     @functools.cached_property
+    def prepares_steps(self) -> bool:
+        """Whether the native kernel computes every part of a decoding step of this kind, in tiles of usual sides."""
+        call = self.call
+        return self.native and call.pattern.block_side is None and call.batch * call.heads <= _MOST_ROWS
+
+    @functools.cached_property
     def terms(self) -> TermOperands | None:
         """Score terms of a constant program if all its calls share them: no tables and no dropout seed; else None."""
         call = self.call
@@ -304,32 +311,61 @@ class Program:
         dq, dk, dv = (total.to(dtype) for total in totals)
         return dq, dk, dv
 
-    def step(self, operands: Operands, keys: int, run: Run) -> Program:
-        """Return the program of another decoding step of this kind, which differs only in its plan."""
+    def step(self, operands: Operands, keys: int, parts: Sequence[StepPart]) -> Program:
+        """Return the program of another decoding step of this kind, which differs only in its plan.
+
+        Args:
+            operands: Tensors of the step.
+            keys: Number of keys.
+            parts: Parts of the step; empty if its plan is not known from other lengths.
+        Raises:
+            PatternError: The pattern does not fit this number of keys.
+        """
         call = self.call if self.call.paged else dataclasses.replace(self.call, nk=keys, q_offset=keys - 1)
+        call.pattern.check(1, keys, keys - 1)
         program = Program(call)
         program.constant, program.tables = True, self.tables
-        near = keys - run.behind
-        sizes = {"heads": call.heads, "batch": call.batch, "q_offset": near - 1}
+        if not (parts and self.prepares_steps):
+            return program
         sides = self.steps[0].branch.sides if call.paged else None
-        parts: list[tuple[Branch, BlockPlan]] = []
-        for part in summands(call.pattern):
-            branch = dataclasses.replace(Branch.whole(part, 1, near, **sizes), sides=sides)
-            known = 1, near, call.heads, call.batch, near - 1, *(sides or (default_tile(1), default_tile(near)))
-            parts.append((branch, step_plan(part, known)))
-        if all(plan.capacity <= _MOST_TILES for _, plan in parts):
-            if run.behind and operands.pages is None:
-                # only the shapes of these keys and values are read
-                k, v = operands.k[:, :, run.behind :], operands.v[:, :, run.behind :]
-                operands = operands._replace(k=k, v=v)
-            operands = operands._replace(scale=call.scale)
-            if not operands.q.stride(3) == operands.k.stride(3) == operands.v.stride(3) == 1:
-                operands = operands.map(readable)
-            if len(parts) == 1:
-                program.prepared = cpu.PreparedCall(operands, *parts[0], run.first)
-            else:
-                program.prepared = cpu.PreparedUnion(operands, parts, run.first)
+        found: list[tuple[Branch, BlockPlan]] = []
+        for part in parts:
+            # a prepared call skips keys of its run; the general path takes all of them
+            branch = (part.alone() if call.features else part).branch(call.heads, call.batch, sides)
+            sizes = 1, branch.nk, call.heads, call.batch, branch.q_offset, *branch.tile
+            found.append((branch, step_plan(branch.pattern, sizes)))
+        if any(plan.capacity > _MOST_TILES for _, plan in found):
+            return program
+        if call.features:
+            planned = tuple(Step(dataclasses.replace(branch, known=plan), _native) for branch, plan in found)
+            if all(unsupported_reason(_native, call, branch) is None for branch, _ in planned):
+                program.steps = planned
+            return program
+        operands = operands._replace(scale=call.scale)
+        if not operands.q.stride(3) == operands.k.stride(3) == operands.v.stride(3) == 1:
+            operands = operands.map(readable)
+        dtype = None if len(parts) == 1 else torch.float32
+        prepared = [
+            cpu.PreparedCall(operands, branch, plan, part.run.first, dtype=dtype)
+            for part, (branch, plan) in zip(parts, found, strict=True)
+        ]
+        program.prepared = prepared[0] if len(prepared) == 1 else cpu.PreparedUnion(prepared, operands.q.dtype)
         return program
+
+    def prepare(self, operands: Operands) -> None:
+        """Prepare the kernel arguments of a small call without terms, if each of its steps is the whole call."""
+        plans = [_small_plan(branch) for branch, _ in self.steps]
+        whole = self.native and all(is_whole(branch, self.call) for branch, _ in self.steps)
+        if not plans or not whole or None in plans:
+            return
+        operands = operands.map(readable)
+        dtype = None if len(plans) == 1 else torch.float32
+        calls = [
+            cpu.PreparedCall(operands, branch, plan, dtype=dtype)
+            for (branch, _), plan in zip(self.steps, plans, strict=True)
+            if plan is not None
+        ]
+        self.prepared = calls[0] if len(calls) == 1 else cpu.PreparedUnion(calls, operands.q.dtype)
 
     def small(self, steps: Sequence[Step]) -> BlockPlan | None:
         """Return the plan if the native kernel computes the whole call in one step and it is small, else None."""
@@ -337,13 +373,6 @@ class Program:
         if one is None or one.backend is not _native:
             return None
         return _small_plan(one.branch)
-
-    @property
-    def steppable(self) -> bool:
-        """Whether the native kernel computes a decoding step of this kind from small plans, one for each summand."""
-        if len(self.steps) < 2:
-            return self.small(self.steps) is not None
-        return self.native and all(_small_plan(each.branch) is not None for each in self.steps)
 
     def describe(self) -> list[tuple[int, str]]:
         """Count branches by backend: [(branches, backend), ...] in order of first use."""
@@ -435,16 +464,12 @@ def find(given: Arguments) -> tuple[Hashable | None, Program | None]:
         something watches operators, or an argument cannot be part of a key.
     """
     q, k, v, pattern, scale, q_offset, backend = given[:7]
-    if not (
-        plain(q, k, v)
-        and unwatched()
-        and BACKENDS["cpu"] is _native
-        and (type(q_offset) in _OFFSETS and type(backend) is str and (scale is None or type(scale) is float))
-    ):
+    if not (plain(q, k, v) and unwatched() and BACKENDS["cpu"] is _native and type(backend) is str):
         return None, None
     options = _options(given)
-    if options is None:
-        return None, None
+    if type(q_offset) not in _OFFSETS or not (scale is None or type(scale) is float) or options is None:
+        usual = _with_usual_numbers(given)
+        return (None, None) if usual is given else find(usual)
     read = tuning.current()
     # inlined: between the layers of a model a separate function costs a microsecond
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -458,27 +483,24 @@ def find(given: Arguments) -> tuple[Hashable | None, Program | None]:
     if not (isinstance(pattern, Pattern) and pattern.fixed):
         return None, None
     spec = pattern._spec
+    key: Hashable = (spec, exact)
     # a decoding step has one query, at the position of the last key
     if (
-        len(options) == 1
-        and not (grad or read.answers)
+        not (grad or read.answers)
+        and _steps(options)
         and q.ndim == k.ndim == v.ndim == 4
         and (q.shape[2] == 1 and k.shape[2] == v.shape[2])
         and (q_offset == k.shape[2] - 1 or (q_offset == END and "KeyPadding" not in spec))
     ):
         keys = k.shape[2]
         kind = spec, q.shape, k.shape[:2], k.shape[3], v.shape[:2], v.shape[3], means
-        found = _step(kind, Operands(q, k, v, 1.0), keys, default_tile(keys), read)
-        if found is not None:
-            key, program = found
-            if program is None or program.prepared is None:
-                return key, None
-            return None, _noted(pattern, exact, program)
-    key = spec, exact
-    program = PROGRAMS.get(key)
-    if program is None or program.read is not read:
-        return key, None
-    return None, _noted(pattern, exact, program)
+        key = _StepKey(kind, keys, parts_of_step(spec, keys, default_tile(keys), True))
+        program = _step(key, Operands(q, k, v, 1.0), read)
+    else:
+        program = PROGRAMS.get(key)
+        if program is not None and program.read is not read:
+            program = None
+    return (key, None) if program is None else (None, _noted(pattern, exact, program))
 
 
 def _noted(pattern: Pattern, exact: tuple[object, ...], program: Program) -> Program:
@@ -523,49 +545,78 @@ def _options(given: Arguments) -> tuple[Hashable, ...] | None:
     return on_oom, k_offset, tuple(kinds), threshold_of(dropout)
 
 
+def _steps(options: tuple[Hashable, ...]) -> bool:
+    """Return whether decoding steps with these options differ only in their plan."""
+    if len(options) == 1:
+        return True
+    _, k_offset, kinds, dropped = options
+    return not (k_offset or dropped or any(learns for _, tables in kinds for *_, learns in tables))
+
+
+def _with_usual_numbers(given: Arguments) -> Arguments:
+    """Return the arguments with numbers and policy in the types that a key has; the same object if nothing changes."""
+    usual: dict[str, object] = {}
+    for name, kind in (("scale", float), ("q_offset", int), ("k_offset", int), ("dropout", float)):
+        value = getattr(given, name)
+        whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool) and abs(int(value)) < 2**53
+        if type(value) is not kind and (whole or (kind is float and isinstance(value, np.floating))):
+            usual[name] = kind(value)
+    if given.precision is not NATIVE and isinstance(given.precision, Precision) and given.precision == NATIVE:
+        usual["precision"] = NATIVE
+    return given._replace(**usual) if usual else given
+
+
 class _StepKey(NamedTuple):
     """The key of a decoding step.
 
     Attributes:
         kind: Everything about the step except its length.
-        run: The run of lengths that share its plan.
+        keys: Number of keys.
+        parts: Parts of the step, with the runs of lengths that share their plans.
     """
 
     kind: tuple[Hashable, ...]
-    run: Run
+    keys: int
+    parts: tuple[StepPart, ...]
+
+    @property
+    def of_run(self) -> Hashable:
+        """Key of the prepared program that the lengths of a run share."""
+        return self.kind, tuple([part.key for part in self.parts])
+
+    @property
+    def of_length(self) -> Hashable:
+        """Key of a program for this length alone."""
+        return self.kind, self.keys
 
 
-def _step(
-    kind: tuple[Hashable, ...], operands: Operands, keys: int, side: int, read: object
-) -> tuple[Hashable, Program | None] | None:
-    """Look up the program of a decoding step by its kind, a tuple that begins with the pattern's text.
+def _step(key: _StepKey, operands: Operands, read: object) -> Program | None:
+    """Look up the program of a decoding step; None if no step of its kind was checked, or this length does not fit.
 
     Once a step of the kind was checked, further steps need no check: their programs differ only in the plan.
-
-    Returns:
-        (key, program); (key, None) if no step of the kind was checked yet; None if the pattern has no runs of lengths.
     """
-    run = run_of_lengths(str(kind[0]), keys, side)
-    if run is None:
-        return None
-    key = _StepKey(kind, run)
-    program = PROGRAMS.get((kind, run.key))
+    program: Program | None = PROGRAMS.get(key.of_run) or PROGRAMS.get(key.of_length)
     if program is None or program.read is not read:
-        of_kind = PROGRAMS.get(kind)
+        of_kind: Program | None = PROGRAMS.get(key.kind)
         if of_kind is None or of_kind.read is not read:
-            return key, None
-        program = of_kind.step(operands, keys, run)
+            return None
+        try:
+            program = of_kind.step(operands, key.keys, key.parts)
+        except PatternError:
+            return None
         _put(key, program)
-    return key, program
+    return program
 
 
 def _put(key: Hashable, program: Program) -> None:
-    """Cache a program by its key; a decoding step's by its kind and run."""
+    """Cache a program by its key; a decoding step's by its kind, and its run or length."""
     size, prepared = _PROGRAM_BYTES, program.prepared
     if prepared is not None:
         heads = program.call.batch * program.call.heads
         size += sum(p.nbytes + _ROW_BYTES * p.q_tiles * heads + _TILE_BYTES * p.capacity for p in prepared.plans)
-    PROGRAMS.put((key.kind, key.run.key) if isinstance(key, _StepKey) else key, program, size)
+    if isinstance(key, _StepKey):
+        key = key.of_length if prepared is None else key.of_run
+    PROGRAMS.put(key, program, size)
 
 
 def keep(key: Hashable, call: Call, operands: Operands) -> Program:
@@ -574,15 +625,10 @@ def keep(key: Hashable, call: Call, operands: Operands) -> Program:
     forks.check(operands.q.device)
     program = Program(call, constant=True)
     if isinstance(key, _StepKey):
-        # further steps are planned with default sides, so a pattern with its own block side is left out
-        if call.pattern.block_side is None and program.steppable:
-            PROGRAMS.put(key.kind, program, _PROGRAM_BYTES)
-            program = program.step(operands, call.nk, key.run)
+        PROGRAMS.put(key.kind, program, _PROGRAM_BYTES)
+        program = program.step(operands, call.nk, key.parts)
     elif not call.features:
-        plan = program.small(program.steps)
-        if plan is not None:
-            branch = program.steps[0].branch
-            program.prepared = cpu.PreparedCall(operands.map(readable), branch, plan)
+        program.prepare(operands)
     _put(key, program)
     return program
 
@@ -590,7 +636,7 @@ def keep(key: Hashable, call: Call, operands: Operands) -> Program:
 def find_paged(given: Arguments, cache: PagedCache) -> tuple[Hashable | None, Program | None, int]:
     """Look up (key, program, keys) of a decoding step over pages; all sequences must have the same number of keys.
 
-    ``program.prepared`` may be None: such a step takes the checked path, and key is what :func:`keep_paged` takes.
+    A program is prepared. The key of a step of a new kind is to be passed to :func:`keep_paged`.
     """
     q, k, v, pattern, scale, _, backend = given[:7]
     lengths, table, scales = cache._host_lengths, cache.table, cache.scales
@@ -605,13 +651,16 @@ def find_paged(given: Arguments, cache: PagedCache) -> tuple[Hashable | None, Pr
         plain(q, k, v)
         and unwatched()
         and BACKENDS["cpu"] is _native
-        and (type(backend) is str and (scale is None or type(scale) is float))
+        and type(backend) is str
         and (q.ndim == 4 and q.shape[2] == 1 and isinstance(pattern, Pattern) and pattern.fixed)
     ) or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         return None, None, 0
     options, columns = _options(given), table.shape[1]
+    if not (scale is None or type(scale) is float) or options is None:
+        usual = _with_usual_numbers(given)
+        return (None, None, 0) if usual is given else find_paged(usual, cache)
     read = tuning.current()
-    if options is None or len(options) > 1 or keys > columns * cache.page or read.answers:
+    if len(options) > 1 or keys > columns * cache.page or read.answers:
         return None, None, 0
     means = q.dtype, k.dtype, v.dtype, scale, backend, torch.get_num_threads(), setting(cpu.VARIANT)
     # prepared calls pass addresses of these tensors, whose owner may give them another storage
@@ -626,26 +675,25 @@ def find_paged(given: Arguments, cache: PagedCache) -> tuple[Hashable | None, Pr
         if known is not None and known.read is read:
             return None, known, keys
     operands = Operands(q, k, v, 1.0, pages=Pages(cache.table, cache.lengths, cache.page), scales=scales)
-    found = _step((pattern._spec, *of_kind), operands, keys, default_tile(columns * cache.page), read)
-    if found is None:
-        return None, None, 0
-    key, program = found
-    if program is None or program.prepared is None:
-        return key, program, keys
-    return None, _noted(pattern, exact, program), keys
+    parts = parts_of_step(pattern._spec, keys, default_tile(columns * cache.page), False)
+    key = _StepKey((pattern._spec, *of_kind), keys, parts)
+    program = _step(key, operands, read)
+    if program is None:
+        return key, None, keys
+    # a kind that is known and cannot be prepared takes the checked path at each step, and is not compiled for a key
+    return (None, None, 0) if program.prepared is None else (None, _noted(pattern, exact, program), keys)
 
 
 def keep_paged(key: Hashable, call: Call, cache: PagedCache) -> None:
-    """Cache the kind of a checked step over pages if the native kernel computes it in one step."""
+    """Cache the kind of a checked step over pages; the native kernel prepares its steps if it computes every part."""
     assert isinstance(key, _StepKey)
     tensors = cache.table, cache.lengths, *(cache.scales or ())
     steps = compiled(call.at_lengths(cache.k, tensors))
-    rows = call.batch * call.heads
     native = all(each.backend is _native and is_whole(each.branch, call) for each in steps)
     # a call's steps have equal tiles, unless auto measured other sides
     sides = {each.branch.tile for each in steps}
-    if native and len(sides) == 1 and rows <= _MOST_ROWS:
-        program = Program(call, constant=True)
-        whole = Branch.whole(call.pattern, 1, call.nk, heads=call.heads, batch=call.batch)
-        program.steps = (Step(dataclasses.replace(whole, sides=sides.pop()), _native),)
-        PROGRAMS.put(key.kind, program, _PROGRAM_BYTES)
+    program = Program(call, constant=True)
+    whole = Branch.whole(call.pattern, 1, call.nk, heads=call.heads, batch=call.batch)
+    program.steps = (Step(dataclasses.replace(whole, sides=sides.pop()), _native),)
+    program.prepares_steps = native and not sides and call.batch * call.heads <= _MOST_ROWS
+    PROGRAMS.put(key.kind, program, _PROGRAM_BYTES)

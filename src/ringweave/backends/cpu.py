@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..cache import fact
 from ..call import Call, Operands
-from ..errors import UnsupportedError, message
+from ..errors import ShapeError, UnsupportedError, message
 from ..kv_cache import Pages
 from ..merge import merge_into as merge_with_torch
 from ..plan import BlockPlan, Branch, Spacing
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 #: Environment variable that selects a lower instruction set than the machine's best, for tests and comparisons.
 VARIANT = "RINGWEAVE_CPU_VARIANT"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# kMostChannels in csrc/problem.h
+_MOST_CHANNELS = 640
 
 
 # arguments of the extension's functions: (positional, by keyword)
@@ -289,7 +291,8 @@ def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> 
     """
     native = module() if out.device.type == "cpu" else None
     dim = out.shape[-1]
-    if native is None or not out.dtype == part_out.dtype == part_lse.dtype == torch.float32 or dim % 8 or dim > 512:
+    floats = out.dtype == part_out.dtype == part_lse.dtype == torch.float32
+    if native is None or not floats or dim % 8 or dim > _MOST_CHANNELS:
         merge_with_torch(out, lse, part_out, part_lse)
     elif out.numel():
         native.merge(out, lse, readable(part_out), part_lse, torch.get_num_threads(), variant())
@@ -324,8 +327,8 @@ def unsupported_reason(call: Call, branch: Branch) -> str | None:
     if call.features and branch.rate * (branch.q_offset + branch.nq + branch.nk) > _FARTHEST:
         return f"it supports terms and dropout only at positions below {_FARTHEST}"
     for name, dim in (("D", call.head_dim), ("Dv", call.value_dim)):
-        if dim % 8 or dim > 512:
-            return f"it needs head dimensions of 8, 16, ... 512, and got {name} = {dim}"
+        if dim % 8 or dim > _MOST_CHANNELS:
+            return f"it needs head dimensions of 8, 16, ... {_MOST_CHANNELS}, and got {name} = {dim}"
     return None
 
 
@@ -368,7 +371,7 @@ class PreparedCall:
 
     Args:
         operands: Example tensors with the call's shapes and types, without terms.
-        branch: Branch that is the whole call.
+        branch: Branch that is the whole call, or the strided view of a decoding step's last key.
         plan: Plan of the branch.
         first: Index of the first key tile that moves when the cache is longer than in the plan: this tile and all
             later ones shift by the number of additional tiles.
@@ -384,6 +387,12 @@ class PreparedCall:
         *,
         dtype: torch.dtype | None = None,
     ):
+        # the keys of the branch's view; None: all
+        self._keys = None if branch.rate == 1 else slice(branch.k_first, None, branch.rate)
+        if operands.pages is None:
+            operands = operands.of_keys(self._in_view)
+            # only the shapes of the keys that the run of a decoding step does not skip are read
+            operands = operands.of_keys(lambda x: x[:, :, -branch.nk :])
         q, k, v, self.scale = operands[:4]
         self.shapes = q.shape, k.shape, v.shape
         # templates of one element: empty_like of an expanded tensor takes half the time of empty with sizes
@@ -392,6 +401,9 @@ class PreparedCall:
         self._threads, self._first, self._branch = torch.get_num_threads(), first, branch
         self.plans, self._forward = (plan,), prepared(operands, plan, spacing=branch.spacing, dtype=dtype)
         self._backward: Prepared | None = None
+
+    def _in_view(self, x: Tensor) -> Tensor:
+        return x if self._keys is None else x[:, :, self._keys]
 
     def forward(
         self,
@@ -409,6 +421,8 @@ class PreparedCall:
         not requested, keys are paged, or k has another length. With ``pages`` all sequences have ``keys`` tokens, and
         ``scales`` are those of a pool of 8 bits, contiguous.
         """
+        if self._keys is not None:
+            k, v = self._in_view(k), self._in_view(v)
         of_q, of_k, of_v = q.stride(), k.stride(), v.stride()
         if of_q[3] != 1 or of_k[3] != 1 or of_v[3] != 1:
             return None
@@ -416,12 +430,19 @@ class PreparedCall:
             forks.check(q.device)
         out = torch.empty_like(self._out)
         lse = torch.empty_like(self._lse) if with_lse else None
-        if self._forward.forward(
-            q.data_ptr(), of_q, k.data_ptr(), of_k, v.data_ptr(), of_v, out.data_ptr(),
-            0 if lse is None else lse.data_ptr(), keys or k.shape[2], self._first, self._threads,
-            *(() if pages is None else (pages.table.data_ptr(), pages.lengths.data_ptr())),
-            *(() if scales is None else (scales.k.data_ptr(), scales.v.data_ptr())),
-        ):  # fmt: skip
+        try:
+            below = self._forward.forward(
+                q.data_ptr(), of_q, k.data_ptr(), of_k, v.data_ptr(), of_v, out.data_ptr(),
+                0 if lse is None else lse.data_ptr(), keys or k.shape[2], self._first, self._threads,
+                *(() if pages is None else (pages.table.data_ptr(), pages.lengths.data_ptr())),
+                *(() if scales is None else (scales.k.data_ptr(), scales.v.data_ptr())),
+            )  # fmt: skip
+        except ShapeError:
+            # the general path checks a page table anew, and names the row and the column
+            if pages is None:
+                raise
+            return None
+        if below:
             if lse is None or pages is not None or k.shape != self.shapes[1]:
                 return None
             spoil(out, lse, Operands(q, k, v, self.scale), self._branch)
@@ -464,14 +485,13 @@ class PreparedUnion:
     """The prepared calls of a union's parts, which are merged in float32; for forward only.
 
     Args:
-        operands: As for :class:`PreparedCall`.
-        parts: The branch and plan of each part; at least one.
-        first: As for :class:`PreparedCall`.
+        parts: The prepared call of each part, with a float32 output; at least one.
+        dtype: Dtype of the output.
     """
 
-    def __init__(self, operands: Operands, parts: Sequence[tuple[Branch, BlockPlan]], first: int):
-        self._dtype, self.plans = operands.q.dtype, tuple(plan for _, plan in parts)
-        self._parts = [PreparedCall(operands, *part, first, dtype=torch.float32) for part in parts]
+    def __init__(self, parts: Sequence[PreparedCall], dtype: torch.dtype):
+        self._parts, self._dtype = parts, dtype
+        self.plans = tuple(plan for part in parts for plan in part.plans)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, with_lse: bool, *stored: Any) -> tuple[Tensor, Any] | None:
         """Compute (out, lse); return None if the call needs the general path, as :meth:`PreparedCall.forward` does."""

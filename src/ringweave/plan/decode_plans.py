@@ -9,7 +9,7 @@ gathered from such rows.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..cache import PATTERNS
-from ..patterns import And, KeyPadding, Or, Pattern, rebuild
+from ..patterns import And, KeyPadding, Pattern, rebuild
 from ..patterns.algebra import join
 from ..patterns.base import Lookback
 from ..patterns.batch_axis import rows_of
@@ -359,57 +359,6 @@ def _stand(
     start = np.where(far, start, np.maximum(start - over * side, np.minimum(start, edge)))
     places = q.tolist(), k.tolist(), start.tolist(), stop.tolist()
     return at.tolist(), over.tolist(), (far & ~none).tolist(), places
-
-
-class Run(NamedTuple):
-    """A run of decoding steps that share a plan, except for the tiles that each step skips.
-
-    Attributes:
-        key: Key that is equal for all steps of the run.
-        first: The first tile that a step may skip.
-        behind: Number of keys that this step skips from there on.
-    """
-
-    key: Hashable
-    first: int
-    behind: int
-
-
-def _lookback(spec: str) -> Lookback | None:
-    found: tuple[Lookback | None] | None = PATTERNS.get(("lookback", spec))
-    if found is None:
-        pattern = rebuild(spec, ())
-        # patterns with residues are excluded, since their split into strided views may depend on the length
-        parts = pattern.parts if isinstance(pattern, Or) else (pattern,)
-        found = (pattern.lookback() if all(part.residue_rate == 1 for part in parts) else None,)
-        PATTERNS.put(("lookback", spec), found, _PATTERN_BYTES)
-    return found[0]
-
-
-def run_of_lengths(spec: str, keys: int, side: int) -> Run | None:
-    """Return the run of a decoding step with one query at the last key; None if the pattern does not use distance.
-
-    Steps that attend all keys share a plan while the keys fill the same number of tiles, since all tiles are full.
-    Steps of a window share a plan if they end at the same place in a tile.
-
-    Args:
-        spec: Text of a pattern without tables.
-        keys: Number of keys.
-        side: Keys in a tile.
-    """
-    look = _lookback(spec)
-    if look is None:
-        return None
-    if keys - 1 <= look.every:
-        return Run((side, -(-keys // side)), 0, 0)
-    first = -(-look.first // side)
-    # at least one whole tile is not skipped
-    behind = min((keys - 1 - look.back) // side - first, (keys - 1) // side - 1) * side
-    return (
-        Run((side, "alone", keys), 0, 0)
-        if look.far or behind < 0
-        else Run((side, "last", keys - behind), first, behind)
-    )
 
 
 def _spread(begin: Int64, length: Int64) -> Int64:
