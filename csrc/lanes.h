@@ -115,7 +115,8 @@ struct Live {
   int count() const { return last - first; }
 };
 
-// Trims empty rows at both ends of [r0, r0 + n), in whole steps of Op; r0 is a multiple of the step.
+// Trims empty rows at both ends of [r0, r0 + n), in whole steps of Op counted from an even row, and never takes a row
+// before r0: in a view, whose keys are not paired, r0 may be odd, and the row before it was counted already.
 template <class Op, class Empty>
 RW_INLINE Live between(int r0, int n, Empty empty) {
   int first = r0, last = r0 + n;
@@ -123,7 +124,7 @@ RW_INLINE Live between(int r0, int n, Empty empty) {
   while (last > first && empty(last - 1)) --last;
   if (first == last) return {first, last};
   constexpr int below = Op::step - 1;
-  return {first & ~below, (int)smaller((last + below) & ~below, r0 + n)};
+  return {(int)larger(first & ~below, r0), (int)smaller((last + below) & ~below, r0 + n)};
 }
 
 // The live rows for a panel's lanes.
