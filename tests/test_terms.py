@@ -69,8 +69,9 @@ def dense(
     keep: Tensor | None = None,
     q_offset: int = 0,
     order: int = 0,
+    most: float = torch.inf,
 ) -> dict[str, Tensor]:
-    """The formula, in one dtype, with the gradients of everything that learns."""
+    """The formula, in one dtype, with the gradients of everything that learns; scores above ``most`` are infinite."""
     q, k, v = x.leaves(dtype)
     tables = [table.detach().to(dtype).requires_grad_() for term in terms for table in term.tables]
     sink = None if sinks is None else sinks.detach().to(dtype).requires_grad_()
@@ -80,6 +81,7 @@ def dense(
     rest, distance = iter(tables), torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None] - q_offset
     for name, term in zip(names, terms, strict=True):
         t = KINDS[name][1](t, term.numbers, next(rest) if term.tables else t, distance[None, None])
+        t = torch.where(t.abs() > most, t.sign() * torch.inf, t)
     allowed = pattern.to_dense(q.shape[2], k.shape[2], q.shape[1], batch=q.shape[0], q_offset=q_offset)
     scores, t = t, t.masked_fill(~allowed, -torch.inf)
     logits = t if sink is None else torch.cat([t, sink[:, None, None].expand(*t.shape[:2], t.shape[2], 1)], -1)
@@ -658,8 +660,7 @@ def test_refusals(call: Callable[[], object], kind: type[Exception], text: str) 
 def test_every_kind_is_everywhere() -> None:
     """A kind of ringweave.terms that one of these places left out."""
     kinds = set(declarations.KINDS)
-    assert kinds <= set(rw.__all__)
-    assert all(getattr(rw, name) is kind for name, kind in declarations.KINDS.items())
+    assert all(getattr(rw.terms, name) is kind for name, kind in declarations.KINDS.items())
     assert kinds == set(ORACLES)
     drawn = {scoring._term(Random(i), Sizes(1, 2, 8, 8, 0), "float32").kind for i in range(400)}
     assert drawn == kinds | {"buckets"}
@@ -689,6 +690,72 @@ def test_the_kernels_know_every_kind() -> None:
         assert len(set(extras.KINDS.values())) == len(extras.KINDS)
 
 
+#: Numbers and entries at the bounds of float32 and beyond them.
+HOSTILE = [0.0, 1e-300, -1e-39, 1e-37, 1.0, 1.0 + 1e-12, 1e30, -3e38, 1e39, -1e300, torch.inf, -torch.inf, torch.nan]
+
+
+def agrees(term: Term, backend: str, formula: Callable[..., Tensor], dtype: torch.dtype, dim: int = 8) -> None:
+    """A call with the term is right on a backend, or refused by a typed error."""
+    x = Inputs.random(24, batch=2, heads=HEADS, kv_heads=2, dim=dim, dtype=dtype)
+    # a table is read in the dtype of sums
+    tables = [t if dtype == torch.float64 else t.detach().float().requires_grad_(t.requires_grad) for t in term.tables]
+    read = term.over(*tables) if tables else term
+    try:
+        got = ours(x, rw.Causal(), [term], backend)
+    except rw.UnsupportedError:
+        # the kernel computes up to 32 bits
+        return
+    name = next(name for name, (_, known) in KINDS.items() if known is formula)
+    if any(bool((x.abs() > 1e3).any()) for x in read.tables):
+        # lse, of float32, has no digits left for the logarithm of a sum, which backward needs
+        got = {each: got[each] for each in ("out", "lse")}
+    most = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).max
+
+    def told(found: dict[str, Tensor]) -> dict[str, Tensor]:
+        # a row with a score out of range has an lse of NaN or infinity
+        broken = found["lse"].isposinf() | found["out"].isnan().any(-1)
+        return found | {"lse": found["lse"].masked_fill(broken, torch.nan)}
+
+    def wanted(kind: torch.dtype, order: int) -> dict[str, Tensor]:
+        return told(dense(x, rw.Causal(), [name], [read], kind, order=order, most=most))
+
+    check(told(got), wanted, dtype)
+
+
+@pytest.mark.parametrize("backend", ABLE)
+@pytest.mark.parametrize("name", list(declarations.KINDS))
+def test_hostile_numbers(name: str, backend: str) -> None:
+    """Each number of a term is refused when the term is made, or every backend computes with it."""
+    kind, taken = declarations.KINDS[name], 0
+    example = kind.example(2, HEADS, 24, 24, torch.Generator())
+    for values in itertools.product(HOSTILE, repeat=len(example.numbers)) if example.numbers else ():
+        try:
+            term = kind(*values, *example.tables)
+        except rw.ShapeError:
+            continue
+        taken += 1
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            agrees(term, backend, ORACLES[name].formula, dtype)
+    assert taken or not example.numbers
+
+
+@pytest.mark.parametrize("backend", ABLE)
+@pytest.mark.parametrize("name", list(declarations.KINDS))
+def test_hostile_tables(name: str, backend: str) -> None:
+    """One entry of a table, or all of them, at the bounds of float32: the formula's results, on every backend."""
+    kind = declarations.KINDS[name]
+    for at, value, (dtype, stored) in itertools.product(
+        range(len(kind.axes)), [-1e-39, 1e30, -3e38, 1e39, torch.inf, -torch.inf, torch.nan],
+        [(torch.float32, torch.float64), (torch.bfloat16, torch.bfloat16), (torch.float64, torch.float64)],
+    ):  # fmt: skip
+        for whole in (False, True):
+            tables = list(made(kind, 24, torch.float32, torch.Generator().manual_seed(5)).tables)
+            table = tables[at].detach().to(stored)
+            (table if whole else table.view(-1)[1:2]).copy_(torch.tensor(value, dtype=torch.float64))
+            tables[at] = table.requires_grad_([*kind.axes][at] in kind.learns)
+            agrees(kind(*ORACLES[name].some, *tables), backend, ORACLES[name].formula, dtype)
+
+
 def declared() -> type[Term]:
     """A kind that no kernel knows: it adds a number, and a share of it."""
 
@@ -706,18 +773,166 @@ def declared() -> type[Term]:
         def apply(self, t: Tensor, at: declarations.Pairs) -> Tensor:
             return t * (1 + self.share) + self.by
 
-        def slope(self, before: Tensor, after: Tensor) -> Tensor:
+        def slope(self, before: Tensor, after: Tensor, at: declarations.Pairs) -> Tensor:
             return torch.full_like(before, 1 + self.share)
 
     return Raised
 
 
-@pytest.fixture
-def raised() -> Iterator[type[Term]]:
+def mixed() -> type[Term]:
+    """A kind with a number and three tables: one multiplies scores, one is constant, one has an entry for each pair."""
+
+    @dataclass(frozen=True, eq=False)
+    class Mixed(Term):
+        kernel: ClassVar[str] = "mixed"
+        axes: ClassVar[dict[str, tuple[declarations.Axis, ...]]] = {
+            "gain": (declarations.Axis("heads"),),
+            "ages": (declarations.Axis("heads"), declarations.Axis("distance")),
+            "table": (declarations.Axis("batch", True), declarations.Axis("queries"), declarations.Axis("keys")),
+        }
+        learns: ClassVar[tuple[str, ...]] = ("gain", "table")
+        distances: ClassVar[bool] = True
+        places: ClassVar[bool] = True
+
+        strength: float
+        gain: Tensor
+        ages: Tensor
+        table: Tensor
+
+        @classmethod
+        def example(cls, batch: int, heads: int, nq: int, nk: int, generator: torch.Generator) -> Term:
+            shapes = (heads,), (heads, 7), (1, nq, nk)
+            return cls(0.5, *(torch.rand(shape, generator=generator) for shape in shapes))
+
+        def _place(self, at: declarations.Pairs) -> tuple[Tensor, ...]:
+            batch, nq, nk = self.table.shape
+            return at.batch * (batch > 1), at.row.clamp(max=nq - 1), at.column.clamp(max=nk - 1)
+
+        def apply(self, t: Tensor, at: declarations.Pairs) -> Tensor:
+            reach = self.ages.shape[1] // 2
+            ages = self.ages.to(t.dtype)[at.head, (at.key - at.query).clamp(-reach, reach) + reach]
+            return self.gain.to(t.dtype)[at.head] * t - ages + self.strength * self.table[self._place(at)].to(t.dtype)
+
+        def slope(self, before: Tensor, after: Tensor, at: declarations.Pairs) -> Tensor:
+            return self.gain.to(before.dtype)[at.head]
+
+        def entry(self, name: str, at: declarations.Pairs) -> Tensor:
+            b, i, j = self._place(at)
+            _, nq, nk = self.table.shape
+            return at.head if name == "gain" else (b * nq + i) * nk + j
+
+        def share(self, name: str, before: Tensor, at: declarations.Pairs) -> Tensor | float:
+            return before if name == "gain" else self.strength
+
+    return Mixed
+
+
+def mixed_formula(t: Tensor, strength: float, gain: Tensor, ages: Tensor, table: Tensor) -> Tensor:
+    """The kind's formula once more, for scores of as many queries as keys."""
+    distance = torch.arange(t.shape[3]) - torch.arange(t.shape[2])[:, None]
+    reach = ages.shape[1] // 2
+    return gain[:, None, None] * t - ages[:, distance.clamp(-reach, reach) + reach] + strength * table[:, None]
+
+
+def of_a_test(declare: Callable[[], type[Term]]) -> Iterator[type[Term]]:
+    """Yield a kind that is declared until the test ends."""
     known = dict(declarations.KINDS)
-    yield declared()
+    yield declare()
     declarations.KINDS.clear()
     declarations.KINDS.update(known)
+
+
+@pytest.fixture
+def raised() -> Iterator[type[Term]]:
+    yield from of_a_test(declared)
+
+
+@pytest.fixture
+def kind_of_tables() -> Iterator[type[Term]]:
+    yield from of_a_test(mixed)
+
+
+@pytest.mark.parametrize("backend", ["reference", "dense_batched", "auto"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_kind_with_a_number_and_tables(kind_of_tables: type[Term], backend: str, shared: bool) -> None:
+    """Results, and the gradient of each table that learns, are those of the formula; between other terms too."""
+    x, g = inputs(40, torch.float64), torch.Generator().manual_seed(1)
+    gain, ages, table = (
+        torch.rand(shape, generator=g, dtype=torch.float64)
+        for shape in ((HEADS,), (HEADS, 7), (1 if shared else 2, 40, 40))
+    )
+    bias = torch.randn(HEADS, 5, generator=g, dtype=torch.float64).requires_grad_()
+    leaves = [*x.leaves(), gain.requires_grad_(), table.requires_grad_(), bias]
+    q, k, v = leaves[:3]
+    terms = [rw.Softcap(3.0), kind_of_tables(0.5, gain, ages, table), rw.DistanceBias(bias)]
+    assert terms[1].spec == "Mixed(0.5, _, _, _)"
+    assert [type(term) for term in terms_of(*written(terms))] == [type(term) for term in terms]
+    got = rw.attention(q, k, v, rw.Causal(), terms=terms, backend=backend)
+    scores = 3 * torch.tanh(q @ k.repeat_interleave(2, 1).mT / 4 / 3)
+    scores = ORACLES["DistanceBias"].formula(
+        mixed_formula(scores, 0.5, gain, ages, table), (), bias, torch.arange(40) - torch.arange(40)[:, None]
+    )
+    weights = torch.softmax(scores.masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf), -1)
+    wanted = weights @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(got, wanted)
+    grads = (torch.autograd.grad((out * x.dout).sum(), leaves) for out in (got, wanted))
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_kind_of_tables_in_a_graph_and_refused(kind_of_tables: type[Term]) -> None:
+    """Compiled code passes all tables; the kernel refuses the kind; a table that does not learn must be constant."""
+    x, g = inputs(40), torch.Generator().manual_seed(1)
+    example = kind_of_tables.example(2, HEADS, 40, 40, g)
+    gain, ages, table = example.tables
+    gain.requires_grad_(), table.requires_grad_()
+
+    def call(gain: Tensor, table: Tensor) -> Tensor:
+        return rw.attention(x.q, x.k, x.v, rw.Causal(), terms=kind_of_tables(0.5, gain, ages, table))
+
+    torch._dynamo.reset()
+    found = []
+    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        out = function(gain, table)
+        found.append([out, *torch.autograd.grad(out.square().sum(), [gain, table])])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+    with pytest.raises(rw.UnsupportedError, match="it computes no Mixed"):
+        rw.attention(x.q, x.k, x.v, terms=example, backend="cpu")
+    half = torch.bfloat16
+    rounded = rw.attention(x.q, x.k, x.v, terms=example, precision=rw.Precision(table=half))
+    by_hand = example.over(gain.to(half), ages, table.to(half))
+    torch.testing.assert_close(rounded, rw.attention(x.q, x.k, x.v, terms=by_hand))
+    ages.requires_grad_()
+    with pytest.raises(rw.ShapeError, match="ages: got a tensor that requires gradients; wanted constants"):
+        rw.attention(x.q, x.k, x.v, terms=example)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_slopes_that_learn_later_are_refused(warm: bool) -> None:
+    """The owner of a constant table may call requires_grad_() after the term was made, and after a call with it."""
+    x, slopes = inputs(20), torch.rand(HEADS)
+    term = rw.ALiBi(slopes)
+    for leaves in (x.leaves(), [x.q, x.k, x.v]):
+        slopes.requires_grad_(False)
+        if warm:
+            rw.attention(*leaves, rw.Causal(), terms=term)
+        slopes.requires_grad_()
+        with pytest.raises(rw.ShapeError, match="slopes: got a tensor that requires gradients; wanted constants"):
+            rw.attention(*leaves, rw.Causal(), terms=term)
+        with torch.no_grad():
+            rw.attention(*leaves, rw.Causal(), terms=term)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "name"),
+    [((-1e300, 4.0), "by"), ((1.0, 1.0 + 1e-12), "share"), ((1e-300, 1.0), "by"), ((1.0, 1e38), "share")],
+)
+def test_numbers_that_float32_does_not_have(raised: type[Term], numbers: tuple[float, float], name: str) -> None:
+    with pytest.raises(rw.ShapeError, match=f"{name}: got .*; wanted .* Kernels compute in float32"):
+        raised(*numbers)
+    # the next number of float32
+    assert raised(1.0, 1.0 + 2.0**-22).numbers == (1.0, 1.0 + 2.0**-22)
 
 
 def test_a_kind_that_no_kernel_knows(raised: type[Term]) -> None:

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from ringweave.terms import Term
 
 from ..options import VALUES
 from ..oracle import NAMES, Inputs, errors, gradients
+from ..test_terms import mixed, of_a_test
 from .processes import Pool
 from .spread import Share, joined
 from .threads import run
@@ -158,6 +159,26 @@ def compare(x: Inputs, pattern: rw.Pattern, terms: list[Term], options: dict[str
     one, want = whole(x, pattern, terms, dropout, backend), whole(double(x), pattern, terms, dropout, exact)
     of_one, of_many = errors(one, want), errors(found, want)
     assert not {key: (error, of_one[key]) for key, error in of_many.items() if error > max(2 * of_one[key], 2e-6)}
+
+
+@pytest.fixture
+def kind_of_tables() -> Iterator[type[Term]]:
+    yield from of_a_test(mixed)
+
+
+def test_a_kind_with_several_tables(kind_of_tables: type[Term]) -> None:
+    """The sum of the ranks' gradients of each table is that of one device."""
+    x, g = Inputs.random(TOKENS, batch=2, heads=4, kv_heads=2, dim=8), torch.Generator().manual_seed(1)
+    term = kind_of_tables.example(2, 4, TOKENS, TOKENS, g)
+    for table in term.learned:
+        table.requires_grad_()
+    compare(x, WINDOW, [rw.Softcap(2.0), term], by("ring", "zigzag"), "reference")
+    term = kind_of_tables.example(2, 2, 500, 500, g)
+    for table in term.learned:
+        table.requires_grad_()
+    learns = {"q": lambda q: q.requires_grad_(), "terms": term}
+    texts = told(learns | {"terms": term.over(term.tables[0].detach(), *term.tables[1:])}, learns)
+    assert "terms=(Mixed(0.5, (2,), (2, 7), learned (1, 500, 500))) here and another" in texts[0]
 
 
 @pytest.mark.usefixtures("_one_seed")

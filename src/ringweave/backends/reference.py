@@ -44,10 +44,14 @@ def _dense(operands: Operands, branch: Branch) -> _Dense:
     scores = scores.masked_fill(scores > most, torch.inf).masked_fill((scores < -most) & finite, torch.nan)
     at, states, kept = None, [], torch.ones((), dtype=torch.float64, device=q.device)
     if scoring is not None:
+        # tables are read in the dtype of sums
+        acc = acc_dtype(q.dtype)
+        terms = tuple(term.over(*(table.to(acc) for table in term.tables)) for term in scoring.terms)
+        scoring = scoring._replace(terms=terms)
         sides = (*q.shape[:3], k.shape[2])
         index = [torch.arange(n, device=q.device).view(-1, *[1] * (3 - i)) for i, n in enumerate(sides)]
         at = scoring.pairs(*index)
-        states = scoring.apply(scores, at, acc_dtype(q.dtype))
+        states = scoring.apply(scores, at, acc)
         scores = states[-1]
         states = [state.masked_fill(count == 0, 0.0) for state in states]
         if scoring.dropout is not None:
