@@ -29,7 +29,7 @@ from .errors import ShapeError as ShapeError
 from .errors import UnsupportedError as UnsupportedError
 from .kv_cache import PagedCache
 from .merge import merge
-from .names import only, warn_renamed
+from .names import only, suggest, warn_renamed
 from .patterns import (
     BlockTable,
     Causal,
@@ -174,7 +174,8 @@ def __getattr__(name: str) -> Any:
         from .laboratory import attribute
 
         return attribute("ringweave", name)
-    raise AttributeError(f"module 'ringweave' has no attribute {name!r}; its names are listed by dir(ringweave)")
+    return _unknown(name)
 
 
+_unknown = suggest("ringweave", [*(f"patterns.{each}" for each in patterns.__all__), *_UNLISTED, *__all__])
 __dir__ = only(__all__)

@@ -13,7 +13,7 @@ from .api import attention, longnet_attention, neighborhood_attention
 from .call import Arguments
 from .errors import ShapeError, UnsupportedError, message, shown
 from .hierarchical import COMBINATIONS, hierarchical_attention
-from .names import only
+from .names import only, suggest
 from .patterns import Causal, Full, LongNet, Pattern
 from .patterns.alignment import first_query
 from .patterns.validate import flag, number, one_of, refuse, whole
@@ -631,3 +631,5 @@ def _rotate(x: Tensor, positions: Tensor, rates: Tensor) -> Tensor:
 
 __all__ = ["HierarchicalAttention", "LongNetAttention", "MultiheadAttention", "NeighborhoodAttention"]
 __dir__ = only(__all__)
+if not TYPE_CHECKING:
+    __getattr__ = suggest(__name__, __all__)

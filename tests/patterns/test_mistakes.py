@@ -245,7 +245,10 @@ PLAIN = "wanted patterns with numbers and lists, and & | ~. "
         ("Sinks(tokens=1, tokens=2)", f"got 'tokens' twice, at column 17; {PLAIN}Pass it once."),
         ("Causal() Full()", "got 'Full' after a value, at column 10; wanted an operator, or the end. Write & or | before 'Full', or remove it."),
         ("Causal() + Full()", f"got '+ Full()', at column 10; {PLAIN}Combine patterns with & | ~, and remove other signs."),
-        ("Causal().spec", f"got '.spec', at column 9; {PLAIN}Write Causal() in place of rw.Causal()."),
+        (
+            "Causal().spec",
+            "got '.spec' after a value, at column 10; wanted .within(...). Call other methods in Python.",
+        ),
         ("~" * 65 + "Full()", f"got more than 64 signs in a row, at column 65; {PLAIN}Remove signs."),
         ("(" * 256, f"got more than 256 nested brackets, at column 256; {PLAIN}Remove brackets."),
         ("Sinks(" + "9" * 5000 + ")", f"got a number of 5000 digits, at column 7; {PLAIN}Write fewer digits."),

@@ -12,8 +12,10 @@ import torch
 import ringweave as rw
 from ringweave.errors import PatternError
 from ringweave.patterns import parse, rebuild
+from ringweave.patterns.declared import DECLARED
 
 from ..cases import MIXTURES, PATTERNS
+from .candidates import built
 
 
 @pytest.mark.parametrize("name", list(PATTERNS | MIXTURES))
@@ -24,12 +26,33 @@ def test_a_pattern_without_tensors_is_its_own_text(name: str) -> None:
         assert repr(pattern) == pattern.spec
 
 
+@pytest.mark.parametrize("name", [name for name, known in DECLARED.items() if known.text])
+def test_the_repr_of_a_pattern_without_tensors_is_read(name: str) -> None:
+    """For the examples and hostile expressions of declarations, alone and combined."""
+    known = DECLARED[name]
+    for expression in filter(None, (known.example, known.hostile)):
+        pattern = built(expression, known.tokens if expression == known.example else 2048)
+        combined = [pattern]
+        if pattern.combinable:
+            combined += [~pattern, pattern & rw.Causal() | rw.Sinks(2), rw.PerHead([pattern, ~pattern])]
+        for each in combined:
+            # tensors have no text, except the lengths of a few documents
+            if not each.tables or (expression == known.example and "BlockTable" not in each.spec):
+                assert parse(repr(each)) == each
+
+
 @pytest.mark.parametrize(
     ("text", "pattern"),
     [
         ("SlidingWindow(1024) & Causal() | Sinks(64)", rw.SlidingWindow(1024) & rw.Causal() | rw.Sinks(64)),
         (" ~(Causal() | Strided(stride=4)) ", ~rw.Causal() & ~rw.Strided(4)),
         ("Documents([3, 4])", rw.Documents([3, 4])),
+        ("Causal().within(Documents([1, 2]))", rw.Causal().within(rw.Documents([1, 2]))),
+        ("~Sinks(1) . within(bounds=KeyPadding(9))", ~rw.Sinks(1).within(rw.KeyPadding(9))),
+        (
+            "((Sinks(1) | Causal()).within(Documents([3, 4])) & ~Full().within(Documents([3, 4])))",
+            (rw.Sinks(1) | rw.Causal()).within(rw.Documents([3, 4])) & ~rw.Full().within(rw.Documents([3, 4])),
+        ),
         ("PerHead([Causal(), Full()])", rw.PerHead([rw.Causal(), rw.Full()])),
         ("longformer(256, [0, 5], causal=True)", rw.patterns.longformer(256, [0, 5], causal=True)),
         ("LongNet((8, 16), (1, 2), offset='grouped')", rw.LongNet((8, 16), (1, 2), offset="grouped")),
@@ -50,6 +73,18 @@ def test_reads(text: str, pattern: rw.Pattern) -> None:
         "Causal() if 1 else Full()",
         "Causal() + Full()",
         "Causal() & 3",
+        "Causal().plan(256)",
+        "Causal().within",
+        "Causal().within()",
+        "Causal().within(Causal())",
+        "Causal().within(Documents([1]), 2)",
+        "Causal().within(Documents([1])",
+        "Causal().within (Documents([1])).within",
+        "Causal().",
+        ".within(Documents([1]))",
+        "Sinks(3 .within(Documents([1])))",
+        "[1].within(Documents([1]))",
+        "-Causal().within(Documents([1]))",
         "TokenMask(0)",
         "BlockTable(_, 128)",
         "Unknown(3)",
@@ -126,6 +161,20 @@ def test_refuses(text: str) -> None:
     assert spent < 3  # while allocations are traced, which takes several times as long
     assert peak < 100 * 2**20
     assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Causal().plan(256)", r"'\.plan' after a value, at column 10; wanted \.within\(\.\.\.\)\. Call other methods"),
+        ("Sinks(1).within(2, 3)", r"within with too many .*, at column 10; wanted within\(bounds\)"),
+        ("Sinks([1].within(2))", r"\.within on \[1\], at column 11; wanted patterns under \.within"),
+        ("rw.Causal()", "'rw' and a dot, at column 1; wanted names without a module"),
+    ],
+)
+def test_refusals_of_methods_say_the_way(text: str, said: str) -> None:
+    with pytest.raises(PatternError, match=said):
+        parse(text)
 
 
 @pytest.mark.parametrize("text", [None, 3, b"Causal()", ["Causal()"]])

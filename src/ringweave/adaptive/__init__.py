@@ -8,7 +8,9 @@ tensor(1024.)
 
 from __future__ import annotations
 
-from ..names import only
+from typing import TYPE_CHECKING
+
+from ..names import only, suggest
 from .importance import ImportanceTracker
 from .indexer import BlockIndexer
 from .mass import TileMass, tile_mass
@@ -27,3 +29,5 @@ __all__ = [
     "tile_mass",
 ]
 __dir__ = only(__all__)
+if not TYPE_CHECKING:
+    __getattr__ = suggest(__name__, __all__)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..names import only
+from ..names import only, suggest
 from ..plan.cache import CacheStatistics, plan_cache
 from . import numa
 from .batch_size import fit_batch
@@ -24,6 +25,8 @@ __all__ = [
     "trim",
 ]
 __dir__ = only(__all__)
+if not TYPE_CHECKING:
+    __getattr__ = suggest(__name__, __all__)
 
 
 def keep_plans(folder: str | Path | None, *, seconds: float = 0.05) -> None:

@@ -1,6 +1,8 @@
 """Patterns of allowed (query, key) pairs, their set algebra, presets, and their parser."""
 
-from ..names import only
+from typing import TYPE_CHECKING
+
+from ..names import only, suggest
 from .algebra import And, Not, Or, PerHead
 from .base import Full, Pattern
 from .boxes import Grid
@@ -68,3 +70,5 @@ __all__ = [
     "variable",
 ]
 __dir__ = only(__all__)
+if not TYPE_CHECKING:
+    __getattr__ = suggest(__name__, __all__)

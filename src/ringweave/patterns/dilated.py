@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -126,7 +125,10 @@ class StridedView(NamedTuple):
 
 
 @declare(
-    "LongNet([16, 64], [1, 4], causal=True)", "By residue", tokens=64, heads=4,
+    "LongNet([16, 64], [1, 4], causal=True)",
+    "By residue",
+    tokens=64,
+    heads=4,
     hostile="LongNet([64, 2**30], [1, 2**20])",
 )
 class LongNet(Pattern):

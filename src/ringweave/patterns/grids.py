@@ -239,7 +239,8 @@ class GridNeighborhood(OnGrid):
 
 
 @declare(
-    "GridWindows(Grid((32, 32)), 8, shift=4)", "On a grid",
+    "GridWindows(Grid((32, 32)), 8, shift=4)",
+    "On a grid",
     hostile="GridWindows(Grid((n // 64, 64)), (32, 3), (1, 2))",
 )
 class GridWindows(OnGrid):

@@ -1,8 +1,7 @@
-"""A parser of the expressions in ``spec``: calls, names, numbers, lists and & | ~; it evaluates no Python."""
+"""A parser of the expressions in ``spec``: calls, ``.within``, names, numbers, lists, & | ~; it evaluates no Python."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from ..cache import PATTERNS, fact
 from ..errors import PatternError, message, shown
+from ..names import nearest
 from .algebra import And, Or, join
 from .base import Pattern
 from .boxes import Grid
@@ -32,7 +32,7 @@ _TOKEN = re.compile(
       | (?P<int>\d+(?:_\d+)*)
       | (?P<name>[A-Za-z_]\w*)
       | (?P<text>'[^'\\\n]*'|"[^"\\\n]*")
-      | (?P<sign>[][(),=&|~-])
+      | (?P<sign>[][(),=&|~.-])
       | (?P<end>\Z)
     )""",
     re.VERBOSE,
@@ -45,7 +45,8 @@ _WORDS = ("and", "or", "not")
 _IN_PYTHON = {"from_mask_mod": "a function", "from_block_mask": "a BlockMask", "lambda": "a function"}
 _TAKES = {"TokenMask": "a function", "BlockTable": "a tensor"}
 _NO_MODULE = "Write Causal() in place of rw.Causal()."
-_NEAR = 64  # most characters of a name that is compared with known names
+# the methods that a text may call
+_METHODS = ("within",)
 
 
 def parse(text: str) -> Pattern:
@@ -53,7 +54,7 @@ def parse(text: str) -> Pattern:
 
     Args:
         text: An expression such as ``"(SlidingWindow(1024) | Sinks(64)) & Causal()"``: names of patterns and presets
-            with numbers, strings, booleans, lists, and ``& | ~``.
+            with numbers, strings, booleans, lists, ``& | ~``, and ``pattern.within(bounds)``.
     Returns:
         The pattern.
     Raises:
@@ -141,13 +142,13 @@ def _said(error: TypeError) -> str:
 
 
 class _Open:
-    """An open bracket: its values before the last comma, and the value that is being read.
+    """An open bracket: the function that it calls, its values before the last comma, and the value that is being read.
 
     ``a & b | c`` is stored as [[a, b], [c]].
     """
 
-    def __init__(self, sign: str, at: int = 0, name: str | None = None):
-        self.sign, self.at, self.name = sign, at, name
+    def __init__(self, sign: str, at: int = 0, name: str | None = None, make: Callable[..., object] | None = None):
+        self.sign, self.at, self.name, self.make = sign, at, name, make
         self.values: list[object] = []
         self.named: dict[str, object] = {}
         self.begin()
@@ -198,9 +199,13 @@ class _Reader:
         self.begin = self.place - len(token)
         if kind == "other":
             self.begin = len(self.text) - len(self.text[self.place :].lstrip())
-            remedy = _NO_MODULE if token.startswith(".") else "Combine patterns with & | ~, and remove other signs."
-            raise self._error(shown(token), remedy=remedy)
+            raise self._error(shown(token), remedy="Combine patterns with & | ~, and remove other signs.")
         return kind, token
+
+    def _following(self) -> str:
+        """Return the first character of the next token; empty at the end."""
+        match = _NEXT.match(self.text, self.place)
+        return match[1] if match is not None else ""
 
     def _operand(self, kind: str, token: str) -> None:
         """Read a token at the beginning of a value."""
@@ -227,12 +232,11 @@ class _Reader:
             raise self._error(got, "a pattern or another value", f"Write a value before {token!r}, or remove it.")
 
     def _name(self, here: _Open, token: str) -> None:
-        match = _NEXT.match(self.text, self.place)
-        after = match[1] if match is not None else ""
+        after = self._following()
         if after == "(" and token in self.names:
             begin = self.begin
             self._next()
-            self._enter(_Open("(", begin, token))
+            self._enter(_Open("(", begin, token, self.names[token]))
         elif after == "=" and here.name is not None and here.empty:
             if token in here.named:
                 raise self._error(f"{shown(token)} twice", remedy="Pass it once.")
@@ -266,10 +270,8 @@ class _Reader:
         if takes is not None:
             remedy = f"It takes {takes}, and exists in Python only: build this pattern there."
             return self._error(name, "a pattern that has a text", remedy)
-        # without case and underscores: sliding_window is near SlidingWindow
-        names = {each.lower().replace("_", ""): each for each in self.names if each not in _OLD}
-        near = difflib.get_close_matches(name.lower().replace("_", ""), names, 1) if len(name) <= _NEAR else []
-        remedy = f"Did you mean {names[near[0]]}?" if near else "dir(ringweave.patterns) lists the patterns."
+        near = nearest(name, [each for each in self.names if each not in _OLD])
+        remedy = "dir(ringweave.patterns) lists the patterns." if near is None else f"Did you mean {near}?"
         return self._error(f"the unknown name {shown(name)}", "the name of a pattern or preset", remedy)
 
     def _after(self, kind: str, token: str) -> None:
@@ -279,6 +281,8 @@ class _Reader:
             here.full = False
             if token == "|":
                 here.groups.append([])
+        elif token == ".":
+            self._method(here)
         elif token == "," and here.sign:
             self._end(here)
         elif token in (")", "]"):
@@ -296,6 +300,19 @@ class _Reader:
         else:
             remedy = f"Write & or | before {shown(token)}, or remove it."
             raise self._error(f"{shown(token)} after a value", "an operator, or the end", remedy)
+
+    def _method(self, here: _Open) -> None:
+        """Read the call of a method up to its bracket; its result takes the place of the value before the dot."""
+        kind, name = self._next()
+        value = here.groups[-1].pop()
+        if kind != "name" or name not in _METHODS or self._following() != "(":
+            wanted = " or ".join(f".{each}(...)" for each in _METHODS)
+            raise self._error(f"{shown('.' + name)} after a value", wanted, "Call other methods in Python.")
+        make = getattr(self._pattern(value, f".{name}"), name)
+        begin = self.begin
+        self._next()
+        here.full = False
+        self._enter(_Open("(", begin, name, make))
 
     def _enter(self, bracket: _Open) -> None:
         self.open.append(bracket)
@@ -326,15 +343,14 @@ class _Reader:
         here = self.open[-1]
         self._matches(here, token)
         self.open.pop()
-        if here.name is None:
+        if here.make is None:
             self._put(here.values if token == "]" else tuple(here.values))
             return
-        make = self.names[here.name]
         try:
-            made = make(*here.values, **here.named)
+            made = here.make(*here.values, **here.named)
         except TypeError as error:
             self.begin = here.at
-            raise self._misfit(here, make, error) from None
+            raise self._misfit(here, here.make, error) from None
         self._put(made)
 
     def _misfit(self, here: _Open, make: Callable[..., object], error: TypeError) -> PatternError:
@@ -351,6 +367,11 @@ class _Reader:
     def _put(self, value: object) -> None:
         """Store a value after applying the signs before it."""
         here = self.open[-1]
+        if self._following() == ".":
+            # a method binds tighter than the signs, which apply to its result
+            here.full = True
+            here.groups[-1].append(value)
+            return
         for sign in reversed(here.signs):
             if sign == "~":
                 value = ~self._pattern(value)
@@ -368,10 +389,10 @@ class _Reader:
         parts = [join(And, *group) if len(group) > 1 else group[0] for group in groups]
         return join(Or, *parts) if len(parts) > 1 else parts[0]
 
-    def _pattern(self, value: object) -> Pattern:
+    def _pattern(self, value: object, operator: str = "& | ~") -> Pattern:
         if not isinstance(value, Pattern):
-            got = f"& | ~ on {shown(value)}"
-            raise self._error(got, "patterns under & | ~", "Write a pattern such as Causal().")
+            got = f"{operator} on {shown(value)}"
+            raise self._error(got, f"patterns under {operator}", "Write a pattern such as Causal().")
         return value
 
     def _column(self, at: int) -> str:

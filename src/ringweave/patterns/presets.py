@@ -183,7 +183,8 @@ def sparse_transformer_fixed(block: int = 128, summary: int = 32, *, causal: boo
 
 
 @declare(
-    "variable(1024, local_blocks=(2, 4), global_blocks=(0, 9))", "Presets",
+    "variable(1024, local_blocks=(2, 4), global_blocks=(0, 9))",
+    "Presets",
     hostile="variable(n, local_blocks=(2, 4), global_blocks=(0, 9))",
 )
 def variable(

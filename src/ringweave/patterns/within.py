@@ -21,7 +21,8 @@ from .validate import called, nest, refuse
 
 
 @declare(
-    "Within(Sinks(64), Documents([160, 480, 96, 288]))", None,
+    "Within(Sinks(64), Documents([160, 480, 96, 288]))",
+    None,
     hostile="Within(Strided(2**30), Documents([n // 2] * 2))",
 )
 class Within(Composite):
