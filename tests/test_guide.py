@@ -139,7 +139,9 @@ else:
 """,
     "Add a score term": """
 from ringweave.terms import terms_of, written
-term, mask = rw.Clamp(-0.4, 0.7), torch.ones(200, 200, dtype=torch.bool).tril()
+assert "Clamp" not in dir(rw)
+Clamp = rw.terms.Clamp
+term, mask = Clamp(-0.4, 0.7), torch.ones(200, 200, dtype=torch.bool).tril()
 q, k, v = inputs()
 wanted = dense(q, k, v, mask, lambda t: t.clamp(-0.4, 0.7))
 for backend in ("reference", "dense_batched", "auto"):
@@ -158,12 +160,23 @@ except rw.UnsupportedError as error:
     assert "it computes no Clamp" in str(error), error
 else:
     raise AssertionError("the kernel computed a term that it does not know")
-try:
-    rw.Clamp(1.0, 1.0)
-except rw.ShapeError:
-    pass
-else:
-    raise AssertionError("an empty range")
+# at a bound the slope is that of torch.clamp
+edge = [torch.zeros(2, heads, 40, 16, dtype=torch.float64) for heads in (4, 2)]
+edge[0][..., 0] = 4.0
+edge[1][..., 0] = torch.tensor([-0.5, 0.25, 0.75, 1.0, -1.0], dtype=torch.float64).repeat(8)
+edge = [x.requires_grad_() for x in edge]
+v40 = v.detach()[:, :, :40].clone().requires_grad_()
+wanted = dense(*edge, v40, torch.ones(40, 40, dtype=torch.bool), lambda t: t.clamp(-0.5, 0.75))
+out = rw.attention(*edge, v40, terms=Clamp(-0.5, 0.75), backend="dense_batched")
+close((out, *grads_of(out, (*edge, v40))), (wanted, *grads_of(wanted, (*edge, v40))))
+assert grads_of(out, edge)[1][..., 2, 0].abs().min() > 0
+for low, high in ((1.0, 1.0), (1.0, 1.0 + 1e-12), (-1e300, 4.0), (2.0, 1.0), (0.0, 1e39), (float("nan"), 1.0)):
+    try:
+        Clamp(low, high)
+    except rw.ShapeError as error:
+        assert "; wanted " in str(error)
+    else:
+        raise AssertionError("an empty range, or a number that float32 does not have")
 """,
     "Add a backend": """
 q, k, v = inputs(nq=150)
@@ -235,6 +248,37 @@ assert layer.logit_scale.grad.abs().min() > 0
 with torch.no_grad():
     layer.logit_scale.mul_(2)
 assert not torch.allclose(layer(x, x, x)[0], before)
+# the queries are scaled in the dtype of sums and rounded once
+factor = torch.tensor([0.37, 0.81, 1.13, 1.91]).requires_grad_()
+exact = inputs(torch.bfloat16, 200, 200)
+def errors(out, leaves):
+    widened = [x.detach().double().requires_grad_() for x in (*exact, factor)]
+    want = rw.attention(widened[0] * widened[3][:, None, None], *widened[1:3], rw.Causal(), backend="reference")
+    slopes = torch.randn(want.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    got = torch.autograd.grad((out * slopes).sum(), leaves)
+    wanted = torch.autograd.grad((want * slopes.double()).sum(), widened)
+    return [float((a.double() - b).norm() / b.norm()) for a, b in zip((out, *got), (want, *wanted))]
+leaves = [*exact, factor]
+ours = errors(rw.attention(*exact, rw.Causal(), logit_scale=factor), leaves)
+rounded_once = (exact[0].float() * factor[:, None, None]).bfloat16()
+k2, v2 = (x.repeat_interleave(2, 1) for x in exact[1:])
+theirs = errors(torch.nn.functional.scaled_dot_product_attention(rounded_once, k2, v2, is_causal=True), leaves)
+assert all(one <= 1.5 * other for one, other in zip(ours, theirs)), (ours, theirs)
+assert ours[1] < 4.5e-3, ours
+# what computes by another function refuses it
+for make in (
+    lambda: rw.nn.HierarchicalAttention(32, 4, pool=8, top_k=1, window=8, logit_scales=True),
+    lambda: rw.nn.LongNetAttention(32, 4, segments=[16], rates=[2], detach_weights=True, logit_scales=True),
+):
+    try:
+        make()
+    except rw.UnsupportedError as error:
+        assert "logit_scale: got " in str(error), error
+    else:
+        raise AssertionError("an option that the module does not use")
+mixture = rw.nn.LongNetAttention(32, 4, segments=[16], rates=[2], batch_first=True, logit_scales=True)
+mixture(x, x, x)[0].square().sum().backward()
+assert mixture.logit_scale.grad.abs().min() > 0
 for call in (
     lambda: rw.attention(q, k, v, logit_scale=scale[:3]), lambda: rw.attention(q, k, v, logit_scale=2.0),
     lambda: rw.attention(q, k, v, logit_scale=scale, precision=rw.Precision(kv=torch.int8)),
@@ -258,11 +302,33 @@ else:
 }
 
 
+#: The repository's own tests that a guide's blocks add cases to. The kernel of the copy does not have the new term.
+TESTS = {
+    "Add a score term": (
+        "tests/test_terms.py",
+        "test_formula and clamp and not cpu or hostile_numbers and Clamp and dense_batched or every_kind_is_everywhere",
+    ),
+    "Add an option of a call": ("tests/test_options.py", "logit_scale or every_function"),
+}
+#: Imports the copy: an editable installation would lead to the sources that it was made of.
+PYTEST = """
+import sys
+from importlib.machinery import PathFinder
+sys.meta_path.insert(0, PathFinder)
+import pytest
+import ringweave
+assert ringweave.__file__.startswith(sys.argv[1]), ringweave.__file__
+sys.exit(pytest.main([sys.argv[2], "-q", "-k", sys.argv[3], "--tb=short", "-p", "no:cacheprovider"]))
+"""
+
+
 def copied(to: Path) -> Path:
     """A copy of what guides change, with the compiled kernel of this installation."""
-    shutil.copytree(ROOT / "src/ringweave", to / "src/ringweave", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("src/ringweave", "tests", "docs/api"):
+        shutil.copytree(ROOT / folder, to / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (to / "csrc").mkdir()
-    shutil.copy(ROOT / "csrc/terms.h", to / "csrc")
+    for file in ("csrc/terms.h", "docs/terms.md", "pyproject.toml", "conftest.py"):
+        shutil.copy(ROOT / file, to / file)
     shutil.copy(pytest.importorskip("ringweave._cpu").__file__, to / "src/ringweave")
     return to
 
@@ -278,16 +344,20 @@ def test_a_guide_gives_what_it_says(guide: str, tmp_path: Path) -> None:
         f"assert rw.__file__.startswith({str(tmp_path)!r}), rw.__file__\n{CHECKS[guide]}",
         "utf-8",
     )
-    done = subprocess.run(
-        [sys.executable, str(program)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "src"), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    commands = [[str(program)]]
+    if guide in TESTS:
+        commands.append(["-c", PYTEST, str(tmp_path), *TESTS[guide]])
+    for command in commands:
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tmp_path / "src"), "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_guide_is_checked() -> None:

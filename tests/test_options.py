@@ -266,7 +266,7 @@ MODULES_REFUSE = {"add_bias_kv", "add_zero_attn", "embed_dim", "kdim", "vdim"}
 #: Options that are refused, by function or module.
 REFUSED: dict[str, set[str]] = {
     "MultiheadAttention": MODULES_REFUSE,
-    "LongNetAttention": MODULES_REFUSE | {"pattern", "need_weights", "is_causal", "window"},
+    "LongNetAttention": MODULES_REFUSE | {"pattern", "need_weights", "is_causal"},
     "HierarchicalAttention": MODULES_REFUSE
     | {"pattern", "dropout", "terms", "sinks", "context", "precision"}
     | {"attn_mask", "key_padding_mask", "is_causal", "need_weights"},

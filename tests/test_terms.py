@@ -717,6 +717,8 @@ def agrees(term: Term, backend: str, formula: Callable[..., Tensor], dtype: torc
         return found | {"lse": found["lse"].masked_fill(broken, torch.nan)}
 
     def wanted(kind: torch.dtype, order: int) -> dict[str, Tensor]:
+        # float16 does not have most of these numbers
+        kind = torch.float32 if kind == torch.float16 else kind
         return told(dense(x, rw.Causal(), [name], [read], kind, order=order, most=most))
 
     check(told(got), wanted, dtype)
