@@ -219,8 +219,8 @@ def _check_stored(given: Arguments, dtype: torch.dtype, terms: Sequence[Term]) -
         if given_too:
             remedy = f"Leave out {name} or kv: storage in 8 bits is for inference on one device."
             raise UnsupportedError(message("precision.kv", f"{dtype} with {name}", f"no {name}", remedy))
-    learned = [x for term in terms for x in term.tables] + [x for x in (given.sink_logits,) if x is not None]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (given.q, given.k, given.v, *learned)):
+    tensors = [x for x in given if isinstance(x, Tensor)] + [table for term in terms for table in term.tables]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         refuse_gradient("precision.kv")
 
 
