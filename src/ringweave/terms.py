@@ -187,7 +187,7 @@ class Term(ABC):
     def apply(self, t: Tensor, at: Pairs) -> Tensor:
         """Return the scores after the term."""
 
-    def slope(self, before: Tensor, after: Tensor) -> Tensor | None:
+    def slope(self, before: Tensor, after: Tensor, at: Pairs) -> Tensor | None:
         """Return the derivative of the scores after the term by those before it, or None if it is 1.
 
         A kind without a table must define it.
@@ -220,7 +220,7 @@ class Term(ABC):
                 of_entry = grad if isinstance(share, float) and share == 1.0 else grad * share
                 places, grads = torch.broadcast_tensors(self.entry(name, at), of_entry)
                 total.view(-1).scatter_add_(0, places.reshape(-1), grads.reshape(-1).to(total.dtype))
-        slope = self.slope(before, after)
+        slope = self.slope(before, after, at)
         return grad if slope is None else grad * slope
 
 
@@ -277,7 +277,7 @@ class Softcap(Term):
         """Saturate the scores."""
         return self.cap * torch.tanh(t / self.cap)
 
-    def slope(self, before: Tensor, after: Tensor) -> Tensor:
+    def slope(self, before: Tensor, after: Tensor, at: Pairs) -> Tensor:
         """Return ``1 - tanh^2``."""
         return (1 - (after / self.cap) ** 2).clamp(min=0)
 
