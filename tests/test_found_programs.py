@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringweave as rw
-from ringweave import program
+from ringweave import api, program
 from ringweave.backends import BACKENDS, cpu
 from ringweave.call import Arguments
 from ringweave.merge import with_sinks
@@ -360,7 +361,6 @@ def test_steps_of_decoding(pattern: rw.Pattern) -> None:
         assert all(map(torch.equal, rw.attention_with_lse(q, *now, pattern, q_offset=n - 1), wanted))
         assert torch.equal(rw.attention(q, *now, pattern, q_offset=n - 1), wanted[0])
     # in a window, a step that leaves no whole tile behind has a program of its own
-    print(runs_and_others())
     assert runs_and_others() == ((4, 4) if pattern is PATTERN else (3, 0))
     # a sum that overflows to -inf is looked at in this length, not in the first one's
     k[0, 0, 299], k[0, 1, 140] = -3e38, -3e38
@@ -396,6 +396,123 @@ def test_steps_in_a_window(left: int, dtype: torch.dtype) -> None:
     for n in range(129, left + 1):
         step(n)
     assert runs_and_others()[0] == runs + (left > 128)
+
+
+#: Kinds of decoding steps: dense, by residue, a union with such a part, by head, a mixture, and with terms.
+KINDS: dict[str, tuple[rw.Pattern, dict[str, Any]]] = {
+    "causal": (rw.Causal(), {}),
+    "dilated": (rw.Dilated(8, 4), {}),
+    "odd rate": (rw.Strided(5) & rw.Causal(), {}),
+    "rate above the length": (rw.Strided(2**30) & rw.Causal(), {}),
+    "union": (rw.SlidingWindow(50) | rw.Strided(16) & rw.Causal(), {}),
+    "heads": (rw.PerHead([rw.Causal(), rw.SlidingWindow(64), rw.Dilated(9, 3), rw.Causal()]), {}),
+    "mixture": (rw.LongNet([64, 256], [1, 4]), {}),
+    "padding": (rw.KeyPadding(90) & rw.Causal(), {}),
+    "softcap": (PATTERN, {"terms": rw.Softcap(2.0)}),
+    "alibi of views": (rw.Dilated(8, 4) | rw.Sinks(3), {"terms": rw.ALiBi([0.1, 0.2, 0.3, 0.4])}),
+    "another backend": (PATTERN, {"backend": "dense_batched"}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_of_step_is_checked_once(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a kind that was checked are neither checked nor compiled, and have the answers of new calls."""
+    pattern, options = KINDS[kind]
+    q, k, v = (torch.randn(2, heads, n, 16).to(dtype) for heads, n in ((4, 1), (2, 700), (2, 700)))
+    program.PROGRAMS.clear()
+    rw.attention(q, k[:, :, :100], v[:, :, :100], pattern, q_offset=99, **options)
+    checks: list[Arguments] = []
+    checked = api.checked
+    monkeypatch.setattr(api, "checked", lambda given: checks.append(given) or checked(given))  # type: ignore[func-returns-value]
+    got = {}
+    for n in (*range(91, 300, 3), *range(300, 700, 57), 150, 151):
+        now = k[:, :, :n], v[:, :, :n]
+        for _ in range(2):
+            got[n] = rw.attention_with_lse(q, *now, pattern, q_offset=n - 1, **options)
+    assert not checks
+    program.PROGRAMS.clear()
+    for n, found in got.items():
+        # a batch of two queries does not decode a step
+        want = rw.attention_with_lse(
+            q.expand(-1, -1, 2, -1), k[:, :, :n], v[:, :, :n], pattern & rw.Full() if kind != "mixture" else pattern,
+            q_offset=n - 1, **options,
+        )  # fmt: skip
+        if kind == "another backend" or "terms" in options:
+            torch.testing.assert_close(found.out, want.out[:, :, :1])
+        else:
+            assert torch.equal(found.out, want.out[:, :, :1]), n
+            assert torch.equal(found.lse, want.lse[:, :, :1]), n
+
+
+def test_a_step_that_does_not_fit_is_refused_as_a_new_call() -> None:
+    """A known kind raises the error of a new call where its pattern does not fit the number of keys."""
+    q, k = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 100, 8)
+    pattern = rw.KeyPadding(60) & rw.Causal()
+    rw.attention(q, k, k, pattern, q_offset=99)
+    with pytest.raises(rw.PatternError, match="KeyPadding: got start 0 and stop 60; wanted .* <= 50"):
+        rw.attention(q, k[:, :, :50], k[:, :, :50], pattern, q_offset=49)
+
+
+@pytest.mark.parametrize("pattern", [PATTERN, rw.SlidingWindow(50) | rw.Strided(16) & rw.Causal(), rw.Dilated(3, 7)])
+def test_a_kind_of_paged_step_is_checked_once(pattern: rw.Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps over pages of a kind that was checked are not checked again, and have the bits of one tensor."""
+    q, k, v = (torch.randn(2, heads, n, 16) for heads, n in ((4, 1), (2, 300), (2, 300)))
+    cache = rw.PagedCache.empty(2, 300, 2, 16, page=16)
+    cache.append(k[:, :, :100], v[:, :, :100])
+    rw.paged_attention(q, cache, pattern)
+    monkeypatch.setattr(api, "paged", None)
+    for n in range(100, 300):
+        cache.append(k[:, :, n : n + 1], v[:, :, n : n + 1])
+        got = rw.paged_attention(q, cache, pattern)
+        assert torch.equal(got, rw.attention(q, k[:, :, : n + 1], v[:, :, : n + 1], pattern, q_offset=n))
+
+
+#: Spellings of arguments that mean a call that was made before.
+SPELLINGS: dict[str, dict[str, Any]] = {
+    "an int for a float": {"scale": 1, "dropout": 0},
+    "numpy's numbers": {
+        "scale": np.float32(1),
+        "q_offset": np.int64(3),
+        "k_offset": np.int32(0),
+        "dropout": np.float64(0),
+    },
+    "an equal policy": {"precision": rw.Precision()},
+    "no terms": {"terms": None},
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_equal_arguments_find_the_program(spelling: str) -> None:
+    """A call that differs from a known one in the types of its arguments finds the known program."""
+    q, k, v = tensors()
+    usual = {"scale": 1.0, "q_offset": 3}
+    want = rw.attention(q, k, v, PATTERN, **usual)
+    given = Arguments(q, k, v, PATTERN, **(usual | SPELLINGS[spelling]))
+    assert program.find(given)[1] is program.find(Arguments(q, k, v, PATTERN, **usual))[1] is not None
+    assert torch.equal(rw.attention(q, k, v, PATTERN, **(usual | SPELLINGS[spelling])), want)
+
+
+@pytest.mark.parametrize("scale", [True, "1", 10**400, torch.tensor(1.0), float("nan"), np.float64("inf"), 1 + 0j])
+def test_a_wrong_number_is_refused_after_a_right_one(scale: Any) -> None:
+    """A number that a call refuses is refused too after a call with an equal or similar number."""
+    q, k, v = tensors()
+    for _ in range(2):
+        rw.attention(q, k, v, PATTERN, scale=1.0)
+        with pytest.raises(rw.ShapeError, match="scale"):
+            rw.attention(q, k, v, PATTERN, scale=scale)
+
+
+def test_parameters_and_constant_bounds_are_known() -> None:
+    """Calls with parameters as tensors, and with bounds that are numbers, find their programs."""
+    q, k, v = tensors()
+    of_parameters = [torch.nn.Parameter(x) for x in (q, k, v)]
+    for given, pattern in ((of_parameters, PATTERN), ([q, k, v], rw.KeyPadding(40))):
+        want = rw.attention_with_lse(*given, pattern)
+        assert program.find(Arguments(*given, pattern))[1] is not None
+        assert all(map(torch.equal, rw.attention_with_lse(*given, pattern), want))
+    with torch.no_grad():
+        assert type(rw.attention(*of_parameters, PATTERN)) is Tensor
 
 
 def test_forgotten_and_shared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,8 @@ def _key_sets(*sets: tuple[str, ...]) -> Any:
 
 # keys of inference tensors and of ordinary ones; a lazy negation, a wrapper or another device has other keys
 _PLAIN = _key_sets(("CPU", "AutocastCPU"), ("CPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU"))
+# classes whose operators no ``__torch_function__`` sees
+_CLASSES = {Tensor, torch.nn.Parameter}
 # Dispatch keys active on every thread, without and with inference mode; dispatch modes, transforms and traces add more.
 _USUAL = _key_sets(("BackendSelect", "ADInplaceOrView"), ("BackendSelect",))
 
@@ -118,7 +120,7 @@ if _has_level and None not in (_keys_of, _included, _functions, _transforms, _pr
         """Whether three tensors are ordinary tensors in main memory."""
         # unrolled by hand: a generator expression doubles the overhead
         return (
-            type(a) is type(b) is type(c) is Tensor
+            (type(a) is type(b) is type(c) is Tensor or {type(a), type(b), type(c)} <= _CLASSES)
             and _keys_of(a).raw_repr() in _PLAIN
             and _keys_of(b).raw_repr() in _PLAIN
             and _keys_of(c).raw_repr() in _PLAIN
@@ -128,7 +130,7 @@ if _has_level and None not in (_keys_of, _included, _functions, _transforms, _pr
         """Whether all tensors are ordinary tensors in main memory."""
         # a plain loop, since a generator expression doubles the overhead
         for x in tensors:  # noqa: SIM110
-            if type(x) is not Tensor or _keys_of(x).raw_repr() not in _PLAIN:
+            if type(x) not in _CLASSES or _keys_of(x).raw_repr() not in _PLAIN:
                 return False
         return True
 

@@ -178,6 +178,18 @@ def test_same_bits_on_every_variant(variant: str, name: str, dtype: str, monkeyp
     assert_same_bits(name, DTYPES[dtype], (3, 1), 24, 24)
 
 
+@pytest.mark.parametrize("rate", [3, 5, 6, 7])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_views_count_each_key_once(variant: str, rate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A view in bfloat16, with blocks of sums that begin at odd keys, has the lse of the definition."""
+    monkeypatch.setenv(VARIANT, variant)
+    q, k, v = (torch.randn(1, 1, 2700, 16).bfloat16() for _ in range(3))
+    pattern = rw.Strided(rate) & rw.Causal()
+    _, lse = rw.attention_with_lse(q, k, v, pattern, backend="cpu")
+    _, want = rw.attention_with_lse(q.double(), k.double(), v.double(), pattern, backend="reference")
+    torch.testing.assert_close(lse.double(), want, atol=1e-5, rtol=1e-5)
+
+
 def otherwise(q: Tensor, k: Tensor, v: Tensor, pattern: rw.Pattern) -> Ways:
     """Some rows of a pattern of the gallery computed otherwise, as far as its kind allows."""
     n, attend = q.shape[2], Call().attend
