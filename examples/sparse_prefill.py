@@ -43,7 +43,7 @@ def main() -> None:
             token, said = read.logits.argmax(-1), []
             for _ in range(args.new):
                 said.append(int(token))
-                token = model(token, past_key_values=read.past_key_values).logits.argmax(-1)
+                token = model(token, cache=read.cache).logits.argmax(-1)
             print(f"{name}: {args.tokens} tokens read in {seconds:.3f} s, then {said}")
 
 

@@ -21,6 +21,7 @@ import transformers
 
 import ringweave as rw
 from ringweave.integrations.transformers import ModelCache, patch
+from ringweave.integrations.transformers.model_cache import CACHE
 
 #: Parts of a run, and the first one to compare with: until then pages are touched and caches fill.
 PARTS, SETTLED = 10, 2
@@ -56,7 +57,7 @@ def soak(kind: str, steps: int) -> list[tuple[float, int]]:
             times = []
             for _ in range(steps // PARTS):
                 began = time.process_time()
-                token = model(token, past_key_values=cache, use_cache=True).logits.argmax(-1)
+                token = model(token, use_cache=True, **{CACHE: cache}).logits.argmax(-1)
                 times.append(time.process_time() - began)
             parts.append((statistics.median(times), process.memory_info().rss))
     return parts

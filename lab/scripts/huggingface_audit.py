@@ -32,6 +32,8 @@ from ringweave.audit import page, targets
 CASES = ("unpadded", "left", "right", "packed", "cached")
 _SECONDS, _MEMORY, _WEIGHTS = 120, 6 * 2**30, 30_000_000
 MARKS = {"agrees": "+", "differs": "D", "raises": "x", "no promise": "?", "not a call": "."}
+#: Words of cases that were not examined.
+UNEXAMINED = ("raises", "no promise", "not a call")
 #: What a difference or an error comes from: what its line, and its model type, look like; the first that fits.
 JUDGED: tuple[tuple[str, str, str], ...] = (
     (
@@ -120,7 +122,7 @@ JUDGED: tuple[tuple[str, str, str], ...] = (
     ("The size of tensor a", "nemotron3.*|unlimited_ocr.*", "Eager fails in the tiny model, sdpa does not."),
     ("uses cache of its own", ".*", "The model has a cache of its own."),
 )  # fmt: skip
-COUNTED = ("agrees", "differs", "raises")
+COUNTED = ("examined", "agree", "differ", "not examined")
 LATE = "no time was left"
 Seen = dict[str, Any]
 
@@ -146,9 +148,7 @@ def status(result: targets.Result) -> str:
     """A word of MARKS."""
     if result.audit is None:
         return "raises" if result.failed else "not a call"
-    if not result.agrees:
-        return "differs"
-    return "agrees" if all(layer.comparison for layer in result.audit.layers) else "no promise"
+    return {True: "agrees", False: "differs", None: "no promise"}[result.agrees]
 
 
 def seen(name: str) -> Seen:
@@ -278,6 +278,13 @@ def listed(reasons: dict[str, dict[str, list[tuple[str, str]]]]) -> Iterable[str
         yield f"| {why} | {', '.join(ways)} | {', '.join(cases)} | {len(types)}: {', '.join(types)} |"
 
 
+def four(words: list[str]) -> str:
+    """The four counts of a cell."""
+    agreed, differing = words.count("agrees"), words.count("differs")
+    unexamined = sum(words.count(word) for word in UNEXAMINED)
+    return f"{agreed + differing} / {agreed} / {differing} / {unexamined}"
+
+
 def document(rows: list[Seen]) -> str:
     """The page."""
     tried = [each for each in rows if "untried" not in each]
@@ -286,7 +293,7 @@ def document(rows: list[Seen]) -> str:
     counts = []
     for way in targets.IMPLEMENTATIONS:
         words = [(case, word) for each in tried for which, case, word, _ in each["results"] if which == way]
-        numbers = (" / ".join(f"{words.count((case, word))}" for word in COUNTED) for case in CASES)
+        numbers = (four([word for which, word in words if which == case]) for case in CASES)
         counts.append(f"| {way} | {' | '.join(numbers)} | {words.count(('build', 'raises'))} |")
     different = found(tried, "differs")
     marks = ", ".join(f"`{mark}` {word}" for word, mark in MARKS.items())

@@ -47,7 +47,7 @@ def test_the_page_hides_nothing(script: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert "| Finding: so it is. | eager | left | 1: a |" in page
     assert "| **not judged**: x: padding is ignored | eager | left | 1: c |" in page
     assert "| **not judged**: ValueError: no N | eager | left | 1: d |" in page
-    assert "| eager | 0 / 2 / 1 |" in page
+    assert "| eager | 2 / 0 / 2 / 1 |" in page
     assert "| a | `D` | `+` |" in page
     assert page.endswith("\nNot made or fed by the script, 1: e.\n")
 

@@ -46,7 +46,7 @@ def test_refusals_are_counted() -> None:
         raise NotImplementedError
 
     verdict = conformance.judge(only_causal, "exact", examples=5)
-    assert (verdict.tried, verdict.refused, verdict.failure) == (0, 5, None)
+    assert (verdict.tried, verdict.refused, verdict.failure, verdict.holds) == (0, 5, None, None)
 
 
 def test_what_is_no_kernel() -> None:
@@ -56,10 +56,18 @@ def test_what_is_no_kernel() -> None:
         conformance.judge(lambda q, k, v: q, "exact")
 
 
-def test_under_pytest() -> None:
+@pytest.mark.parametrize(
+    ("kernel", "status", "says"),
+    [
+        ("tests.audit.functions:a_softmax_a_tile", 1, "rows of ones give"),
+        ("tests.audit.test_model:only_causal", 0, "0 calls, 40 refused"),
+    ],
+)
+def test_under_pytest(kernel: str, status: int, says: str) -> None:
+    """Pytest fails for a rule that a kernel breaks, and skips a rule that it refuses."""
     command = [
         sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "pytest_ringweave",
-        "--pyargs", "ringweave.audit.conformance", "-k", "row_sums", "--kernel", "tests.audit.functions:a_softmax_a_tile",
+        "--pyargs", "ringweave.audit.conformance", "-k", "row_sums", "-rs", "--kernel", kernel,
     ]  # fmt: skip
     # an installed plugin is loaded already
     plugin = ["-p", "pytest_ringweave"]
@@ -70,6 +78,6 @@ def test_under_pytest() -> None:
         at = command.index(plugin[1]) - 1
         command = command[:at] + command[at + 2 :]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "rows of ones give" in done.stdout
-    assert "from ringweave.audit import conformance" in done.stdout
+    assert done.returncode == status, done.stdout + done.stderr
+    assert says in done.stdout
+    assert ("from ringweave.audit import conformance" if status else "not examined: ") in done.stdout

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..names import only, warn_renamed
+from .counts import Counts
 from .layers import Layer, ModelAudit, intercepted, model
 from .leakage import Reach, leaks
 from .verdict import Comparison, compare, named
@@ -17,6 +18,7 @@ from .weight_probe import Attended, attended
 __all__ = [
     "Attended",
     "Comparison",
+    "Counts",
     "Layer",
     "ModelAudit",
     "Reach",

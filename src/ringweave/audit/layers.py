@@ -7,6 +7,7 @@ and arguments, and then executed unchanged.
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 import sys
@@ -23,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import ShapeError, message
 from ..patterns import Causal, Documents, Full, KeyPadding, Pattern, Segments, SlidingWindow
 from ..torch_compat import without_functions
+from .counts import Counts
 from .verdict import Comparison, compare, named
 from .weight_probe import Attended, attended
 
@@ -73,16 +75,17 @@ class Layer:
     named: Pattern | None
 
     @property
-    def agrees(self) -> bool:
-        """Whether the call attends the expected pattern; True if no pattern is expected."""
-        return self.comparison is None or self.comparison.agrees
+    def agrees(self) -> bool | None:
+        """Whether the call attends the expected pattern; None if it was not examined, as no pattern is expected."""
+        return None if self.comparison is None else self.comparison.agrees
 
     @property
     def sentence(self) -> str:
         """Description of the result."""
         if self.comparison is not None:
             return self.comparison.sentence
-        return f"attends {self.named!r}" if self.named is not None else "attends pairs that fit no known pattern"
+        found = "pairs that fit no known pattern" if self.named is None else repr(self.named)
+        return f"not examined, as no pattern is expected: attends {found}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the verdict as values that can be written as JSON."""
@@ -105,24 +108,38 @@ class ModelAudit:
     Attributes:
         layers: Verdicts in the order of the calls.
         bypassed: Largest difference between the model's outputs with and without interception, 0 if they agree. A
-            difference means that a fused path bypasses a module.
+            difference means that a fused path bypasses a module. None if the outputs could not be compared.
     """
 
     layers: tuple[Layer, ...]
-    bypassed: float
+    bypassed: float | None
 
     @property
-    def agrees(self) -> bool:
-        """Whether calls were seen, every call attends the expected pattern, and no fused path bypasses a module."""
-        return bool(self.layers) and self.bypassed == 0 and all(layer.agrees for layer in self.layers)
+    def counts(self) -> Counts:
+        """Numbers of calls that agree, differ and were not examined."""
+        return Counts.of(layer.agrees for layer in self.layers)
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether every call attends the expected pattern, and no fused path bypasses a module.
+
+        None if nothing differs, but a call or the outputs were not examined, or no call was seen.
+        """
+        outputs = None if self.bypassed is None else self.bypassed == 0
+        return Counts.of([self.counts.agrees, outputs]).agrees
+
+    def remarks(self) -> list[str]:
+        """Describe the findings that belong to no single call."""
+        said = [] if self.layers else ["not examined: no attention call was seen"]
+        if self.bypassed is None:
+            said.append("not examined: the outputs with and without the audit could not be compared")
+        elif self.bypassed:
+            said.append(f"a fused path bypasses a module: without the audit the output differs by {self.bypassed:.2g}")
+        return said
 
     def __str__(self) -> str:
         lines = [f"{layer.name} ({layer.through}): {layer.sentence}" for layer in self.layers]
-        if not self.layers:
-            lines.append("no attention call was seen")
-        if self.bypassed:
-            lines.append(f"a fused path bypasses a module: without the audit the output differs by {self.bypassed:.2g}")
-        return "\n".join(lines)
+        return "\n".join(lines + self.remarks())
 
 
 # interception patches functions of the whole process, so only one thread may intercept at a time
@@ -181,13 +198,11 @@ def model(
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        # with a cache, call the model only once: a second call would find the cache longer
-        cached = named_args.get("past_key_values") is not None
         # run compiled parts eagerly: the masks are the same, and each probe would be compiled again
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             # fork the random state, so that dropout and other random parts draw the same numbers in both calls
             with torch.random.fork_rng():
-                plain = None if cached else _first(model(*args, **named_args))
+                plain = _plain(model, args, named_args)
             with torch.random.fork_rng(), intercepted(model) as calls:
                 seen = _first(model(*args, **named_args))
     finally:
@@ -227,18 +242,31 @@ def _layer(call: Call, expect: Any, promises: _Promises) -> Layer:
     return Layer(call.name, call.through, comparison, call.found, name)
 
 
+def _plain(model: nn.Module, args: tuple[Any, ...], named_args: dict[str, Any]) -> Tensor | None:
+    """Call a model without the audit, on copies of inputs with a state, such as caches; None if they have no copy."""
+    try:
+        # a model does not write to its tensors, but to a cache
+        tensors = {id(x): x for x in (*args, *named_args.values()) if isinstance(x, Tensor)}
+        args, named_args = copy.deepcopy((args, named_args), tensors)
+    except (TypeError, RuntimeError, NotImplementedError):
+        return None
+    return _first(model(*args, **named_args))
+
+
 def _first(found: Any) -> Tensor | None:
+    """Return the first tensor of numbers in a model's outputs: the logits before a loss."""
     if isinstance(found, Tensor):
-        return found
-    for name in ("logits", "last_hidden_state"):
-        if isinstance(getattr(found, name, None), Tensor):
-            return getattr(found, name)  # type: ignore[no-any-return]
-    return found[0] if isinstance(found, tuple) and isinstance(found[0], Tensor) else None
+        return found if found.is_floating_point() else None
+    if isinstance(found, Mapping):
+        names = [name for name in ("logits", "last_hidden_state") if name in found]
+        found = [found[name] for name in (*names, *found)]
+    inner = map(_first, found) if isinstance(found, (tuple, list)) else ()
+    return next((each for each in inner if each is not None), None)
 
 
-def _apart(plain: Tensor | None, seen: Tensor | None) -> float:
+def _apart(plain: Tensor | None, seen: Tensor | None) -> float | None:
     if plain is None or seen is None or plain.shape != seen.shape:
-        return 0.0
+        return None
     apart = float((plain.double() - seen.double()).abs().nan_to_num(0.0).max())
     size = float(plain.double().abs().nan_to_num(0.0).max())
     return apart if apart > 1000 * torch.finfo(plain.dtype).eps * max(size, 1.0) else 0.0

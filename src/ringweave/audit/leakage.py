@@ -18,14 +18,14 @@ class Reach:
     """The inputs that each output depends on.
 
     Attributes:
-        agrees: Whether every dependency follows a path of allowed pairs.
+        agrees: Whether every dependency follows a path of allowed pairs; None if no output was compared.
         sentence: Description of the result.
         depends: (B, Nq, B, Nk) bool, whether output i of element b depends on input j of element c.
         promised: (B, Nq, Nk) bool, whether a path of allowed pairs leads from output i to input j.
         leaks: The first dependencies without such a path: (element, output, element, input).
     """
 
-    agrees: bool
+    agrees: bool | None
     sentence: str
     depends: Tensor
     promised: Tensor
@@ -107,6 +107,8 @@ def _found(
         own[b, :, b] = promised[b]
     wrong = depends & ~own
     if rows is not None:
+        if not bool(rows.any()):
+            return Reach(None, "not examined: no output is compared", depends, promised, ())
         wrong &= rows.cpu()[:, :, None, None]
     found = wrong.nonzero()
     if not len(found):

@@ -8,7 +8,8 @@ from pathlib import Path
 from torch import Tensor
 
 from ..errors import UnsupportedError, message
-from .targets import Result
+from .counts import WORDS
+from .targets import Result, counts
 from .verdict import Comparison
 
 #: Colours of pairs that are attended as expected, missing, or extra.
@@ -18,31 +19,41 @@ _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Audit of {{ name }}</title>
 <style>
-:root { color-scheme: light dark; --line: #d0d7de; --faint: #59636e; --bad: #c23b4e; }
-@media (prefers-color-scheme: dark) { :root { --line: #3d444d; --faint: #9198a1; --bad: #ff7b8a; } }
+:root { color-scheme: light dark; --back: #ffffff; --text: #1f2328; --line: #d0d7de; --faint: #59636e; --bad: #b3261e;
+  --good: #1a7f37; --cells: #ffffff; }
+@media (prefers-color-scheme: dark) { :root { --back: #0d1117; --text: #e6edf3; --line: #3d444d; --faint: #9198a1;
+  --bad: #ff7b8a; --good: #56d364; --cells: #21262d; } }
 body { font: 15px/1.5 ui-sans-serif, -apple-system, "Segoe UI", sans-serif; max-width: 62rem; margin: 2rem auto;
-  padding: 0 1rem; }
+  padding: 0 1rem; background: var(--back); color: var(--text); overflow-wrap: anywhere; }
 table { border-collapse: collapse; width: 100%; margin: 1rem 0; }
 th, td { text-align: left; vertical-align: top; padding: .35rem .7rem .35rem 0; border-bottom: 1px solid var(--line); }
-.bad { color: var(--bad); font-weight: 600; } .faint { color: var(--faint); }
-figure { display: inline-block; margin: .5rem 1.5rem .5rem 0; max-width: 20rem; vertical-align: top; }
-figcaption { font-size: .85rem; } svg { background: #fff; border: 1px solid var(--line); border-radius: 4px; }
-.key { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 1em; border-radius: 2px; }
+th, td:not(:last-child) { overflow-wrap: normal; white-space: nowrap; }
+.bad { color: var(--bad); font-weight: 600; } .good { color: var(--good); } .faint { color: var(--faint); }
+figure { display: inline-block; margin: .5rem 1.5rem .5rem 0; max-width: min(20rem, 100%); vertical-align: top; }
+figcaption { font-size: .85rem; }
+svg { background: var(--cells); border: 1px solid var(--line); border-radius: 4px; max-width: 100%; height: auto;
+  box-sizing: border-box; }
+.key { white-space: nowrap; margin-left: 1em; }
+.key span { display: inline-block; width: .8em; height: .8em; margin-right: .3em; border-radius: 2px; }
+@media (max-width: 40rem) {
+  body { margin: 1rem auto; } h1 { font-size: 1.5rem; } thead { display: none; }
+  tr { display: block; padding: .5rem 0; border-bottom: 1px solid var(--line); }
+  td { display: inline-block; border: 0; padding: 0 1rem 0 0; } td:last-child { display: block; }
+}
 </style></head><body>
 <h1>Which mask really ran: {{ name }}</h1>
 <p>{{ summary }} Every attended pair was found from outputs, not from source code, at {{ tokens }} tokens.</p>
 <table><thead><tr><th>implementation</th><th>case</th><th></th><th>found</th></tr></thead><tbody>
 {% for r in results %}
 <tr><td>{{ r.implementation or "its own" }}</td><td>{{ r.case }}</td>
-<td>{% if r.reason and not r.failed %}<span class="faint">-</span>{% elif r.agrees %}agrees
-{%- else %}<span class="bad">differs</span>{% endif %}</td>
+<td class="{{ {True: "good", False: "bad", None: "faint"}[r.agrees] }}">{{ words[r.agrees] }}</td>
 <td>{% for line in lines(r) %}<div>{{ line }}</div>{% endfor %}</td></tr>
 {% endfor %}
 </tbody></table>
 {% if pictures %}
 <h2>Masks that differ</h2>
 <p>Queries downwards, keys to the right.{% for name, colour in colours.items() %}
-<span class="key" style="background: {{ colour }}"></span>{{ name }}{% endfor %}</p>
+<span class="key"><span style="background: {{ colour }}"></span>{{ name }}</span>{% endfor %}</p>
 {% for caption, svg in pictures %}
 <figure>{{ svg|safe }}<figcaption>{{ caption }}</figcaption></figure>
 {% endfor %}
@@ -65,7 +76,7 @@ def write_page(name: str, results: Sequence[Result], tokens: int, path: str | Pa
         ) from None
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     text = environment.from_string(_PAGE).render(
-        name=name, results=results, tokens=tokens, lines=lines, colours=COLOURS, summary=summary(results),
+        name=name, results=results, tokens=tokens, lines=lines, colours=COLOURS, summary=summary(results), words=WORDS,
         pictures=list(_pictures(results)),
     )  # fmt: skip
     path = Path(path)
@@ -75,10 +86,8 @@ def write_page(name: str, results: Sequence[Result], tokens: int, path: str | Pa
 
 
 def summary(results: Iterable[Result]) -> str:
-    """Return a sentence with the number of cases that differ."""
-    looked = [result for result in results if result.audit is not None or result.failed]
-    wrong = sum(not result.agrees for result in looked)
-    return f"{wrong} of {len(looked)} cases differ." if wrong else f"All {len(looked)} cases agree."
+    """Return a sentence with the counts of cases."""
+    return counts(results).sentence("cases")
 
 
 def lines(result: Result) -> list[str]:
@@ -92,16 +101,14 @@ def lines(result: Result) -> list[str]:
     for sentence, names in alike.items():
         who = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         said.append(f"{who}: {sentence}")
-    if result.audit.bypassed:
-        said.append(f"a fused path bypasses a module: the output is off by {result.audit.bypassed:.2g}")
-    return said or ["no attention call was seen"]
+    return said + result.audit.remarks()
 
 
 def _pictures(results: Sequence[Result]) -> Iterable[tuple[str, str]]:
     for result in results:
         seen = set()
         for layer in result.audit.layers if result.audit is not None else ():
-            if layer.comparison is None or layer.agrees or layer.sentence in seen:
+            if layer.comparison is None or layer.agrees is not False or layer.sentence in seen:
                 continue
             seen.add(layer.sentence)
             place = f"{result.implementation or 'its own'}, {result.case}, {layer.name}"

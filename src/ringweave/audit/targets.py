@@ -7,7 +7,7 @@ import functools
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedError, message
+from .counts import Counts
 from .layers import ModelAudit, model
 
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "ringweave")
@@ -226,7 +227,11 @@ def _refuse_large(build: Callable[[], nn.Module]) -> None:
 
 
 class _NotTaken(Exception):  # noqa: N818
-    """The model does not support a case."""
+    """The model does not support a case; the text says why."""
+
+
+#: Names of the argument that takes a cache: that of transformers from 5.24 on, and the older one.
+_CACHES = ("cache", "past_key_values")
 
 
 @dataclass(frozen=True)
@@ -267,18 +272,23 @@ class _Shape:
             found["decoder_input_ids"] = ids[:, : self.tokens // 2]
         return found
 
-    @property
-    def generates(self) -> bool:
-        """Whether the model generates token by token with a cache."""
+    def cache(self) -> str:
+        """Return the name of the model's argument for a cache; raise _NotTaken if it does not generate with one."""
         modules = list(self.module.modules())
         causal = any(getattr(module, "is_causal", False) or getattr(module, "is_decoder", False) for module in modules)
-        causal &= "input_ids" in (self.takes if self.inputs is None else self.inputs)
-        return causal and "past_key_values" in self.takes and not getattr(self.config, "is_encoder_decoder", False)
+        if not causal or getattr(self.config, "is_encoder_decoder", False):
+            raise _NotTaken("the model is not a causal decoder")
+        if "input_ids" not in (self.takes if self.inputs is None else self.inputs):
+            raise _NotTaken("the model takes no input_ids")
+        name = next((name for name in _CACHES if name in self.takes), None)
+        if name is None:
+            raise _NotTaken(f"the model takes no {' or '.join(_CACHES)}")
+        return name
 
     def padded(self, left: bool) -> dict[str, Any]:
         given = self.ids()
         if "attention_mask" not in self.takes or "input_ids" not in given:
-            raise _NotTaken
+            raise _NotTaken("the model takes no input_ids with an attention_mask")
         there = torch.ones_like(given["input_ids"])
         some = there.shape[1] // 3
         there[-1, slice(None, some) if left else slice(-some, None)] = 0
@@ -298,8 +308,9 @@ def _right(shape: _Shape) -> ModelAudit:
 
 
 def _packed(shape: _Shape) -> ModelAudit:
-    if not shape.generates or "position_ids" not in shape.takes:
-        raise _NotTaken
+    shape.cache()
+    if "position_ids" not in shape.takes:
+        raise _NotTaken("the model takes no position_ids")
     given = shape.ids()
     tokens = given["input_ids"].shape[1]
     places = torch.arange(tokens, device="cpu")
@@ -308,8 +319,7 @@ def _packed(shape: _Shape) -> ModelAudit:
 
 
 def _cached(shape: _Shape, static: bool = False) -> ModelAudit:
-    if not shape.generates:
-        raise _NotTaken
+    name = shape.cache()
     transformers = library()
     config = shape.config.get_text_config()
     ids, last = shape.ids()["input_ids"], 3
@@ -319,8 +329,8 @@ def _cached(shape: _Shape, static: bool = False) -> ModelAudit:
     else:
         cache = transformers.DynamicCache(config=config)
     with torch.no_grad():
-        shape.module(input_ids=ids[:, :-last], past_key_values=cache, use_cache=True)
-    step = {"input_ids": ids[:, -last:], "past_key_values": cache, "use_cache": True}
+        shape.module(input_ids=ids[:, :-last], use_cache=True, **{name: cache})
+    step = {"input_ids": ids[:, -last:], name: cache, "use_cache": True}
     return model(shape.module, step, q_offset=tokens - last)
 
 
@@ -352,18 +362,23 @@ class Result:
     failed: bool = False
 
     @property
-    def agrees(self) -> bool:
-        """Whether no error occurred and the audit, if there is one, agrees."""
-        return not self.failed and (self.audit is None or self.audit.agrees)
+    def agrees(self) -> bool | None:
+        """Whether the audit agrees; None if the case was not examined."""
+        return None if self.audit is None else self.audit.agrees
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the result as values that can be written as JSON."""
+        """Return the result, with the counts of its calls, as values that can be written as JSON."""
         layers = [] if self.audit is None else [layer.as_dict() for layer in self.audit.layers]
-        bypassed = 0.0 if self.audit is None else self.audit.bypassed
-        return {
-            "implementation": self.implementation, "case": self.case, "agrees": self.agrees, "reason": self.reason,
-            "bypassed": bypassed, "layers": layers,
+        bypassed = None if self.audit is None else self.audit.bypassed
+        counts = (Counts(0, 0, 0) if self.audit is None else self.audit.counts).as_dict()
+        return {"implementation": self.implementation, "case": self.case, "reason": self.reason} | counts | {
+            "agrees": self.agrees, "bypassed": bypassed, "layers": layers,
         }  # fmt: skip
+
+
+def counts(results: Iterable[Result]) -> Counts:
+    """Count the results that agree, differ and were not examined."""
+    return Counts.of(result.agrees for result in results)
 
 
 def run(target: Target, implementations: tuple[str, ...], cases: tuple[str, ...], tokens: int = 24) -> Iterator[Result]:
@@ -382,8 +397,8 @@ def run(target: Target, implementations: tuple[str, ...], cases: tuple[str, ...]
                 with torch.compiler.set_stance("force_eager"):
                     audit = CASES[case](_Shape(built, tokens, target.inputs))
                 yield Result(implementation, case, audit)
-            except _NotTaken:
-                yield Result(implementation, case, None, "this model does not support the case")
+            except _NotTaken as why:
+                yield Result(implementation, case, None, str(why))
             except _ERRORS as error:
                 yield Result(implementation, case, None, _said(error), failed=True)
 

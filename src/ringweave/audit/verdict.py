@@ -29,7 +29,8 @@ class Comparison:
     """The comparison of a function's attended pairs with a pattern.
 
     Attributes:
-        agrees: Whether the pairs, their multiplicities, the sums of rows and the scores match the request.
+        agrees: Whether the pairs, their multiplicities, the sums of rows and the scores match the request; None if no
+            query was compared.
         sentence: Description of the result.
         found: Attended pairs, (B, Hq, Nq, Nk) bool.
         promised: Pairs that the pattern allows, (B, Hq, Nq, Nk) bool.
@@ -37,7 +38,7 @@ class Comparison:
         explanation: The pattern that was attended instead, or None if no known pattern fits.
     """
 
-    agrees: bool
+    agrees: bool | None
     sentence: str
     found: Tensor
     promised: Tensor
@@ -100,6 +101,8 @@ def compare(
     counts = _dense(pattern, (batch, heads, nq, nk), q_offset, k_offset).long()
     counted = torch.ones(batch, nq, dtype=torch.bool, device="cpu") if rows is None else rows.cpu()
     promised = counts > 0
+    if not bool(counted.any()):
+        return Comparison(None, "not examined: no query is compared", pairs, promised)
     wrong = (pairs ^ promised) & counted[:, None, :, None]
     remarks: list[str] = []
     also = ""

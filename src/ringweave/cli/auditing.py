@@ -66,15 +66,18 @@ def audit(
 ) -> None:
     """Find the pairs that each attention layer of a model attends, and compare them with its configuration.
 
-    The exit code is 1 if they differ. Models are built small, with random weights.
+    Models are built small, with random weights. The exit status is 0 if every case agrees, 1 if a case differs, and 2
+    if none differs but a case was not examined: the model does not support it, raised an error, or has no expected
+    pattern. Name the cases that a model supports with --case.
     """
     if (target is None) == (kernel is None):
         raise typer.BadParameter("Pass either a TARGET or --kernel.", param_hint="TARGET")
     if kernel is not None:
         _kernel(kernel, examples, as_json)
         return
+    from ..audit.counts import WORDS
     from ..audit.page import lines, summary, write_page
-    from ..audit.targets import CASES, run
+    from ..audit.targets import CASES, counts, run
     from ..audit.targets import target as find
 
     assert target is not None
@@ -88,13 +91,13 @@ def audit(
     console = terminal.out()
     results = list(run(found, implementations, cases, tokens))
     if as_json:
-        text = json.dumps([result.as_dict() for result in results], indent=2)
+        found_all = counts(results).as_dict() | {"results": [result.as_dict() for result in results]}
+        text = json.dumps(found_all, indent=2)
         console.print(text, markup=False, soft_wrap=True)
     else:
         table = Table("implementation", "case", "", "found", box=None, pad_edge=False)
         for result in results:
-            mark = Text("-", "dim") if result.reason and not result.failed else Text("agrees", "green")
-            mark = mark if result.agrees else Text("differs", "red")
+            mark = Text(WORDS[result.agrees], _STYLES[result.agrees])
             table.add_row(result.implementation or "default", result.case, mark, Text("\n".join(lines(result))))
         console.print(table)
         console.print(summary(results), markup=False)
@@ -102,8 +105,10 @@ def audit(
         write_page(target, results, tokens, out)
         if not as_json:
             console.print(f"wrote {out}", markup=False, soft_wrap=True)
-    if not all(result.agrees for result in results):
-        raise typer.Exit(1)
+    raise typer.Exit(counts(results).status)
+
+
+_STYLES = {True: "green", False: "red", None: "dim"}
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -112,25 +117,28 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _kernel(name: str, examples: int, as_json: bool) -> None:
     from ..audit import conformance
+    from ..audit.counts import Counts
 
     kernel = conformance.load(name)
     verdicts = [conformance.judge(kernel, rule, examples=examples) for rule in conformance.RULES]
+    counts = Counts.of(each.holds for each in verdicts)
     console = terminal.out()
     if as_json:
-        figures = [
+        rules = [
             {
-                "rule": each.rule, "holds": each.failure is None, "tried": each.tried, "refused": each.refused,
+                "rule": each.rule, "holds": each.holds, "tried": each.tried, "refused": each.refused,
                 "error": each.failure and each.failure.error, "script": each.failure and each.failure.script,
             }
             for each in verdicts
         ]  # fmt: skip
-        console.print(json.dumps(figures, indent=2), markup=False, soft_wrap=True)
+        text = json.dumps(counts.as_dict() | {"rules": rules}, indent=2)
+        console.print(text, markup=False, soft_wrap=True)
     else:
         for each in verdicts:
-            mark = Text("broken", "red") if each.failure else Text("holds", "green") if each.tried else Text("refused")
-            refused = f", {each.refused} refused" if each.refused else ""
-            console.print(Text.assemble(mark, f"  {each.says} ({each.tried} calls{refused})"), soft_wrap=True)
+            word = {True: "holds", False: "broken", None: "not examined"}[each.holds]
+            mark = Text(word, _STYLES[each.holds])
+            console.print(Text.assemble(mark, f"  {each.sentence}"), soft_wrap=True)
             if each.failure:
                 console.print(f"\n{each.failure.error}\n\n{each.failure.script}\n", markup=False, soft_wrap=True)
-    if any(each.failure for each in verdicts):
-        raise typer.Exit(1)
+        console.print(counts.sentence("rules"), markup=False)
+    raise typer.Exit(counts.status)
