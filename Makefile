@@ -10,13 +10,17 @@ export OMP_WAIT_POLICY ?= passive
 # Modules are compiled once, by the first process of many that imports them.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all check lint sanitize sanitized arm amx fuzz soak mutations gate bench wheels format docs clean help
+# the oldest supported transformers, in an environment that shares everything else with .venv
+OLDEST := .venv-oldest
+
+.PHONY: demo test test-all oldest check lint sanitize sanitized arm amx fuzz soak mutations gate bench wheels format docs clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    install into .venv and run the main job: report in ringweave-demo.html"
 	@echo "make test    install into .venv and run the tests"
 	@echo "make test-all  every case of them: half as long again"
+	@echo "make oldest  tests of the integration and the audit with the oldest supported transformers"
 	@echo "make check   lint, types, layers, docstrings, public names; make lint: without the last, which are tests"
 	@echo "make sanitize  the native kernel's tests under AddressSanitizer and UBSan"
 	@echo "make arm     the native kernel's tests on aarch64, run by an emulator: half an hour"
@@ -24,7 +28,7 @@ help:
 	@echo "make fuzz    random calls against the definition for SECONDS (60), of a SEED (a new one)"
 	@echo "make soak    TABLES (10000) changed tables in threads and processes, SECONDS (60) of 32 threads on memory: nothing of another one"
 	@echo "make mutations  the library broken in one line, many times: whether its tests notice"
-	@echo "make gate    eight ratios of speed, held to those of lab/results/baseline.json; five minutes at most"
+	@echo "make gate    eight ratios of speed, held to those of lab/results/baseline.json, and cliffs, held to bounds"
 	@echo "make bench   every goal of the design notes that this machine can measure: target and value; ringweave-bench.html"
 	@echo "make wheels  what a release has, as far as this machine can, into dist/; tried in fresh environments"
 	@echo "make docs    build the documentation into site/"
@@ -58,6 +62,19 @@ test: $(VENV)/.dev
 
 test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --long
+
+$(OLDEST)/.made: constraints-oldest.txt | $(VENV)/.dev
+	$(BIN)/python -m venv --clear $(OLDEST)
+	$(OLDEST)/bin/python -c "import sysconfig, pathlib; path = sysconfig.get_path('purelib'); \
+	  pathlib.Path(path, 'shared.pth').write_text('import site; site.addsitedir(%r)' % path.replace('$(OLDEST)', '$(VENV)'))"
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	  --constraint constraints-oldest.txt transformers
+	touch $@
+
+# a short suite: what differs between versions of transformers
+oldest: $(OLDEST)/.made
+	$(OLDEST)/bin/python -m pytest -p no:cacheprovider tests/integrations/test_every_version.py \
+	  tests/integrations/test_keywords.py::test_every_keyword_of_transformers_is_known
 
 # what `make test` has no part of
 lint: $(VENV)/.dev

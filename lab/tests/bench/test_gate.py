@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 from ringweave.cli.app import app
 from ringweave.errors import UnsupportedError
 from ringweave.tune.measure import by_processor
-from ringweave_lab.bench import gate
+from ringweave_lab.bench import gate, gate_command
+from ringweave_lab.bench.cliffs import CLIFFS
 from ringweave_lab.bench.gate import HEADLINES, Held, Verdict, kind, measured, slowed
 
 LAB = Path(__file__).parents[2]
@@ -31,8 +32,9 @@ def spin(number: int = 20_000) -> int:
 def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Iterator[float]]:
     """Ratios that are measured one after the other; 1 where none are given."""
     given: dict[str, Iterator[float]] = {}
-    fake = tuple(dataclasses.replace(each, pair=lambda say, name=each.name: (name, name)) for each in HEADLINES)
-    monkeypatch.setattr(gate, "HEADLINES", fake)
+    for module, name, every in ((gate, "HEADLINES", HEADLINES), (gate_command, "CLIFFS", CLIFFS)):
+        fake = tuple(dataclasses.replace(each, pair=lambda say, name=each.name: (name, name)) for each in every)
+        monkeypatch.setattr(module, name, fake)
     monkeypatch.setattr(gate, "measured", lambda pair, **longer: next(given.get(pair[1], iter((1.0,)))))
     return given
 
@@ -129,6 +131,25 @@ def test_the_command_says_what_is_slower(figures: dict[str, Iterator[float]], tm
     assert "1.30 x" in found.output
     assert "a slowdown would pass: call; --update" in found.output
     assert kind() in found.output
+
+
+def test_a_cliff_has_a_bound_of_its_own(figures: dict[str, Iterator[float]], tmp_path: Path) -> None:
+    """A cliff above its bound fails on every processor; a ratio far below the bound is no reason for an update."""
+    path = tmp_path / "baseline.json"
+    assert bench("--gate", str(path)).exit_code == 0
+    figures |= {"residues": iter((26.0, 27.0, 30.0, 26.0)), "channels": iter((0.1,)), "period": iter((9.0, 1.0))}
+    found = bench("--gate", str(path))
+    assert found.exit_code == 1
+    assert "more than 25: residues (a decoding step of a union by residue at each length" in found.output
+    assert "--update holds that" not in found.output
+
+
+@pytest.mark.parametrize("cliff", CLIFFS, ids=lambda cliff: cliff.name)
+def test_the_calls_of_a_cliff_run(cliff: gate.Headline) -> None:
+    """Both calls of a cliff run, again and again."""
+    for call in cliff.pair(lambda text: None):
+        for _ in range(3):
+            assert call() is not None
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,8 @@ def may_overflow(operands: Operands, branch: Branch) -> bool:
 
 
 def _largest(parts: Iterable[Tensor]) -> float:
-    sides = [torch.stack(torch.aminmax(part)).abs_().max() for part in parts]
-    return float(torch.stack(sides).max()) if sides else 0.0
+    sides = [torch.linalg.vector_norm(part, torch.inf) for part in parts]
+    return float(sides[0] if len(sides) == 1 else torch.stack(sides).max()) if sides else 0.0
 
 
 def _touched(k: Tensor, pages: Pages, branch: Branch) -> Iterator[Tensor]:

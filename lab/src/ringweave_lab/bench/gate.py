@@ -1,4 +1,4 @@
-"""Find slowdowns: compare eight ratios of time with committed ones.
+"""Find slowdowns: compare eight ratios of time with committed ones, and cliffs with bounds of their own.
 
 Each ratio is ringweave's time over the time of a call that does not change with ringweave, such as torch's dense
 attention. Both run on one thread, in turn, and are measured in this process's processor time, so that other processes
@@ -59,11 +59,17 @@ class Headline:
         pair: Function that returns ringweave's call, checked against the oracle if it computes attention, and the
             call to compare it with, which uses similar operations and as much memory, so that other processes slow
             both down equally.
+        most: Bound of the ratio on every processor; None if a ratio stored for the processor bounds it.
     """
 
     name: str
     what: str
     pair: Callable[[Say], tuple[Call, Call]]
+    most: float | None = None
+
+    def held(self, stored: Mapping[str, Held]) -> Held | None:
+        """Return the bound, or the stored ratio of this processor if there is one."""
+        return stored.get(self.name) if self.most is None else Held(self.most, 1.0)
 
 
 def _checked(problem: Problem, direction: str, name: str, say: Say) -> Call:
@@ -205,7 +211,11 @@ class Verdict:
     @property
     def stale(self) -> bool:
         """Whether the ratio is so much smaller than the stored one that a slowdown would no longer be found."""
-        return self.held is not None and self.found * CAUGHT <= self.held.ratio * self.held.tolerance
+        return (
+            self.headline.most is None
+            and self.held is not None
+            and self.found * CAUGHT <= self.held.ratio * self.held.tolerance
+        )
 
 
 def kind() -> str:
@@ -258,7 +268,7 @@ def run(
         held: Stored ratios by name; a ratio that is missing here is measured and not compared.
         say: Function that receives progress messages.
         slow: Names of ratios to slow down by ``CAUGHT``, to test the gate.
-        headlines: Ratios to measure; all eight by default.
+        headlines: Ratios to measure; by default the eight that are stored.
     """
     verdicts, pairs, start = [], [], time.monotonic()
     with _one_thread():
@@ -266,7 +276,7 @@ def run(
             say(f"gate: {headline.name}")
             ours, other = headline.pair(say)
             pairs.append(((slowed(ours, CAUGHT) if headline.name in slow else ours), other))
-            verdicts.append(Verdict(headline, measured(pairs[-1]), held.get(headline.name), 1))
+            verdicts.append(Verdict(headline, measured(pairs[-1]), headline.held(held), 1))
         for _ in range(_AGAIN):
             for place, verdict in enumerate(verdicts):
                 if verdict.within or time.monotonic() - start > _WITHIN:
