@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave import nn
+from ringweave.terms import Axis, Pairs, Term
+
+from .test_terms import of_a_test
 
 B, H, KV, D = 2, 4, 2, 8
 
@@ -146,6 +150,47 @@ def test_compiles_in_one_graph() -> None:
 def test_errors(call: Callable[..., object], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=re.escape(text)):
         call(*inputs((12, 9)))
+
+
+def weighted() -> type[Term]:
+    """A kind with a number, a constant of each query and a table of all pairs."""
+
+    @dataclass(frozen=True, eq=False)
+    class Weighted(Term):
+        kernel: ClassVar[str] = "weighted"
+        axes: ClassVar[dict[str, tuple[Axis, ...]]] = {
+            "rows": (Axis("queries"),), "table": (Axis("queries"), Axis("keys")),
+        }  # fmt: skip
+        places: ClassVar[bool] = True
+
+        by: float
+        rows: Tensor
+        table: Tensor
+
+        @classmethod
+        def example(cls, batch: int, heads: int, nq: int, nk: int, generator: torch.Generator) -> Term:
+            return cls(2.0, torch.rand(nq, generator=generator), torch.rand(nq, nk, generator=generator))
+
+        def apply(self, t: Tensor, at: Pairs) -> Tensor:
+            i, j = at.row.clamp(max=len(self.rows) - 1), at.column.clamp(max=len(self.rows) - 1)
+            return t + (self.by * self.rows[i] * self.table[i, j]).to(t.dtype)
+
+    return Weighted
+
+
+@pytest.fixture
+def kind() -> Iterator[type[Term]]:
+    yield from of_a_test(weighted)
+
+
+def test_tables_of_queries_and_keys_follow_the_order_of_the_grid(kind: type[Term]) -> None:
+    """Tables of any kind are in row-major order, as those of a Bias."""
+    q, k, v = inputs((12, 9))
+    term = kind.example(B, H, 108, 108, torch.Generator().manual_seed(2))
+    rows, table = term.tables
+    bias = rw.Bias((2.0 * rows[:, None] * table)[None, None])
+    got, wanted = (rw.neighborhood_attention(q, k, v, 5, terms=each) for each in (term, bias))
+    torch.testing.assert_close(got, wanted)
 
 
 @pytest.mark.parametrize("shape", [(40,), (9, 7), (3, 5, 4)])

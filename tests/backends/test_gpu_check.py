@@ -52,9 +52,7 @@ def test_terms_and_dropout_are_tried_with_what_their_tables_get() -> None:
     def backward(upstream: Upstream, inputs: Operands, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         grads = dense_batched.backward(upstream, inputs, *rest)
         assert inputs.terms is not None
-        table = inputs.terms.totals[2]
-        assert table is not None
-        table.mul_(1.01)
+        next(total for total in inputs.terms.totals if total is not None).mul_(1.01)
         return grads
 
     wrong = dataclasses.replace(dense_batched.BACKEND, backward=backward)
