@@ -233,8 +233,9 @@ def varlen_attention(
 ) -> Tensor:
     """Compute attention of sequences that are packed end to end on one axis; each attends only itself.
 
-    The pattern counts positions from each sequence's first key. If a sequence has fewer queries than keys, its queries
-    are its last tokens, as in a decode step over a cache.
+    The pattern counts positions from each sequence's first key. A sequence may have other numbers of queries than of
+    keys, also none. Its last query is then at its last key, as in flash-attn and in a decode step over a cache: query i
+    of n is at position i + keys - n. A query that attends no key gives 0.
 
     Args:
         q: Queries of all sequences, (tokens, Hq, D).

@@ -457,7 +457,7 @@ def test_planning_grows_with_what_bounds_cross() -> None:
         (lambda: rw.patterns.bigbird(64, block_size=16).within(rw.KeyPadding(3)), "wanted one without a block table"),
         (lambda: rw.patterns.natten_1d(3, tokens=9).within(rw.Documents([9, 8])).plan(17), "Build it with tokens=8"),
         (lambda: rw.Causal().within(rw.Documents(ids=torch.tensor([0, 1, 0]))).plan(3), "got one in several pieces; wanted documents of consecutive tokens"),
-        (lambda: rw.Causal().within(rw.Documents(cu_seqlens_q=[0, 3], cu_seqlens_k=[0, 2])).plan(3, 2), "got document 0 of 3 queries and 2 keys; wanted no more queries than keys, since a document's queries are its last tokens"),
+        (lambda: rw.Sinks(torch.tensor([True, False])).within(rw.Documents(cu_seqlens_q=[0, 3], cu_seqlens_k=[0, 2])).plan(3, 2), "got document 0 of 3 queries and 2 keys; wanted no more queries than keys: the pattern looks positions up"),
         (lambda: rw.Global(torch.ones(2, 3, 4).bool()), r"tokens: got Tensor of torch.bool \(2, 3, 4\); wanted a bool tensor \(N,\) or"),
         (lambda: rw.Global(torch.ones(2, 3).bool()).plan(4, batch=2), "Global: got a mask of 3 tokens for 4 keys"),
         (lambda: rw.Sinks(torch.ones(2, 3).bool()).plan(9, 4, batch=2), "Sinks: got a mask of 3 tokens for 4 keys"),

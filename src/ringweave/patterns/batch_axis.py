@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, mix
 ELEMENT_BITS = 32
 ELEMENT = 1 << ELEMENT_BITS
 _END = 2**62
+P = TypeVar("P", Tensor, Int64)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -34,8 +35,8 @@ class Spans:
     Attributes:
         q_first: First query of each document.
         q_stop: End of its queries, exclusive.
-        origin: Position on the axis of the query position 0 of the document; a document with fewer queries than keys
-            begins after it.
+        origin: Position on the axis of the query position 0 of the document. A document with fewer queries than keys
+            begins after it, and one with more queries before it, at negative positions.
         k_first: First key of each document, at position 0 of the document.
         k_stop: End of its keys, exclusive.
         one: Whether all batch elements have the documents of the first element.
@@ -158,6 +159,11 @@ def _listed(first: Int64, count: Int64) -> tuple[Int64, Int64]:
     return line, np.arange(len(line)) - np.repeat(np.cumsum(count) - count - first, count)
 
 
+def of_element(position: P) -> P:
+    """Return positions in their batch elements; queries before the first key of a document have negative ones."""
+    return ((position + ELEMENT // 2) & (ELEMENT - 1)) - ELEMENT // 2
+
+
 class Shared(Composite):
     """A pattern that is the same for all batch elements, on the axis of all elements.
 
@@ -179,16 +185,16 @@ class Shared(Composite):
         return Shared(parts[0])
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        return self.part.allows(q & (ELEMENT - 1), k & (ELEMENT - 1))
+        return self.part.allows(of_element(q), of_element(k))
 
     def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        return self.part.key_ranges(q_lo & (ELEMENT - 1), q_hi & (ELEMENT - 1), nk)
+        return self.part.key_ranges(of_element(q_lo), of_element(q_hi), nk)
 
     def excluded_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        return self.part.excluded_ranges(q_lo & (ELEMENT - 1), q_hi & (ELEMENT - 1), nk)
+        return self.part.excluded_ranges(of_element(q_lo), of_element(q_hi), nk)
 
     def tile_classes(self, tiles: Tiles) -> Int64:
-        return self.part.tile_classes(Tiles(*(side & (ELEMENT - 1) for side in tiles)))
+        return self.part.tile_classes(Tiles(*map(of_element, tiles)))
 
 
 class Bounds(Pattern):

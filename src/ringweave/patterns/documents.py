@@ -32,8 +32,8 @@ class Documents(Bounds):
     """Packed variable-length documents: a query attends the keys of its document.
 
     Pass ``lengths``, ``cu_seqlens`` or ``ids``; or pass ``cu_seqlens_q`` with ``cu_seqlens_k`` if queries and keys are
-    packed with different lengths. The arguments are copied. Tensors are read only when a plan is made, so the pattern
-    can be built inside ``torch.compile``.
+    packed with different lengths, which may be 0. The arguments are copied. Tensors are read only when a plan is made,
+    so the pattern can be built inside ``torch.compile``.
 
     Args:
         lengths: Tokens of each document, in order; their sum is the sequence length.
@@ -159,12 +159,6 @@ class Documents(Bounds):
             raise PatternError(
                 message("documents", "one in several pieces", "documents of consecutive tokens", "Sort the tokens.")
             )
-        queries, keys = spans.lengths()
-        longer = np.flatnonzero(queries > keys)
-        if len(longer):
-            got = f"document {longer[0]} of {queries[longer[0]]} queries and {keys[longer[0]]} keys"
-            wanted = "no more queries than keys, since a document's queries are its last tokens"
-            raise PatternError(message("documents", got, wanted, "Combine the pattern with & instead of within."))
         return spans
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
@@ -220,7 +214,7 @@ def _of_bounds(bounds: dict[str, Int64]) -> Spans:
         raise PatternError(
             message("cu_seqlens_q, cu_seqlens_k", got, "the same number of both", "Pass bounds of one batch.")
         )
-    # a document's queries are its last tokens
+    # the last query of a document is at its last key
     return Spans.of(q[:-1], q[1:], q[1:] - np.diff(k), k[:-1], k[1:], True)
 
 

@@ -136,7 +136,7 @@ class Sinks(Bounds):
             mask = torch.from_numpy(self._now).reshape(-1).to(position.device)
             return mask[_place(position, *self._now.shape)]
         if isinstance(self.tokens, int):
-            return position < self.tokens
+            return (position >= 0) & (position < self.tokens)
         return torch.isin(position, torch.tensor(self.tokens, device=position.device))
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
@@ -169,8 +169,9 @@ class Sinks(Bounds):
     def _subset(self, lo: Int64, hi: Int64) -> tuple[Int64, Int64]:
         """Count the chosen tokens of each tile side, and number their sets of places relative to its start."""
         if isinstance(self.tokens, int):
-            count = np.clip(self.tokens - lo, 0, hi - lo)
-            return count, count
+            count = np.maximum(np.minimum(self.tokens, hi) - np.maximum(lo, 0), 0)
+            # queries may begin before position 0
+            return count, count + (np.maximum(-lo, 0) << 31)
         # few tiles contain chosen tokens; these are compared by the tokens' places in them
         number = np.zeros(len(lo), np.int64)
         known: dict[bytes, int] = {}

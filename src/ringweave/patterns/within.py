@@ -13,6 +13,8 @@ from .base import Composite, Pattern, provide
 from .batch_axis import ELEMENT, Bounds, Shared, bounds_in
 from .declared import declare
 from .documents import Documents
+from .function import TokenMask
+from .grids import OnGrid
 from .key_padding import KeyPadding
 from .shifted import Shifted
 from .table import BlockTable
@@ -29,16 +31,17 @@ class Within(Composite):
     """A pattern applied inside every document or row, with positions counted from its first key.
 
     ``pattern.within(bounds)`` builds it. No pair crosses a bound. A query outside of its row, or of all documents,
-    attends no key. If queries and keys are packed with different lengths, a document's queries are its last tokens.
-    Planning time grows with the non-empty tiles.
+    attends no key. If queries and keys are packed with different lengths, the last query of a document is at its last
+    key: query i of n is at position i + keys - n. Queries before the first key have negative positions, at which a
+    causal pattern allows no key. Planning time grows with the non-empty tiles.
 
     Args:
         pattern: A relation on positions from each document's first key.
         bounds: ``Documents``, or ``KeyPadding`` for padded rows.
     Raises:
         PatternError: The pattern is not a relation or contains a block table, or the bounds are of another kind; at
-            use, a document is in several pieces, has more queries than keys, or has a length that does not fit the
-            pattern.
+            use, a document is in several pieces, has a length that does not fit the pattern, or has more queries than
+            keys and the pattern looks positions up (a function, a grid, a table).
     Example:
         >>> rw.Sinks(1).within(rw.Documents([2, 2])).to_dense(4)[0, 0].int()
         tensor([[1, 0, 0, 0],
@@ -93,7 +96,12 @@ class Within(Composite):
 
     def fits(self) -> None:
         """Raise PatternError if the pattern does not fit the documents' lengths."""
-        lengths = self.bounds.spans().lengths()[1]
+        queries, lengths = self.bounds.spans().lengths()
+        longer = np.flatnonzero(queries > lengths)
+        if len(longer) and _looks_up(self.pattern):
+            got = f"document {longer[0]} of {queries[longer[0]]} queries and {lengths[longer[0]]} keys"
+            wanted = "no more queries than keys: the pattern looks positions up, and the first queries are before key 0"
+            raise PatternError(message("documents", got, wanted, "Write the pattern by rules, such as Causal()."))
         if lengths.any():
             # two lengths are enough: a pattern that is made for one length fits no second one
             for length in {int(lengths[lengths > 0].min()), int(lengths.max())}:
@@ -107,6 +115,12 @@ class Within(Composite):
 
     def tile_classes(self, tiles: Tiles) -> Int64:
         return self.bounds.spans().tile_classes(tiles, self.pattern)
+
+
+def _looks_up(pattern: Pattern) -> bool:
+    """Return whether a pattern looks positions up in a table, a grid or a function, which have no negative ones."""
+    looks = isinstance(pattern, (OnGrid, TokenMask)) or bool(pattern.tables)
+    return looks or any(map(_looks_up, pattern.parts_within()))
 
 
 def _has_table(pattern: Pattern) -> bool:
