@@ -191,7 +191,7 @@ inline void backward_chunk(const Problem &pb, const BackwardMemory &m, float siz
 #pragma GCC unroll 8
           for (int j = 0; j < N; ++j) {
             // The exponent is at most 0, except for rounding errors, which are unbounded if scores are.
-            V e = exp2(min(V{}, (rounded(acc[i][j] * sizes) - splat(low[r + i])) * splat(kLog2e)));
+            V e = exp2(min(V{}, (acc[i][j] * sizes - splat(low[r + i])) * splat(kLog2e)));
             if (bits) e = select(mask_at(bits + i * mask.words, lane + j * W), e, V{});
             acc[i][j] = e;
             store(p + ((r + i) * N + j) * W, e);

@@ -1,9 +1,11 @@
-// Checks of the arguments from Python. Arguments that could make a kernel access memory out of bounds raise ValueError.
+// Checks of the arguments from Python. Arguments that could make a kernel access memory out of bounds raise the typed
+// errors of the package.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
 #include <initializer_list>
+#include <stdexcept>
 #include <string>
 
 #include "problem.h"
@@ -13,8 +15,14 @@ namespace ringweave {
 namespace nb = nanobind;
 typedef nb::ndarray<nb::device::cpu> Array;
 
-[[noreturn]] inline void refuse(const std::string &name, const std::string &why) {
-  throw nb::value_error((name + ": " + why).c_str());
+// An error of the class `kind` in ringweave.errors; module.cpp raises it in Python.
+struct Refusal : std::runtime_error {
+  const char *kind;
+  Refusal(const char *kind, const std::string &text) : std::runtime_error(text), kind(kind) {}
+};
+
+[[noreturn]] inline void refuse(const std::string &name, const std::string &why, const char *kind = "ShapeError") {
+  throw Refusal(kind, name + ": " + why);
 }
 
 inline std::string shape_text(std::initializer_list<int64_t> shape) {

@@ -213,7 +213,7 @@ RW_INLINE void softmax(Few &f, int keys, float c) {
     }
     sum = add_keys<Op>(p, sum);
   }
-  for (int l = 0; l < N; ++l) f.sum[l] = f.sum[l] * f.shrink[l] + sum[l];
+  for (int l = 0; l < N; ++l) f.sum[l] = fused(f.sum[l], f.shrink[l], sum[l]);
 }
 template <class Op>
 __attribute__((noinline)) void few_softmax(Few &f, int keys, float c) {
@@ -286,7 +286,7 @@ RW_INLINE void add_rows(const Few &f, const char *const *row, ptrdiff_t at, int 
 #pragma GCC unroll 8
     for (int j = 0; j < M; ++j) {
       float *to = out + l * kMostChannels + c + j * W;
-      store(to, load(to) * splat(f.shrink[l]) + acc[l][j].end());
+      store(to, fused(load(to), splat(f.shrink[l]), acc[l][j].end()));
     }
 }
 

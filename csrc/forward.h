@@ -42,8 +42,8 @@ struct Running {
   }
 };
 
-// Adds a later block's sum to the total. The explicit rounding keeps the bits independent of the surrounding code.
-RW_INLINE V joined(V total, V a, V part, V b) { return total * a + rounded(part * b); }
+// Adds a later block's sum to the total.
+RW_INLINE V joined(V total, V a, V part, V b) { return fused(total, a, part * b); }
 
 // Adds a later block's state to a total. With `full` (bits by lane), only these lanes are added, and then reset.
 inline void join_state(Running total, Running part, int lanes, int dv, float c, const uint32_t *full = nullptr) {
@@ -346,7 +346,7 @@ inline void forward_chunk(const Problem &pb, const ForwardMemory &m, const Runni
     } else {
       weights<Op>(apart, s, count, c, low, sum, Every());
     }
-    for (int j = 0; j < N; ++j) store(state.sum + lane + j * W, load(state.sum + lane + j * W) * shrink[j] + sum[j]);
+    for (int j = 0; j < N; ++j) store(state.sum + lane + j * W, fused(load(state.sum + lane + j * W), shrink[j], sum[j]));
 
     const auto add = [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
       // as in add_block, the products were summed from 0
@@ -355,7 +355,7 @@ inline void forward_chunk(const Problem &pb, const ForwardMemory &m, const Runni
 #pragma GCC unroll 8
         for (int j = 0; j < N; ++j) {
           float *to = out + ((r + i) * P + j) * W;
-          store(to, load(to) * shrink[j] + acc[i][j]);
+          store(to, fused(load(to), shrink[j], acc[i][j]));
         }
     };
     const char *values = v.data + (ptrdiff_t)((k0 + r0) / (apart ? 1 : Op::step)) * v.ld;
@@ -423,7 +423,7 @@ inline void forward_finish(const Problem &pb, const Lanes &lanes, const ForwardM
   for (int i = 0; i < lanes.count; ++i) {
     char *to = const_cast<char *>(lane_row(pb.lse, lanes, i));
     if (!to) break;
-    float lse = state.sum[i] == 0 ? -kInf : state.top[i] * size + logf(state.sum[i]);
+    float lse = state.sum[i] == 0 ? -kInf : fused(state.top[i], size, logf(state.sum[i]));
     if (state.top[i] > scale.most) lse = kInf;  // an infinite score: its sum is inf - inf
     memcpy(to, &lse, 4);
   }

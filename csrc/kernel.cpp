@@ -81,7 +81,7 @@ void run_delta(const Problem &pb, int64_t b, int64_t h, int64_t first, int64_t l
     widen(x, row_at(pb.dout, b, h, n), pb.dout.dtype, pb.dv_dim);
     widen(y, row_at(pb.out, b, h, n), pb.out.dtype, pb.dv_dim);
     V sums = V{};
-    for (int c = 0; c < pb.dv_dim; c += W) sums += load(x + c) * load(y + c);
+    for (int c = 0; c < pb.dv_dim; c += W) sums = fused(load(x + c), load(y + c), sums);
     float sum = 0;
     for (int i = 0; i < W; ++i) sum += sums[i];
     if (pb.dlse.data) sum -= load1(row_at(pb.dlse, b, h, n));
@@ -105,8 +105,8 @@ void run_merge(const Problem &pb, int64_t b, int64_t h, int64_t first, int64_t l
     const V a = splat(old / total), c = splat(fresh / total);
     int ch = 0;
     for (; ch + W <= pb.dv_dim; ch += W)
-      store(out + ch, rounded(load(out + ch) * a) + rounded(load(part + ch) * c));
-    for (; ch < pb.dv_dim; ++ch) out[ch] = (rounded(splat(out[ch]) * a) + rounded(splat(part[ch]) * c))[0];
+      store(out + ch, load(out + ch) * a + load(part + ch) * c);
+    for (; ch < pb.dv_dim; ++ch) out[ch] = (splat(out[ch]) * a + splat(part[ch]) * c)[0];
     *lse = top + logf(total);
   }
 }
@@ -132,7 +132,7 @@ int64_t fma_rounds(int64_t rounds) {
 #pragma GCC unroll 24
   for (int i = 0; i < chains; ++i) acc[i] = splat(half);
   for (int64_t r = 0; r < rounds; ++r) {
-    a = rounded(a);  // otherwise the compiler moves the product out of the loop, and only additions are timed
+    a = opaque(a);  // otherwise the compiler moves the product out of the loop, and only additions are timed
 #pragma GCC unroll 24
     for (int i = 0; i < chains; ++i) acc[i] = Op::madd(a, b, acc[i]);
   }

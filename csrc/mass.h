@@ -44,7 +44,7 @@ inline void mass_panel(const Problem &pb, const MassMemory &m, float size, int l
 #pragma GCC unroll 8
           for (int j = 0; j < N; ++j) {
             // as in backward, a score is rounded before lse is subtracted
-            const V x = (rounded(acc[i][j] * splat(size)) - low[j]) * splat(kLog2e);
+            const V x = (acc[i][j] * splat(size) - low[j]) * splat(kLog2e);
             V p = exp2(min(splat(128.f), x));
             if (mask.rows) p = select(mask_at(mask.rows + (ptrdiff_t)(r + i) * mask.words, lane + j * W), p, V{});
             sum[j] += p;

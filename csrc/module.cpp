@@ -20,10 +20,10 @@ const std::vector<const Kernel *> &found() {
 const Kernel &pick(const std::string &variant) {
   for (const Kernel *k : found())
     if (variant.empty() || variant == k->name) {
-      if (const char *why = refusal(*k)) refuse("variant", "\"" + variant + "\" cannot be used: " + why);
+      if (const char *why = refusal(*k)) refuse("variant", "\"" + variant + "\" cannot be used: " + why, "UnsupportedError");
       return *k;
     }
-  refuse("variant", "this machine cannot run \"" + variant + "\"");
+  refuse("variant", "this machine cannot run \"" + variant + "\"", "UnsupportedError");
 }
 
 void check_threads(int threads) {
@@ -553,6 +553,15 @@ NB_MODULE(_cpu, m) {
   using nb::literals::operator""_a;
   m.doc() = "Block-sparse attention kernels for CPUs.";
   nb::set_leak_warnings(false);  // prepared calls are cached until the process ends
+  nb::register_exception_translator([](const std::exception_ptr &thrown, void *) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const Refusal &refusal) {
+      // imported late, since the package may be importing this module
+      const nb::object kind = nb::module_::import_("ringweave.errors").attr(refusal.kind);
+      PyErr_SetString(kind.ptr(), refusal.what());
+    }
+  });
   m.def("variants", &variants, "Instruction-set builds that this machine can run, the best first.");
   m.def("term_kinds", &term_kinds, "The kinds of score terms that the kernels compute, by name.");
   m.def("forward", &bind_forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "row_ptr"_a, "col"_a, "bits"_a, "masks"_a,

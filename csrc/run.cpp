@@ -9,16 +9,12 @@
 #include <memory>
 #include <new>
 
+#include "processor.h"
+
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
-#if defined(RINGWEAVE_ARM64) && defined(__linux__)
-#include <sys/auxv.h>
-#elif defined(RINGWEAVE_ARM64) && defined(__APPLE__)
-#include <sys/sysctl.h>
-#endif
 #if defined(RINGWEAVE_AMX)
-#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -306,21 +302,15 @@ uint64_t read_all(const uint64_t *words, int64_t n, int threads) {
   return sum;
 }
 
-#if defined(RINGWEAVE_X86)
-extern const Kernel kernel_avx512bf16, kernel_avx512, kernel_avx2;
-#endif
+// The builds that CMakeLists.txt chose: RINGWEAVE_BUILDS is X(generic)X(avx2)...
+#define X(name) extern const Kernel kernel_##name;
+RINGWEAVE_BUILDS
+#undef X
+#define X(name) &kernel_##name,
+static const Kernel *const kBuilds[] = {RINGWEAVE_BUILDS};
+#undef X
+
 #if defined(RINGWEAVE_AMX)
-extern const Kernel kernel_amx;
-
-// Whether the processor supports tiles with bfloat16 products, and the system saves their state.
-static bool has_amx() {
-  uint32_t a, b, c, d;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return false;
-  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return false;  // OSXSAVE
-  asm volatile("xgetbv" : "=a"(a), "=d"(d) : "c"(0));
-  return (a >> 17 & 3) == 3;
-}
-
 // A process must request tiles from Linux (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), which then saves 8 KiB more for
 // each thread.
 static bool may_use_amx() {
@@ -328,57 +318,19 @@ static bool may_use_amx() {
   return may;
 }
 #endif
-#if defined(RINGWEAVE_AMX_MODEL)
-extern const Kernel kernel_amxmodel;
-#endif
-#if defined(RINGWEAVE_ARM64)
-extern const Kernel kernel_neonbf16, kernel_neon;
-
-// Whether the processor multiplies pairs of bfloat16; all 64-bit processors have the other instructions.
-static bool has_bf16() {
-#if defined(__linux__)
-  return getauxval(AT_HWCAP2) >> 14 & 1;  // HWCAP2_BF16, which older headers do not define
-#elif defined(__APPLE__)
-  int found = 0;
-  size_t size = sizeof found;
-  return !sysctlbyname("hw.optional.arm.FEAT_BF16", &found, &size, nullptr, 0) && found;
-#else
-  return false;
-#endif
-}
-#endif
-extern const Kernel kernel_generic;
+static bool uses_amx(const Kernel &kernel) { return !std::strcmp(kernel.name, "amx"); }
 
 std::vector<const Kernel *> kernels() {
   std::vector<const Kernel *> found;
-#if defined(RINGWEAVE_X86)
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  const bool pairs = avx512 && __builtin_cpu_supports("avx512bf16");
-  // Golden Cove multiplies pairs of bfloat16 at half the speed of floats, so widening them to floats is faster
-  const bool slow_pairs = pairs && __builtin_cpu_is("intel") && !__builtin_cpu_is("cooperlake");
-  if (slow_pairs) found.push_back(&kernel_avx512);
-  if (pairs) found.push_back(&kernel_avx512bf16);
-#if defined(RINGWEAVE_AMX)
-  if (pairs && has_amx()) found.push_back(&kernel_amx);
-#endif
-#if defined(RINGWEAVE_AMX_MODEL)
-  if (pairs) found.push_back(&kernel_amxmodel);
-#endif
-  if (avx512 && !slow_pairs) found.push_back(&kernel_avx512);
-  if (avx2) found.push_back(&kernel_avx2);
-#elif defined(RINGWEAVE_ARM64)
-  if (has_bf16() && !refusal(kernel_neonbf16)) found.push_back(&kernel_neonbf16);
-  found.push_back(&kernel_neon);
-#endif
-  found.push_back(&kernel_generic);
+  for (const char *name : instruction_sets())
+    for (const Kernel *k : kBuilds)
+      if (!std::strcmp(k->name, name) && (uses_amx(*k) || !refusal(*k))) found.push_back(k);
   return found;
 }
 
 const char *refusal(const Kernel &kernel) {
 #if defined(RINGWEAVE_AMX)
-  if (&kernel == &kernel_amx && !may_use_amx()) return "the system does not let this process use tiles";
+  if (uses_amx(kernel) && !may_use_amx()) return "the system does not let this process use tiles";
 #endif
   if (kernel.agrees && !kernel.agrees()) return "this processor's sums differ from those that its manual specifies";
   return nullptr;

@@ -261,7 +261,7 @@ struct Pairs {
       const char *table = t.table.data + h * t.table.head;
       if (t.kind == Term::alibi) {
         const float slope = load1(table);
-        for (int x = 0; x < n; ++x) to[x] -= slope * fabsf((float)m.distances[x]);
+        for (int x = 0; x < n; ++x) to[x] = fused(-slope, fabsf((float)m.distances[x]), to[x]);
       } else if (t.kind == Term::distance) {
         for (int x = 0; x < n; ++x) to[x] += load1(table + 4 * place_of(t, m.distances[x]));
       }

@@ -153,8 +153,29 @@ RW_INLINE bool any_below(V x, float y) {
 #endif
 }
 
-// A product rounded to float32: prevents the compiler from fusing it with a following addition.
-RW_INLINE V rounded(V x) {
+// a * b + c, rounded once where the instruction set can. The builds forbid the compiler to fuse (-ffp-contract=off in
+// CMakeLists.txt), so each fused sum is written here, and optimization changes no bits.
+RW_INLINE V fused(V a, V b, V c) {
+#if defined(__AVX512F__)
+  return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(RINGWEAVE_NEON)
+  return (V)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+RW_INLINE float fused(float a, float b, float c) {
+#if defined(__AVX2__) || defined(RINGWEAVE_NEON)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// Hides a value from the optimizer.
+RW_INLINE V opaque(V x) {
 #if defined(__AVX512F__)
   asm("" : "+v"(x));
 #elif defined(__x86_64__)
@@ -195,11 +216,11 @@ RW_INLINE Mask mask_at(const uint32_t *row, int lane) {
 // 2^x on [0, 1): relative error 2e-7 with rounding (minimax).
 RW_INLINE V exp2_fraction(V r) {
   V p = splat(1.8775767e-3f);
-  p = p * r + splat(8.9893401e-3f);
-  p = p * r + splat(5.5826318e-2f);
-  p = p * r + splat(2.4015361e-1f);
-  p = p * r + splat(6.9315308e-1f);
-  return p * r + splat(1.f);  // exact at 0: a row of one key keeps its score as lse
+  p = fused(p, r, splat(8.9893401e-3f));
+  p = fused(p, r, splat(5.5826318e-2f));
+  p = fused(p, r, splat(2.4015361e-1f));
+  p = fused(p, r, splat(6.9315308e-1f));
+  return fused(p, r, splat(1.f));  // exact at 0: a row of one key keeps its score as lse
 }
 
 // 2^x for x up to 128; 0 at -inf, NaN at NaN.
@@ -214,13 +235,13 @@ RW_INLINE V exp2(V x) {
 RW_INLINE V exp2(V x) {
   x = max(splat(-127.f), x);
   // Adding 1.5 * 2^23 rounds to an integer n, and leaves n + 127 in the lowest bits: the exponent of 2^n.
-  const V shift = splat(12582912.f + 127.f), shifted = rounded(x + shift), r = x - (shifted - shift);
+  const V shift = splat(12582912.f + 127.f), shifted = x + shift, r = x - (shifted - shift);
   V p = splat(1.32360682e-3f);
-  p = p * r + splat(9.66865569e-3f);
-  p = p * r + splat(5.55079319e-2f);
-  p = p * r + splat(2.40223065e-1f);
-  p = p * r + splat(6.93147004e-1f);
-  return (p * r + splat(1.f)) * (V)((I)shifted << 23);
+  p = fused(p, r, splat(9.66865569e-3f));
+  p = fused(p, r, splat(5.55079319e-2f));
+  p = fused(p, r, splat(2.40223065e-1f));
+  p = fused(p, r, splat(6.93147004e-1f));
+  return fused(p, r, splat(1.f)) * (V)((I)shifted << 23);
 }
 #endif
 
@@ -229,13 +250,13 @@ RW_INLINE V tanh(V x) {
   x = max(splat(-8.5f), min(splat(8.5f), x));
   const V y = x * x;
   V p = splat(1.394553628e-8f), q = splat(8.015776984e-7f);
-  p = p * y + splat(2.102733560e-5f);
-  q = q * y + splat(3.326951409e-4f);
-  p = p * y + splat(3.520756727e-3f);
-  q = q * y + splat(2.597254514e-2f);
-  p = p * y + splat(1.340216100e-1f);
-  q = q * y + splat(4.673548340e-1f);
-  return x * (p * y + splat(1.f)) / (q * y + splat(1.f));
+  p = fused(p, y, splat(2.102733560e-5f));
+  q = fused(q, y, splat(3.326951409e-4f));
+  p = fused(p, y, splat(3.520756727e-3f));
+  q = fused(q, y, splat(2.597254514e-2f));
+  p = fused(p, y, splat(1.340216100e-1f));
+  q = fused(q, y, splat(4.673548340e-1f));
+  return x * fused(p, y, splat(1.f)) / fused(q, y, splat(1.f));
 }
 
 // Load or store four channels of W / 4 rows that are four apart. Four such vectors contain W rows.
@@ -293,7 +314,7 @@ struct Single {
   static constexpr int depth = 1;  // channels in a 4-byte element
   static constexpr int step = 1;   // rows that a contraction over rows combines
   static constexpr int rows = 1;   // rows that a contraction over channels reads together
-  static RW_INLINE V madd(V a, V b, V c) { return a * b + c; }
+  static RW_INLINE V madd(V a, V b, V c) { return fused(a, b, c); }
 };
 
 #if defined(RW_PAIRS)

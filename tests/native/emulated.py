@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringweave.errors import ShapeError, UnsupportedError
+
 ROOT = Path(__file__).parents[2]
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 #: One that multiplies pairs of bfloat16, and one of 2016 that has neither them nor arithmetic in float16.
@@ -143,7 +145,7 @@ class Program:
                     self.close()
                 raise
         if kind == b"e":
-            raise ValueError(text)
+            raise (UnsupportedError if text.startswith("variant: ") else ShapeError)(text)
         for (tensor, before), after in zip(tensors, found, strict=True):
             if before != after:
                 flat = torch.frombuffer(bytearray(after), dtype=tensor.dtype)

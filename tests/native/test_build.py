@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +18,8 @@ import pytest
 from ringweave.backends import cpu
 from ringweave.errors import UnsupportedError
 
-from .plans import _cpu
+from .emulated import missing
+from .plans import VARIANTS, _cpu
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("csrc", "src", "CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE")
@@ -47,6 +50,48 @@ def test_no_compiler(hidden: str, tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert "ringweave/__init__.py" in names
     assert not any(name.endswith((".so", ".pyd")) for name in names)
+
+
+def configured(folder: Path, *options: str) -> tuple[list[str], dict[str, list[str]]]:
+    """Configure a build: the instruction sets that its message names, and the compiler's flags of each."""
+    command = ["cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", "-DRINGWEAVE_PROGRAM=ON", *options]
+    environment = os.environ | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=240)
+    (said,) = re.findall(r"-- ringweave compiles its kernel for (.*?): ", done.stdout)
+    commands = json.loads((folder / "compile_commands.json").read_text())
+    flags = {
+        match[1]: entry["command"].split()
+        for entry in commands
+        if (match := re.search(r"kernel_(\w+)\.dir/csrc/kernel\.cpp", entry["command"]))
+    }
+    return said.split(", "), flags
+
+
+needs_cmake = pytest.mark.skipif(missing("amx") is not None, reason=f"{missing('amx')}")
+EXPORT = "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"
+
+
+@needs_cmake
+@pytest.mark.parametrize("optimize", ["-O3", "-O0"])
+def test_no_compiler_fuses_sums(optimize: str, tmp_path: Path) -> None:
+    """Every instruction set is compiled without contraction, so that bits do not depend on the optimizer."""
+    names, flags = configured(tmp_path, EXPORT, f"-DRINGWEAVE_OPTIMIZE={optimize}")
+    assert set(flags) == set(names) >= {"generic"}
+    for name, given in flags.items():
+        assert [flag for flag in given if flag.startswith("-ffp-contract")] == ["-ffp-contract=off"], name
+        assert not {"-ffast-math", "-Ofast", "-march=native"} & {*given}, name
+
+
+@needs_cmake
+@pytest.mark.skipif(cpu.VARIANT in os.environ, reason="another instruction set is named")
+def test_a_build_for_this_machine_has_what_its_best_needs(tmp_path: Path) -> None:
+    """It has the best instruction set, and the builds that this one calls; configured twice, it is the same."""
+    for _ in range(2):
+        names, flags = configured(tmp_path, EXPORT, "-DRINGWEAVE_NATIVE=ON")
+        assert set(flags) == set(names)
+        assert names[0] == VARIANTS[0]
+        assert {*names} <= {*VARIANTS}
+        assert names[1:] == {"avx512bf16": ["avx512"], "neonbf16": ["neon"]}.get(names[0], [])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads ELF")

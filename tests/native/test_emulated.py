@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ringweave.errors import ShapeError
+
 from . import plans, test_terms
 from .emulated import PROCESSORS, Program, build, missing, module
 from .plans import DTYPES, ROWS, SHAPE, case, plan_of, poison, shared_case
@@ -135,7 +137,7 @@ def test_every_code_of_8_bits(stored: torch.dtype, nq: int, emulated: Running) -
 
 
 def test_a_refusal_arrives(emulated: Running) -> None:
-    with pytest.raises(ValueError, match="^threads: wanted 1 to 4096, got 0"):
+    with pytest.raises(ShapeError, match="^threads: wanted 1 to 4096, got 0"):
         shared_case(5, 9, (16, 16)).forward(threads=0)
     shared_case(5, 9, (16, 16)).check()
 

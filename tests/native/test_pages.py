@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import ringweave as rw
+from ringweave.errors import ShapeError
+
 from .plans import ROWS, SHAPE, VARIANTS, Case, _cpu, case, poison
 
 LENGTHS = (200, 77, 0)
@@ -91,7 +94,7 @@ def test_what_leads_out_of_memory_is_refused() -> None:
     for column, number in ((0, -1), (6, len(k)), (2, 2**31 - 1)):
         wrong = table.clone()
         wrong[0, column] = number
-        with pytest.raises(ValueError, match="table: has values"):
+        with pytest.raises(ShapeError, match="table: has values"):
             call(table=wrong)
     for changed, said in [
         ({"lengths": torch.tensor([257, 0, 0], dtype=torch.int32)}, "lengths: has values"),
@@ -106,5 +109,28 @@ def test_what_leads_out_of_memory_is_refused() -> None:
         ({"k": k[:, :, :24], "v": v[:, :, :24], "table": table.repeat(1, 2)}, "k: wanted pages of 16"),
         ({"v": v[1:]}, "v: got shape"),
     ]:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ShapeError, match=said):
             call(**changed)
+
+
+@pytest.mark.parametrize("pattern", [rw.Causal(), (rw.SlidingWindow(9) | rw.Dilated(9, 4)) & rw.Causal()], ids=str)
+@pytest.mark.parametrize("scaled", [False, True], ids=["floats", "8 bits"])
+def test_a_wrong_page_of_a_known_step_is_refused_as_at_the_first_call(scaled: bool, pattern: rw.Pattern) -> None:
+    """The error has the type and the text of the first call's, and the step works again once the table is right."""
+    precision = rw.Precision(kv=torch.int8) if scaled else rw.Precision()
+    cache = rw.PagedCache.empty(batch=2, length=64, heads=1, dim=8, page=16, precision=precision)
+    cache.append(torch.randn(2, 1, 40, 8), torch.randn(2, 1, 40, 8))
+    q, right, said = torch.randn(2, 1, 1, 8), cache.table.clone(), []
+    for known in (False, True):
+        if known:
+            want = [rw.paged_attention(q, cache, pattern) for _ in range(3)][-1]
+        for number in (99, -1, 2**31 - 1):
+            cache.table[1, 2] = number
+            with pytest.raises(
+                ShapeError, match=f"table: got page {number} in row 1, column 2; wanted 0 to 7"
+            ) as error:
+                rw.paged_attention(q, cache, pattern)
+            said.append(str(error.value))
+            cache.table.copy_(right)
+    assert said[:3] == said[3:]
+    assert torch.equal(rw.paged_attention(q, cache, pattern), want)

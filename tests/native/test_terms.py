@@ -11,6 +11,7 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave import terms
+from ringweave.errors import ShapeError
 
 from ..dropped import philox
 from ..oracle import NAMES, errors
@@ -559,5 +560,5 @@ def test_refuses(name: str, change: dict[str, object]) -> None:
 
     call(good)
     call(good | {"table_grads": [None, torch.zeros(2, 9)]})
-    with pytest.raises(ValueError, match=f"^{name}: "):
+    with pytest.raises(ShapeError, match=f"^{name}: "):
         call(good | change)
