@@ -14,7 +14,7 @@ ALONE = """
 import importlib.metadata, sys
 found = importlib.metadata.entry_points
 importlib.metadata.entry_points = lambda **given: () if given.get("group", "").startswith("ringweave.") else found(**given)
-from ringweave.cli import main
+from ringweave_command import main
 sys.argv = ["ringweave", *sys.argv[1:]]
 main()
 """
@@ -24,7 +24,10 @@ main()
 def test_a_plain_installation_says_where_a_command_is(name: str) -> None:
     done = subprocess.run([sys.executable, "-c", ALONE, name, "planning"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert f"{name} belongs to the distribution ringweave-lab: pip install ringweave-lab" in done.stderr
+    assert (
+        f"{name} belongs to the distribution ringweave-lab: install it from a clone of the repository with pip install ./lab."
+        in done.stderr
+    )
     assert done.stderr.count("\n") == 1
 
 
@@ -41,5 +44,5 @@ def test_attributes_of_the_laboratory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ringweave.laboratory.entry_points", lambda **given: ())
     for owner, name in ((rw, "bench"), (rw.parallel, "simulate")):
         assert not hasattr(owner, name)
-        with pytest.raises(AttributeError, match="belongs to the distribution ringweave-lab: pip install"):
+        with pytest.raises(AttributeError, match="belongs to the distribution ringweave-lab: install it"):
             getattr(owner, name)

@@ -1,6 +1,6 @@
 """Run the command line as ``python -m ringweave``."""
 
-from .cli import main
+from ringweave_command import main
 
 if __name__ == "__main__":
     main()

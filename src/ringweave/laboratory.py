@@ -8,7 +8,7 @@ from typing import Any
 
 #: Commands that ``ringweave-lab`` adds to ``ringweave``.
 COMMANDS = ("bench", "demo", "explore", "profile", "simulate")
-REMEDY = "pip install ringweave-lab, or in a clone pip install ./lab."
+REMEDY = "install it from a clone of the repository with pip install ./lab."
 
 
 def registrations() -> list[Callable[[Any], None]]:

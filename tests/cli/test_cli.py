@@ -24,10 +24,11 @@ from typer.testing import CliRunner, Result
 from ringweave.backends import cpu, tuning
 from ringweave.backends.triton.launch_config import LaunchConfig
 from ringweave.backends.tuning import KernelKey
-from ringweave.cli import bits, main
+from ringweave.cli import bits
 from ringweave.cli.app import _blocks, app
 from ringweave.cli.doctor import diagnose, verdict
 from ringweave.tune.descent import Descent, Tuned
+from ringweave_command import main
 from ringweave_lab.simulation.simulate import simulate
 
 PATTERN = "(SlidingWindow(1024) | Sinks(64)) & Causal()"
@@ -304,12 +305,33 @@ def test_version() -> None:
     assert run("--version").stdout == f"ringweave {rw.__version__}\n"
 
 
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["-h"], []])
+def test_the_overview_loads_no_torch(words: list[str]) -> None:
+    """The version and the list of commands are those of the whole application, and are printed without PyTorch."""
+    program = (
+        "import sys, ringweave_command\n"
+        "try: ringweave_command.main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "assert 'torch' not in sys.modules and 'ringweave' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"COLUMNS": "100", "NO_COLOR": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    whole = run(*words).stdout.replace("root ", "ringweave ")
+    assert done.stdout.split() == whole.split()
+
+
 def test_without_typer_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit) as ended:
-        main()
+        main(["show"])
     assert ended.value.code == 1
     assert "pip install 'ringweave[cli]'" in capsys.readouterr().err
 
@@ -402,11 +424,24 @@ def test_tune_stores_what_explain_then_shows(tmp_path: Path, monkeypatch: pytest
     result = run("tune", *options)
     assert result.exit_code == 0, result.output
     assert f"stored in {tmp_path / 'tuning.json'}" in result.output
-    for word in ("Causal(), 256 tokens, forward", "chosen", "milliseconds", "not timed: it runs on CUDA"):
+    for word in ("Causal(), 256 tokens, forward", "chosen", "time", "not timed: it runs on CUDA"):
         assert word in result.output
     assert diagnose()["tuning store"]["answers"] == 2
     said = run("explain", "Causal()", "-n", "256", "--heads", "2", "--head-dim", "32")
     assert "chosen by what ringweave tune measured on this machine" in said.output
+
+
+def test_tune_looks_for_a_place_before_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tune names what is missing before it measures, whether a package is missing or the folder cannot be made."""
+    monkeypatch.setattr("ringweave.tune.tune", None)
+    monkeypatch.setenv("RINGWEAVE_CACHE", str(tmp_path / "file" / "below"))
+    (tmp_path / "file").touch()
+    result = run("tune", "Causal()", "-n", "256", columns=200)
+    assert result.exit_code == 2
+    assert "Set RINGWEAVE_CACHE to another folder." in result.stderr
+    monkeypatch.setattr("ringweave.backends.tuning.store", lambda: None)
+    result = run("tune", "Causal()", "-n", "256", columns=200)
+    assert (result.exit_code, "pip install 'ringweave[tune]'" in result.stderr) == (2, True)
 
 
 def test_tune_has_a_line_for_each_choice_of_blocks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -420,9 +455,9 @@ def test_tune_has_a_line_for_each_choice_of_blocks(capsys: pytest.CaptureFixture
     Console(width=140).print(_blocks(Tuned(kind, descent, 2.0, best)))
     title, head, first, second, third = (line.split() for line in capsys.readouterr().out.splitlines())
     assert " ".join(title) == "triton, forward, 128 x 128, full tiles"
-    assert head == ["m", "n", "warps", "stages", "resident", "described", "pingpong", "milliseconds"]
-    assert first == ["128", "32", "4", "3", "0", "yes", "chosen", "1"]
-    assert second == ["128", "64", "8", "2", "0", "usual", "2"]
+    assert head == ["m", "n", "warps", "stages", "resident", "described", "pingpong", "time"]
+    assert first == ["128", "32", "4", "3", "0", "yes", "chosen", "1", "ms"]
+    assert second == ["128", "64", "8", "2", "0", "usual", "2", "ms"]
     assert " ".join(third) == "64 64 8 2 0 not timed: OutOfResources: shared memory"
 
 

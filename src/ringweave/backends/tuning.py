@@ -9,6 +9,7 @@ filelock, and finding the folder needs platformdirs; the extra ``tune`` installs
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import logging
 import math
@@ -217,6 +218,23 @@ _PARTS: dict[str, tuple[dict[str, type], Callable[[dict[str, Any]], bool]]] = {
 }
 
 
+def writable() -> Path:
+    """Return the store's file after making its folder; measurements look first whether they can be stored.
+
+    Raises:
+        UnsupportedError: No folder is known or can be made, or filelock is not installed.
+    """
+    path, remedy = store(), "pip install 'ringweave[tune]'"
+    if path is None or importlib.util.find_spec("filelock") is None:
+        raise UnsupportedError(message("tuning store", "no place for it", "platformdirs and filelock", remedy))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        got = f"{path.parent}: {error.strerror or error}"
+        raise UnsupportedError(message("tuning store", got, "a folder", f"Set {VARIABLE} to another folder.")) from None
+    return path
+
+
 def record(answers: list[dict[str, Any]], configs: list[dict[str, Any]] | None = None) -> Path:
     """Add entries to the store, replacing those with the same keys.
 
@@ -232,18 +250,11 @@ def record(answers: list[dict[str, Any]], configs: list[dict[str, Any]] | None =
         Path of the file.
 
     Raises:
-        UnsupportedError: No folder is known, or filelock is not installed.
+        UnsupportedError: As :func:`writable`.
     """
-    path = store()
-    try:
-        import filelock
-    except ImportError:
-        path = None
-    if path is None:
-        raise UnsupportedError(
-            message("tuning store", "no place for it", "platformdirs and filelock", "pip install 'ringweave[tune]'")
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = writable()
+    import filelock
+
     with filelock.FileLock(path.with_suffix(".lock")):
         stored = load(path)
         stored["entries"] |= {f"{entry['kind']}; density 2^-{entry['density']}": entry for entry in answers}

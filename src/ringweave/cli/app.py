@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from .. import __version__
+from .. import __version__, units
 from ..backends import BACKENDS
 from ..cells import Panel, picture
 from ..errors import RingweaveError
@@ -205,6 +205,7 @@ def tune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure, but store nothing.")] = False,
 ) -> None:
     """Measure the fastest backend and tiles for a call, and store them for backend="auto"."""
+    from ..backends.tuning import writable
     from ..tune import store
     from ..tune import tune as measure
     from ..tune.problem import DIRECTIONS, Problem
@@ -214,6 +215,8 @@ def tune(
         raise typer.BadParameter("this torch finds no CUDA device.", param_hint="'--device'")
     relation = parse(pattern)
     console = terminal.out()
+    if not dry_run:
+        writable()
     problem = Problem(
         "tune", relation, tokens, heads or relation.extents()[1] or 1, head_dim, relation.extents()[0] or batch,
         getattr(torch, dtype), device, kv_heads,
@@ -241,12 +244,12 @@ def tune(
 def _candidates(choice: Finding) -> Table:
     """Return a table of the candidates: timed ones, fastest first, then the others with reasons."""
     title = f"{choice.problem.pattern!r}, {choice.problem.tokens} tokens, {choice.direction}"
-    table = _table(title, "backend", "tiles", "", "milliseconds")
+    table = _table(title, "backend", "tiles", "", "time")
     chosen = choice.chosen
     for each, timing in sorted(choice.timings.items(), key=lambda item: item[1].median):
         tiles = _sides(each.step(choice.branch)[1].tile if BACKENDS[each.backend].tiled else None)
         blocks = ", measured blocks" if each.blocks else ""
-        table.add_row(each.backend + blocks, tiles, "chosen" if each == chosen else "", f"{timing.median * 1e3:.3g}")
+        table.add_row(each.backend + blocks, tiles, "chosen" if each == chosen else "", units.seconds(timing.median))
     for each, reason in choice.reasons.items():
         table.add_row(each.backend, _sides(each.tile), "", Text(f"not timed: {reason}"))
     return table
@@ -257,10 +260,10 @@ def _blocks(tuned: Tuned) -> Table:
     key, descent = tuned.key, tuned.descent
     title = f"triton, {key.kernel}, {key.tile[0]} x {key.tile[1]}, {'partial' if key.masked else 'full'} tiles"
     names = [field.name for field in dataclasses.fields(descent.start)]
-    table = _table(title, *names, "", "milliseconds")
+    table = _table(title, *names, "", "time")
     for each, seconds in sorted(descent.seconds.items(), key=lambda item: item[1]):
         mark = "chosen" if each == tuned.chosen else "usual" if each == descent.start else ""
-        table.add_row(*_cells(dataclasses.astuple(each)), mark, f"{seconds * 1e3:.3g}")
+        table.add_row(*_cells(dataclasses.astuple(each)), mark, units.seconds(seconds))
     for each, reason in descent.reasons.items():
         table.add_row(*_cells(dataclasses.astuple(each)), "", Text(f"not timed: {reason}"))
     return table

@@ -256,7 +256,7 @@ class Search:
         """
         ready: dict[Candidate, Entry] = {}
         for each in candidates:
-            reason: str | None = "not tried: the time limit was reached"
+            reason: str | None = "the time limit was reached"
             if until is None or each in self.timings or self.spent() <= until:
                 entry = self.session.check(self.problem, each.peer(self.first), self.direction)
                 reason = entry.reason
