@@ -88,6 +88,7 @@ def test_weights_are_those_of_the_tiles() -> None:
     wanted = theirs(x, x, x, average_attn_weights=False)[1]
     assert weights is not None
     torch.testing.assert_close(weights.to_dense(), wanted)
+    assert repr(weights) == f"BlockWeights({len(weights.values)} tiles of 64 x 64, of {(B, H, N, N)})"
     with pytest.raises(rw.UnsupportedError, match=r"terms: got \(Bias\); wanted .*, with need_weights=True"):
         ours(x, x, x, need_weights=True, key_padding_mask=torch.zeros(B, N, dtype=torch.bool))
 
@@ -234,6 +235,10 @@ def test_compiles_without_breaks() -> None:
     torch.testing.assert_close(call(x), module(x, x, x, attn_mask=rw.SlidingWindow(4))[0])
 
 
+def rounding() -> rw.nn.MultiheadAttention:
+    return rw.nn.MultiheadAttention(E, H, batch_first=True, precision=rw.Precision(compute=torch.bfloat16))
+
+
 @pytest.mark.parametrize(
     ("call", "kind", "text"),
     [
@@ -249,6 +254,10 @@ def test_compiles_without_breaks() -> None:
         (lambda m, x: m(*[torch.nested.nested_tensor([*x], layout=torch.jagged)] * 3), rw.UnsupportedError, "query: got a nested tensor"),
         (lambda m, x: rw.nn.LongNetAttention(32, 4, segments=[8], rates=[2], pattern=rw.Full()), rw.UnsupportedError, "pattern"),
         (lambda m, x: rw.nn.LongNetAttention(32, 4, segments=[8], rates=[3]), rw.PatternError, "rates"),
+        (lambda m, x: m(x, x, x, positions=torch.arange(N)), rw.ShapeError, "positions: got Tensor of torch.int64 (40,); wanted None"),
+        (lambda m, x: rounding()(x, x, x, need_weights=True), rw.UnsupportedError, "precision: got Precision; wanted None, the default, with need_w"),
+        (lambda m, x: rw.nn.HierarchicalAttention(32, 4, pool=8, top_k=1, window=8, terms=rw.Softcap(2.0)), rw.UnsupportedError,
+         "terms: got (Softcap); wanted (), the default, with HierarchicalAttention. Leave out the option that sets it."),
     ],
 )  # fmt: skip
 def test_refusals(call: Any, kind: type[Exception], text: str) -> None:
