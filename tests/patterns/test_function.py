@@ -353,7 +353,7 @@ def test_what_is_seen_is_planned_once_and_the_rest_at_every_call() -> None:
     gc.collect()
     assert asked(seen) == asked(selects) == [1, 0, 0]
     rest = plan_cache.statistics().plans
-    with pytest.raises(PatternError, match="values that it changes itself, which could change unnoticed.*tables="):
+    with pytest.raises(PatternError, match="values that it changes itself; wanted a function that changes nothing"):
         rw.TokenMask(counted)
     assert asked(window) == [1, 1, 1]
     gc.collect()
@@ -383,9 +383,66 @@ def counter() -> Callable[..., torch.Tensor]:
     return mask
 
 
-def test_a_function_that_changes_what_it_reads_is_refused() -> None:
-    with pytest.raises(PatternError, match="values that it changes itself, which could change unnoticed.*tables="):
-        rw.from_mask_mod(counter())
+def in_a_list() -> Callable[..., torch.Tensor]:
+    calls = [0]
+
+    def mask(b, h, q, k):  # type: ignore[no-untyped-def]
+        calls[0] += 1
+        return q >= k
+
+    return mask
+
+
+@pytest.mark.parametrize("make", [counter, in_a_list])
+@pytest.mark.parametrize("tables", [None, []])
+def test_a_function_that_changes_what_it_reads_is_refused(
+    make: Callable[[], Any], tables: list[torch.Tensor] | None
+) -> None:
+    with pytest.raises(PatternError, match="values that it changes itself; wanted a function that changes .* tables="):
+        rw.from_mask_mod(make(), tables=tables)
+
+
+def test_a_counter_that_is_an_attribute_is_counted() -> None:
+    """The remedy of the error above."""
+
+    class Counted:
+        calls = 0
+
+        def __call__(self, b, h, q, k):  # type: ignore[no-untyped-def]
+            self.calls += 1
+            return q >= k
+
+    counted = Counted()
+    follows(rw.from_mask_mod(counted, tables=[]), lambda: Q >= K)
+    assert counted.calls > 0
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("read", [operator.getitem, lambda table, at: torch.take(table, at)], ids=["index", "take"])
+def test_a_table_that_is_counted_from_the_first_query(read: Callable[..., torch.Tensor], grad: bool) -> None:
+    """The queries of a draft tree follow 96 keys of the prompt, and position 0 is in no table."""
+    tree = torch.rand(4, generator=torch.Generator().manual_seed(0)) > 0.4
+
+    def drafts(b, h, q, k):  # type: ignore[no-untyped-def]
+        return (k < 96) | (q == k) | read(tree, q - 96) & (h > 0)
+
+    pattern = rw.from_mask_mod(drafts)
+    q = torch.randn(2, 3, 4, 8, dtype=torch.float64, requires_grad=grad)
+    k = torch.randn(2, 3, 100, 8, dtype=torch.float64)
+    at_q, at_k, head = torch.arange(96, 100)[:, None], torch.arange(100), torch.arange(3)[:, None, None]
+    dense = (at_k < 96) | (at_q == at_k) | tree[:, None] & (head > 0)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, k, dense)
+    for backend in ("auto", "reference", "dense_batched"):
+        for offset in (96, torch.tensor(96), "end"):
+            out = rw.attention(q, k, k, pattern, q_offset=offset, backend=backend)
+            torch.testing.assert_close(out, wanted)
+            if grad:
+                slopes = (torch.autograd.grad(x.square().sum(), q, retain_graph=True) for x in (out, wanted))
+                torch.testing.assert_close(*slopes)
+    assert torch.equal(pattern.to_dense(4, 100, 3, q_offset=96)[0], dense)
+    assert torch.equal(pattern.plan(4, 100, heads=3, q_offset=96).to_dense()[0], dense)
+    with pytest.raises(PatternError, match="raises IndexError.*; wanted tables with an entry for each position"):
+        rw.attention(q, k, k, pattern, q_offset=0)
 
 
 def test_named_tables_are_followed() -> None:

@@ -35,6 +35,8 @@ from .tiles import Int64, Ranges, Tiles, mix
 from .validate import whole
 
 V = TypeVar("V")
+# positions of the first query and the first key, at which a function is tried
+_FIRST = 0, 0
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # entries of a cache that belongs to one function
 _KEPT = 16
@@ -203,6 +205,8 @@ class Holder:
         self.unseen = None if reads is None else reads.unseen
         #: Caches of plans and programs of its patterns, which are dropped with it.
         self.stores: weakref.WeakKeyDictionary[LRUCache[Any], LRUCache[Any]] = weakref.WeakKeyDictionary()
+        #: Positions (query, key) of a call, at which the function may be tried.
+        self.place = _FIRST
         #: Whether a single call has reached its backward pass, in which no new mask may appear.
         self.complete = False
         # digests of masks by the digests of their indices
@@ -360,9 +364,17 @@ class TokenMask(Pattern):
         named = None if tables is None else tuple(tables)
         reads = Reads(fn, named)
         self._of(_holder_of(fn, named, reads), tuple(reads.tables), batch, head)
-        self._depends()
-        if named is None and Reads(fn).state != reads.state:
-            raise _refused("values that it changes itself")
+        self._probe(*_FIRST)
+        if Reads(fn, named).state != reads.state:
+            raise PatternError(
+                message(
+                    "mask_mod",
+                    "a function that reads values that it changes itself",
+                    "a function that changes nothing",
+                    "Remove the counter or cache; or make it an attribute of an object, and name the tensors that the "
+                    "function reads with tables=[...].",
+                )
+            )
 
     def _of(self, holder: Holder, tables: tuple[Tensor, ...], batch: int | None, head: int | None) -> TokenMask:
         self.fn, self._named, self._batch, self._head = holder.fn, holder.named, batch, head
@@ -439,12 +451,28 @@ class TokenMask(Pattern):
         # another function object may read other values later
         return super().stays_equal(other) and isinstance(other, TokenMask) and self.fn is other.fn
 
-    def _depends(self) -> tuple[bool, bool]:
-        # if the function uses an index, its result is broadcast along the axis of that index
+    def _probe(self, q: int, k: int) -> tuple[bool, bool] | None:
+        """Return whether the mask depends on the batch element and on the head; None if it has no such position.
+
+        If the function uses an index, its result is broadcast along the axis of that index.
+        """
         zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device="cpu")
-        result = self._call(zero.expand(2, 1, 1, 1), zero.expand(1, 2, 1, 1), zero, zero)
+        try:
+            result = self._call(zero.expand(2, 1, 1, 1), zero.expand(1, 2, 1, 1), zero + q, zero + k)
+        except PatternError as error:
+            # a table may begin at the first query of a call, so a position that is out of bounds is no mistake
+            if _out_of_bounds(error.__cause__):
+                return None
+            raise
         shape = (1,) * (4 - result.ndim) + tuple(result.shape)
         return shape[0] > 1, shape[1] > 1
+
+    def _depends(self) -> tuple[bool, bool]:
+        return self._probe(*_FIRST) or self._probe(*self._holder.place) or (True, True)
+
+    def check(self, nq: int, nk: int, q_offset: int) -> None:
+        # the last query and the last key are positions of every call
+        self._holder.place = q_offset + nq - 1, nk - 1
 
     def _call(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         try:
@@ -455,6 +483,9 @@ class TokenMask(Pattern):
             said = f"a function that raises {in_a_line(error)}"
             wanted = "one of four index tensors (b, h, q, k)"
             remedy = "Use tensor operations, such as & and torch.where, in place of `and` and `if`."
+            if _out_of_bounds(error):
+                wanted = "tables with an entry for each position of the call"
+                remedy = "Queries are at positions from q_offset on, and keys from 0 on: subtract, clamp, or enlarge."
             raise PatternError(message("mask_mod", said, wanted, remedy)) from error
         if isinstance(result, bool):
             result = torch.tensor(result, device=q.device)
@@ -517,6 +548,12 @@ class TokenMask(Pattern):
 
     def tile_classes(self, tiles: Tiles) -> Int64:
         return mix(tiles.q_lo, tiles.k_lo)
+
+
+def _out_of_bounds(error: BaseException | None) -> bool:
+    """Return whether a function failed because a position is not in its tables."""
+    said = str(error).lower()
+    return isinstance(error, LookupError) or (isinstance(error, RuntimeError) and "out of " in said)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
