@@ -214,6 +214,9 @@ def test_longnet() -> None:
         torch.testing.assert_close(one, other)
     with pytest.raises(rw.PatternError):
         module(x, x, x, is_causal=True)
+    module.pattern = rw.Causal()
+    with pytest.raises(rw.PatternError, match="wanted a LongNet, with detach_weights=True"):
+        module(x, x, x)
 
 
 def test_autocast() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .api import attention, longnet_attention, neighborhood_attention
 from .call import Arguments
-from .errors import ShapeError, UnsupportedError, message, shown
+from .errors import PatternError, ShapeError, UnsupportedError, message, shown
 from .hierarchical import COMBINATIONS, hierarchical_attention
 from .names import only, suggest
 from .patterns import Causal, Full, LongNet, Pattern
@@ -409,7 +409,9 @@ class LongNetAttention(MultiheadAttention):
         if not self.detach_weights:
             return super()._attend(x, q, k, v, pattern, options)
         taken = _taken("longnet_attention", options, "detach_weights=True")
-        assert isinstance(pattern, LongNet)
+        if not isinstance(pattern, LongNet):
+            remedy = "Use another module for other patterns."
+            raise PatternError(message("pattern", repr(pattern), "a LongNet, with detach_weights=True", remedy))
         return longnet_attention(
             q,
             k,
@@ -483,7 +485,8 @@ class HierarchicalAttention(MultiheadAttention):
             raise UnsupportedError(message("q_offset", "a tensor", wanted, "Pass an int."))
         if options["terms"] or pattern != self.pattern:
             wanted = "no mask and is_causal=False"
-            raise UnsupportedError(message("attn_mask", repr(pattern), wanted, "Create the module with causal=True."))
+            got = repr(pattern) if pattern != self.pattern else "a mask tensor or terms"
+            raise UnsupportedError(message("attn_mask", got, wanted, "Create the module with causal=True."))
         gates = None
         if self.gate is not None:
             gates = torch.sigmoid(self.gate(x)).unflatten(-1, (self.num_heads, 3)).transpose(1, 2)

@@ -228,7 +228,7 @@ def _float32(name: str, value: object) -> float:
     """Check a number that float32 can represent, and return it."""
     value = number(name, value, error=ShapeError)
     if value != 0 and not _SMALLEST <= abs(value) <= _LARGEST:
-        wanted = f"0, or a number of {_SMALLEST:g} to {_LARGEST:g} of either sign"
+        wanted = f"0, or a number from {_SMALLEST:g} to {_LARGEST:g} of either sign"
         raise ShapeError(message(name, shown(value), wanted, "Kernels compute in float32; pass such a number."))
     return value
 
