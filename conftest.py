@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests import progress, sampled
+from tests import deprecations, progress, sampled
 
 import ringweave as rw
 
@@ -80,6 +80,7 @@ def _seed(request: pytest.FixtureRequest, doctest_namespace: dict[str, object]) 
     # torch.manual_seed keeps, for a GPU that is not there yet, the stack that it was called from: half a millisecond
     seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
     seed(0)
+    deprecations.refuse()
     if isinstance(request.node, pytest.DoctestItem):
         doctest_namespace.update(example_names())
 

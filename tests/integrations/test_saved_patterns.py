@@ -165,9 +165,12 @@ def test_a_pattern_without_text_is_said_not_to_be_saved(
     pattern: rw.Pattern, tmp_path: Path, warned: pytest.LogCaptureFixture
 ) -> None:
     model = patch(model_of("llama", "sdpa"), PATTERN)
-    assert not warned.messages
     for _ in range(2):
         patch(model, pattern)
+    # a pattern of each batch is data, which is not told before it would be lost
+    assert not warned.messages
+    for _ in range(2):
+        saved(model, tmp_path)
     (message,) = warned.messages
     assert message == (
         f"pattern: got {pattern}; wanted a pattern of numbers, which a config can hold as text. save_pretrained does not "

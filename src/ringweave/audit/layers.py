@@ -337,32 +337,52 @@ class _Watch:
         undo: list[tuple[Any, str, Any]] = []
         utils = sys.modules.get("transformers.modeling_utils")
         if utils is not None:
-            interface = utils.AttentionInterface
+            undo += self._interface(utils.AttentionInterface)
+        flex = sys.modules.get("torch.nn.attention.flex_attention")
+        if flex is not None:
+            wrapper = self._flex(flex.flex_attention)
+            # Models import the function by name, so patch it in every module. gc.get_referrers would be faster, but it
+            # misses objects that were frozen by gc.freeze, as servers do.
+            found = [(flex, "flex_attention", flex.flex_attention)]
+            for holder in list(sys.modules.values()):
+                if holder is not flex:
+                    names = list(getattr(holder, "__dict__", {}).items())
+                    found += [(holder, name, value) for name, value in names if value is flex.flex_attention]
+            for holder, name, _ in found:
+                setattr(holder, name, wrapper)
+            undo += found
+        try:
+            yield
+        finally:
+            for holder, name, value in undo:
+                setattr(holder, name, value)
+
+    def _interface(self, interface: Any) -> list[tuple[Any, str, Any]]:
+        """Patch transformers' table of attention functions; return the replaced attributes."""
+        if hasattr(interface, "get_interface"):
             original = interface.get_interface
 
             @functools.wraps(original)
             def get_interface(these: Any, implementation: str, default: Any) -> Any:
                 return self._wrapped(original(these, implementation, default), implementation or "eager")
 
-            undo.append((interface, "get_interface", original))
             interface.get_interface = get_interface
-        flex = sys.modules.get("torch.nn.attention.flex_attention")
-        if flex is not None:
-            wrapper = self._flex(flex.flex_attention)
-            # Models import the function by name, so patch it in every module. gc.get_referrers would be faster, but it
-            # misses objects that were frozen by gc.freeze, as servers do.
-            for holder in list(sys.modules.values()):
-                if holder is not flex:
-                    names = list(getattr(holder, "__dict__", {}).items())
-                    undo += [(holder, name, value) for name, value in names if value is flex.flex_attention]
-            undo.append((flex, "flex_attention", flex.flex_attention))
-            for holder, name, _ in undo[1 if utils is not None else 0 :]:
-                setattr(holder, name, wrapper)
-        try:
-            yield
-        finally:
-            for holder, name, value in undo:
-                setattr(holder, name, value)
+            return [(interface, "get_interface", original)]
+        # the first versions of transformers 5 index the table, and call each model's own function for eager attention
+        item = interface.__getitem__
+
+        @functools.wraps(item)
+        def get_item(these: Any, implementation: str) -> Any:
+            return self._wrapped(item(these, implementation), implementation)
+
+        interface.__getitem__ = get_item
+        undo = [(interface, "__getitem__", item)]
+        for name, holder in list(sys.modules.items()):
+            eager = getattr(holder, "__dict__", {}).get("eager_attention_forward")
+            if name.startswith("transformers.models.") and callable(eager):
+                holder.eager_attention_forward = self._wrapped(eager, "eager")  # type: ignore[attr-defined]
+                undo.append((holder, "eager_attention_forward", eager))
+        return undo
 
     def _wrapped(self, function: Callable[..., Any], implementation: str) -> Callable[..., Any]:
         @functools.wraps(function)

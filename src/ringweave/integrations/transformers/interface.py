@@ -32,6 +32,7 @@ from .saved_patterns import (
     restore,
     self_attention,
     separate,
+    tell_when_saved,
     text_of,
     watch,
 )
@@ -280,7 +281,7 @@ def set_pattern(model: nn.Module, pattern: Pattern | str | None, layers: Sequenc
 
     The pattern is stored as text in the model's config (``config.ringweave``), so that ``save_pretrained`` saves it and
     a loaded model has it again. The model gets its own copy of the config. A pattern of tensors or functions has no
-    text; a warning says that it is not saved. Other attention implementations ignore the pattern.
+    text; a warning says so when the model is saved. Other attention implementations ignore the pattern.
 
     Args:
         model: A model of transformers with the implementation ``"ringweave"``.
@@ -321,15 +322,13 @@ def _set(model: nn.Module, modules: dict[str, nn.Module], pattern: Pattern | Non
     for module in modules.values():
         setattr(module, ATTRIBUTE, pattern)
     unsaved = [] if whole is None else record(whole)
-    if pattern is not None and (text is None or unsaved):
-        where = "" if text is None else f", set in {', '.join(unsaved)} but not in other layers of the same numbers"
-        warn_once(
-            f"unsaved {type(model).__name__} {text is None}",
-            "pattern",
-            f"{pattern}{where}",
-            "a pattern of numbers, which a config can hold as text",
-            "save_pretrained does not save it: call patch(model, pattern) again after from_pretrained.",
-        )
+    if text is None:
+        for module in modules.values() if pattern is not None else ():
+            tell_when_saved(module)
+    elif unsaved:
+        got = f"{pattern}, set in {', '.join(unsaved)} but not in other layers of the same numbers"
+        remedy = "save_pretrained does not save it: call patch(model, pattern) again after from_pretrained."
+        warn_once(f"unsaved {type(model).__name__}", "pattern", got, "one pattern for all of these layers", remedy)
 
 
 def _has_text(module: nn.Module, text: str | None) -> bool:

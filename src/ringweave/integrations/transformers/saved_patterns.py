@@ -28,6 +28,8 @@ NAME = "ringweave"
 RECORD = "ringweave"
 #: Attribute of an attention module that holds its pattern, or None.
 ATTRIBUTE = "_ringweave_pattern"
+# attribute of an attention module that warns when it is saved with a pattern without text
+_TELLS = "_ringweave_tells"
 
 Record = dict[str, Any]
 
@@ -234,6 +236,27 @@ def record(whole: nn.Module) -> list[str]:
             else:
                 setattr(copies[key], RECORD, copy.deepcopy(value))
     return unsaved
+
+
+def tell_when_saved(module: nn.Module) -> None:
+    """Let a layer warn once if its weights are saved while its pattern has no text, which a config could hold.
+
+    Such patterns, of each batch's documents or of functions, are data of a call, so setting one is no mistake.
+
+    Args:
+        module: The attention module of the layer.
+    """
+    if _TELLS not in vars(module):
+        setattr(module, _TELLS, True)
+        module.register_state_dict_pre_hook(_on_saving)
+
+
+def _on_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    pattern: Pattern | None = vars(module).get(ATTRIBUTE)
+    if pattern is not None and text_of(pattern) is None:
+        wanted = "a pattern of numbers, which a config can hold as text"
+        remedy = "save_pretrained does not save it: call patch(model, pattern) again after from_pretrained."
+        warn_once(f"unsaved {type(module).__name__}", "pattern", str(pattern), wanted, remedy)
 
 
 def _tree(config: object) -> Iterator[Any]:
