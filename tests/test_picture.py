@@ -60,6 +60,19 @@ def test_cells_that_are_cut_finer_hold_the_same(pattern: rw.Pattern, monkeypatch
     assert whole.caption == cut.caption
 
 
+def test_a_dilation_is_visible_or_named() -> None:
+    """Cells are smaller than a rate where that is possible; else the caption names the rate."""
+    pattern = rw.LongNet([64, 256], [1, 4])
+    drawn = picture(pattern, 256, heads=4)
+    assert (drawn.side, "hide" in drawn.caption) == (2, False)
+    # the second branch, outside of the first one's segments
+    assert len(np.unique(drawn.panels[0].shares[:32, 32:])) == 2
+    assert "cells of 8 x 8 tokens hide a rate of 4" in picture(pattern, 256, heads=4, cells=32).caption
+    coarse = picture(rw.LongNet([2**12, 2**14, 2**15], [1, 16, 64]), 2**15)
+    assert "cells of 256 x 256 tokens hide rates of 16, 64" in coarse.caption
+    assert "hide" not in picture(rw.Strided(16), 16).caption
+
+
 def test_an_opaque_pattern_is_sampled_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     pattern = rw.from_mask_mod(lambda b, h, q, k: (q - k) % 4 == 0)
     monkeypatch.setattr(cells, "_EVALUATED", 2**18)

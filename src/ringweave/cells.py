@@ -27,6 +27,7 @@ from .units import count, percent
 Shares = NDArray[np.float64]
 
 CELLS = 64
+_FINE = 128  # maximum number of cells along a side where smaller ones show a rate
 PANELS = 8
 
 _EVALUATED = 2**24  # maximum number of pairs evaluated by token at one level
@@ -84,7 +85,8 @@ def picture(pattern: Pattern, tokens: int, *, heads: int = 1, cells: int = CELLS
         pattern: A relation or a LongNet. If batch elements differ, the first one is drawn.
         tokens: Number of queries and of keys.
         heads: Query heads; 1 means the number of heads that the pattern is made for.
-        cells: Maximum number of cells along a side; with no more tokens than this a cell is one pair.
+        cells: Maximum number of cells along a side; with no more tokens than this a cell is one pair. The default is
+            doubled if that shows a dilation rate.
     Returns:
         The panels and texts of a picture.
     Raises:
@@ -107,6 +109,10 @@ def picture(pattern: Pattern, tokens: int, *, heads: int = 1, cells: int = CELLS
     for head in range(heads):
         alike.setdefault(layers(pattern, tokens, head, heads), []).append(head)
     side = -(-tokens // cells)
+    # a cell as large as a rate contains as many pairs as its neighbours, whatever the rate keeps
+    rates = {rate for parts in alike for part in parts for rate in (part.rate, part.pattern.residue_rate) if rate > 1}
+    if cells == CELLS and rates and side >= min(rates):
+        side = max(min(side, -(-tokens // _FINE)), min(rates) // 2)
     sides = np.minimum(side, tokens - np.arange(0, tokens, side))
     panels, allowed, exact = [], 0.0, True
     for parts, members in list(alike.items())[:PANELS]:
@@ -121,6 +127,10 @@ def picture(pattern: Pattern, tokens: int, *, heads: int = 1, cells: int = CELLS
     if batch is not None:
         texts.append(f"the first of {batch} batch elements")
     texts.append(f"density {'' if exact else 'about '}{percent(allowed / (shown * tokens**2))}")
+    hidden = sorted(rate for rate in rates if side > 1 and rate <= side)
+    if hidden:
+        number = "a rate" if len(hidden) == 1 else "rates"
+        texts.append(f"cells of {side} x {side} tokens hide {number} of {', '.join(map(str, hidden))}")
     if exact:
         texts += _planned(pattern, alike, tokens, heads, batch)
     return Picture(repr(pattern), ", ".join(texts), tokens, side, tuple(panels))

@@ -180,6 +180,7 @@ def _write_png(drawn: Picture, path: str | Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
     except ModuleNotFoundError:
         raise UnsupportedError(
             message("path", repr(path), "matplotlib for a PNG", "pip install ringweave[plot], or write an .svg.")
@@ -188,12 +189,11 @@ def _write_png(drawn: Picture, path: str | Path) -> None:
     rows = -(-len(drawn.panels) // columns)
     one = len(drawn.panels) == 1
     size = 4.6 if one else 2.3
-    inches = (max(4.9, columns * size), rows * (size + 0.1) + 0.7)
+    inches = (max(4.9, columns * size), rows * (size + 0.3) + 1.4)
     figure = Figure(figsize=inches, dpi=160, facecolor=_CARD, layout="constrained")
     FigureCanvasAgg(figure)
     title = "\n".join(textwrap.wrap(drawn.title, 14 * columns + 40, max_lines=3, placeholder=" ..."))
     figure.suptitle(title, family="monospace", fontsize=10, fontweight="bold", color=_INK, parse_math=False)
-    figure.supxlabel("\n".join(textwrap.wrap(drawn.caption, 22 * columns + 40)), fontsize=8, color=_FAINT)
     ticks = sorted({0, drawn.tokens // 2, drawn.tokens})
     for i, axes in enumerate(figure.subplots(rows, columns, squeeze=False).flat):
         if i >= len(drawn.panels):
@@ -207,9 +207,14 @@ def _write_png(drawn: Picture, path: str | Path) -> None:
         axes.xaxis.set_ticks_position("top")
         axes.xaxis.set_label_position("top")
         axes.tick_params(labelsize=7, colors=_FAINT)
-        axes.set_xlabel("keys", fontsize=8)
+        axes.set_xlabel("keys" if one else f"{panel.caption}\nkeys", fontsize=8)
         if i % columns == 0:
             axes.set_ylabel("queries", fontsize=8)
-        if not one:
-            axes.set_title(panel.caption, fontsize=8, fontweight="bold")
+    patches = [Patch(facecolor=fill(share), edgecolor=_FAINT, label=label) for share, label in _LEGEND]
+    caption = "\n".join(textwrap.wrap(drawn.caption, 22 * columns + 40))
+    legend = figure.legend(
+        handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=7, labelcolor=_FAINT,
+        title=f"{caption}\n\nallowed pairs in a cell", title_fontsize=8,
+    )  # fmt: skip
+    legend.get_title().set(color=_FAINT, multialignment="center")
     figure.savefig(path)
