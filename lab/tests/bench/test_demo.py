@@ -20,7 +20,7 @@ from ringweave_lab.bench.report import error_text, milliseconds
 from ringweave_lab.bench.text import ByteModel, standard_library, text_inputs
 from ringweave_lab.commands import register
 from ringweave_lab.demo import command as module
-from ringweave_lab.demo.demo import DemoResult
+from ringweave_lab.demo.demo import DemoResult, bits
 from ringweave_lab.demo.report import render
 
 app = typer.Typer()
@@ -61,7 +61,7 @@ def test_the_report_is_self_contained(run: tuple[DemoResult, str, Any]) -> None:
 
 def test_the_report_has_its_sections_and_pictures(run: tuple[DemoResult, str, Any]) -> None:
     report = run[1]
-    assert re.findall(r'<h2 id="(\w+)"', report) == ["pattern", "exactness", "speed", "training", "around", "machine"]
+    assert re.findall(r'<h2 id="(\w+)"', report) == ["pattern", "exactness", "speed", "training", "around", "next", "machine"]
     assert report.count("<svg") == 5
     assert "prefers-color-scheme: dark" in report
     assert 'name="viewport"' in report
@@ -81,7 +81,7 @@ def test_the_report_shows_what_was_measured(run: tuple[DemoResult, str, Any]) ->
         assert f"<td>{error_text(getattr(result.exactness.torch, name).largest)}</td>" in body
     for training in result.training.values():
         assert f"<td>{training.tokens_per_second:,.0f}</td>" in body
-        assert f"<td>{training.losses[-1]:.3f}</td>" in body
+        assert f"<td>{bits(training.losses[-1]):.3f}</td>" in body
     assert f"{result.pattern.tiles:,} of {result.pattern.all_tiles:,}" in body
 
 
@@ -106,7 +106,7 @@ def test_two_processes_learn_what_one_does_and_receive_less_than_a_full_ring(run
     assert (around.alone.processes, around.shared.processes) == (1, 2)
     assert 0 < around.shared.received < around.shared.full_ring
     assert around.alone.received == 0
-    for shown in (nbytes(around.shared.received), f"{around.shared.losses[-1]:.4f}", error_text(around.difference)):
+    for shown in (nbytes(around.shared.received), f"{bits(around.shared.losses[-1]):.4f}", error_text(around.difference)):
         assert shown in report
     assert "2 processes share 1,024 tokens" in " ".join(found.output.split())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import re
 import statistics
 import zlib
@@ -44,10 +45,6 @@ _PAGE = STYLE | {
 }
 
 
-# Bars whose lengths differ by more than this factor get a logarithmic axis: on a linear one the shortest would vanish.
-_MOST_LINEAR = 20
-
-
 def bars(
     outcomes: Sequence[Outcome],
     value: Callable[[Outcome], float | None],
@@ -59,40 +56,31 @@ def bars(
     pyplot = _pyplot()
     groups = [list(group) for _, group in itertools.groupby(outcomes, lambda o: (o.tokens, o.direction))]
     height = sum(len(group) + 1.35 for group in groups)
-    lengths = [length for outcome in outcomes if (length := value(outcome))] or [1.0]
-    longest, shortest = max(lengths), min(lengths)
-    logarithmic = longest > _MOST_LINEAR * shortest
-    start = shortest / 3 if logarithmic else 0.0
+    longest = max([length for outcome in outcomes if (length := value(outcome))] or [1.0])
     with pyplot.rc_context(_PAGE):
         figure, axes = pyplot.subplots(figsize=(4.2, 0.8 + 0.27 * height))
         axes.set_title(title, loc="left", size=11, weight="bold")
-        if logarithmic:
-            axes.set_xscale("log")
         at = 0.0
         ticks: list[tuple[float, str]] = []
         for group in groups:
             heading = f"{group[0].tokens:,} tokens, {group[0].direction}"
-            axes.text(start, at, heading, va="center", weight="bold", size=9)
+            axes.text(0, at, heading, va="center", weight="bold", size=9)
             at += 0.95
             for outcome in group:
-                end = value(outcome) or start
-                axes.barh(at, end - start, left=start, height=0.7, color=_COLOURS.get(outcome.peer, GREY))
+                end = value(outcome) or 0.0
+                axes.barh(at, end, height=0.7, color=_COLOURS.get(outcome.peer, GREY))
                 axes.annotate(label(outcome), (end, at), (3, 0), textcoords="offset points", va="center", size=8.5)
                 ticks.append((at, outcome.peer.removeprefix("ringweave:")))
                 at += 1
             at += 0.4
         axes.set_yticks([place for place, _ in ticks], [name for _, name in ticks])
         axes.tick_params(axis="y", length=0)
-        if logarithmic:
-            # leaves about as much room for labels as the longest bar takes
-            axes.set_xlim(start, longest * (longest / start) ** 0.6)
-        else:
-            axes.set_xlim(0, longest * 1.6)
-            axes.locator_params(axis="x", nbins=6)
+        axes.set_xlim(0, longest * 1.6)
+        axes.locator_params(axis="x", nbins=6)
         axes.xaxis.set_major_formatter(lambda number, _: f"{number:,.4g}" if number < 1e3 else f"{number:,.0f}")
         axes.spines["left"].set_visible(False)
         axes.set_ylim(at - 0.8, -0.6)
-        axes.set_xlabel(f"{axis}, logarithmic" if logarithmic else axis)
+        axes.set_xlabel(axis)
         return _svg(figure, pyplot)
 
 
@@ -198,16 +186,17 @@ def loss_curves(training: dict[str, Training]) -> str:
             colour = _COLOURS.get(name, GREY)
             # a dashed second curve keeps both visible if they coincide
             dark: dict[str, Any] = {"label": name, "linewidth": 1.8, "linestyle": "-" if number == 0 else (0, (4, 2))}
-            means = [statistics.mean(run.losses[max(0, end - MEAN) : end]) for end in range(1, len(run.losses) + 1)]
+            losses = [loss / math.log(2) for loss in run.losses]
+            means = [statistics.mean(losses[max(0, end - MEAN) : end]) for end in range(1, len(losses) + 1)]
             for axes, places in (
-                (steps, range(1, len(run.losses) + 1)),
+                (steps, range(1, len(losses) + 1)),
                 (seconds, list(itertools.accumulate(run.seconds))),
             ):
-                axes.plot(places, run.losses, color=colour, linewidth=0.8, alpha=0.4)
+                axes.plot(places, losses, color=colour, linewidth=0.8, alpha=0.4)
                 axes.plot(places, means, color=colour, **dark)
         steps.set_xlabel("step")
         seconds.set_xlabel("seconds of its own steps")
-        steps.set_ylabel("loss, nats per byte")
+        steps.set_ylabel("loss, bits per byte")
         steps.legend(loc="upper right", fontsize=9)
         return _svg(figure, pyplot)
 
@@ -226,13 +215,14 @@ def shared_sequence(around: SharedTraining) -> str:
         moved.set_ylim(0, 1.15 * max(sizes) / 2**20)
         steps = range(1, len(around.alone.losses) + 1)
         # a thick pale line below a thin one keeps both visible if they coincide
-        losses.plot(steps, around.alone.losses, color=dense, linewidth=3.5, alpha=0.6, label="one process")
+        alone, shared = ([loss / math.log(2) for loss in run.losses] for run in (around.alone, around.shared))
+        losses.plot(steps, alone, color=dense, linewidth=3.5, alpha=0.6, label="one process")
         losses.plot(
-            steps, around.shared.losses, color=mine, linewidth=1.6, linestyle=(0, (4, 2)),
+            steps, shared, color=mine, linewidth=1.6, linestyle=(0, (4, 2)),
             label=f"{around.shared.processes} processes",
         )  # fmt: skip
         losses.set_xlabel("step")
-        losses.set_ylabel("loss, nats per byte")
+        losses.set_ylabel("loss, bits per byte")
         losses.xaxis.get_major_locator().set_params(integer=True)
         losses.legend(fontsize=9)
         figure.tight_layout()

@@ -5,6 +5,7 @@ The report contains only figures of :class:`DemoResult`, all of which are measur
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,11 @@ from ..bench.text import Corpus, Training, standard_library, text_inputs, train
 #: A function that receives the part, the share of it that is done, and a progress message.
 Advance = Callable[[str, float, str], None]
 _TRAINED = ("ringweave", "dense causal")
+
+
+def bits(nats: float) -> float:
+    """Convert a loss of a byte from nats to bits."""
+    return nats / math.log(2)
 
 
 def faster(ratio: float) -> str:
@@ -76,8 +82,8 @@ class DemoSizes:
 
 
 WHOLE = DemoSizes(
-    lengths=(8192, 16384), context=8192, window=1024, sinks=64, heads=2, head_dim=64, rounds=3, steps=40,
-    around=(4096, 256, 10), speed_budget=4.0, around_budget=60.0, train_budget=100.0, train_least=15.0,
+    lengths=(8192, 16384), context=8192, window=1024, sinks=64, heads=2, head_dim=64, rounds=3, steps=24,
+    around=(4096, 256, 10), speed_budget=4.0, around_budget=60.0, train_budget=100.0, train_least=40.0,
     whole_budget=100.0, peers=("sdpa", "flex"),
 )  # fmt: skip
 QUICK = DemoSizes(
@@ -203,8 +209,8 @@ class DemoResult:
             ),
             (
                 "loss",
-                f"{sparse.losses[0]:.2f} to {sparse.losses[-1]:.2f} in {len(sparse.losses)} steps of {sparse.tokens:,} "
-                f"tokens, dense {dense.losses[0]:.2f} to {dense.losses[-1]:.2f}",
+                f"{bits(sparse.losses[0]):.2f} to {bits(sparse.losses[-1]):.2f} bits per byte in {len(sparse.losses)} "
+                f"steps of {sparse.tokens:,} tokens, dense {bits(dense.losses[0]):.2f} to {bits(dense.losses[-1]):.2f}",
             ),
             ("around the ring", f"not run: {self.around}" if isinstance(self.around, str) else self.around.summary()),
         ]

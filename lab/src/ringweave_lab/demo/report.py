@@ -11,7 +11,7 @@ from ..bench.launched import LIMIT
 from ..bench.plots import MEAN, bars, inline, loss_curves, shared_sequence
 from ..bench.record import Outcome, plain
 from ..bench.report import as_json, milliseconds, rendered
-from .demo import DemoResult, faster
+from .demo import DemoResult, bits, faster
 
 _FUNCTIONS = {"Causal()": "dense, causal", "Full()": "dense, not causal"}
 
@@ -41,6 +41,7 @@ def render(result: DemoResult) -> str:
         function=lambda outcome: _FUNCTIONS.get(outcome.computes, "the pattern"),
         ratio=ratio_text,
         faster=faster,
+        bits=bits,
         groups=_grouped(outcomes),
         data=as_json(_figures(result)),
     )

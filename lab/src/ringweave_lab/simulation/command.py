@@ -180,9 +180,13 @@ def plot(rows: Sequence[Row], path: str, *, title: str) -> None:
             axes.set_axisbelow(True)
         share.set_ylim(0, 104)
         share.set_title("Modelled efficiency: computing over step time, %", fontsize=9)
-        # symlog, since a placement may receive zero bytes
-        received.set_yscale("symlog", base=2, linthresh=2**20)
-        received.set_ylim(0, 2 * received.get_ylim()[1])
+        sizes = [each.bytes_worst for row in rows for each in row.systems.values() if each is not None]
+        if min(sizes) > 0:
+            received.set_yscale("log", base=2)
+        else:
+            # a placement that receives nothing has no place on a logarithmic axis
+            received.set_yscale("symlog", base=2, linthresh=2**20)
+            received.set_ylim(0, 2 * received.get_ylim()[1])
         received.yaxis.set_major_formatter(FuncFormatter(lambda value, _: nbytes(value)))
         received.set_title("Received by the GPU that receives most, a step", fontsize=9)
         handles, labels = received.get_legend_handles_labels()
