@@ -46,10 +46,10 @@ def demo(
         path = write_report(result, out)
         advance("Report", 1.0, "")
     print_summary(console, result)
+    console.print("Next: ringweave explore, a page to compose patterns; docs/quickstart.md for the first calls.")
     console.print(f"Report: {path.resolve()}  ({time.perf_counter() - start:.0f} s in all)", soft_wrap=True)
     if not result.correct:
         raise typer.Exit(1)
-    console.print("Next: ringweave explore, a page to compose patterns; docs/quickstart.md for the first calls.")
 
 
 def print_summary(console: Console, result: DemoResult) -> None:
