@@ -84,7 +84,7 @@ RECORDS = {"AttentionOutput", "BlockPlan", "BlockWeights"}
 #: Methods by which patterns answer plans: internal, called with arrays.
 PROTOCOL = {
     "allows", "key_ranges", "excluded_ranges", "tile_classes", "extents", "select", "check", "restride", "remade", "spans", "fits", "numbers", "read", "readable", "own", "either", "value", "views", "of", "key", "write", "parts_within",
-    "lookback", "apply", "gradient", "total", "bound", "over", "slope", "entry", "example",
+    "lookback", "apply", "gradient", "total", "bound", "over", "slope", "entry", "share", "example", "stays_equal",
 }  # fmt: skip
 
 
