@@ -31,7 +31,7 @@ REGISTERS = {
     "parallel/transport/transport.py": {"_made"},
     "patterns/base.py": {"_provided"},
     "patterns/declared.py": {"DECLARED"},
-    "patterns/function.py": {"_holders", "_by_state"},  # what lives, weakly
+    "patterns/function.py": {"_holders", "_tickets", "_by_state"},  # what lives, weakly
     "plan/cuda_sync.py": {"_made", "_in_graphs"},  # events, and what graphs read
     "terms.py": {"KINDS"},
 }

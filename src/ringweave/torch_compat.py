@@ -306,6 +306,21 @@ def untraced(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def uncompiled(why: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make compiled code break its graph at a function and run it as it is; ``why`` is in the error of fullgraph=True.
+
+    Unlike ``torch.compiler.disable`` this does not import the compiler.
+    """
+
+    def marked(function: Callable[..., Any]) -> Callable[..., Any]:
+        # a compiler that does not read these attributes traces the function, and raises its own errors
+        outer: Any = functools.wraps(function)(untraced(function))
+        outer._torchdynamo_disable, outer._torchdynamo_disable_msg = True, why
+        return outer  # type: ignore[no-any-return]
+
+    return marked
+
+
 def register_pytree(kind: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any, Any], Any], name: str) -> None:
     """Register a class as a pytree node; ``flatten`` returns its leaves."""
     register = find("utils._pytree.register_pytree_node")

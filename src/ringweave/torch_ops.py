@@ -24,7 +24,8 @@ from .cache import fact
 from .call import Call, Operands
 from .errors import UnsupportedError, is_out_of_memory, message
 from .host_offload import program_of
-from .patterns.function import PinnedClosure, pinned_closure
+from .patterns.function import PinnedClosure, check_use, note_use, pinned_closure
+from .plan import pattern_of
 from .program import Program, Returned
 from .torch_compat import all_plain, dispatch_modes, forward_mode, transforming, untraced, unwatched
 from .types import acc_dtype
@@ -78,7 +79,9 @@ def attention(
     dropout: int,
 ) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) of a call, given as the text ``Call.text`` and the ``tensors`` of ``call.pack``."""
-    program = program_of(Call.read(call, q, k, v, tensors, scale, q_offset, dropout), q, k)
+    about = Call.read(call, q, k, v, tensors, scale, q_offset, dropout)
+    note_use(about.pattern)
+    program = program_of(about, q, k)
     return oom_retry.forward(program, program.operands(q, k, v, tensors))
 
 
@@ -100,6 +103,7 @@ def attention_backward(
     """Compute (dq, dk, dv, gradients of ``tensors``); where ``learns`` is False the gradient is an empty tensor."""
     learned = sum(x.numel() for x, one in zip(tensors, learns, strict=True) if one)
     about = replace(Call.read(call, q, k, v, tensors, scale, q_offset, dropout), needs_grad=True, learned=learned)
+    check_use(about.pattern)
     return _backward(program_of(about, q, k), (q, k, v, out, lse), tensors, learns, dout, dlse)
 
 
@@ -254,6 +258,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 def _save(ctx: Any, spec: str, *saved: Any) -> None:
     *inputs, tensors, output = saved
+    if "TokenMask(_" in spec and all_plain(inputs[:1]):
+        # of compiled code, where tensors name the functions
+        spec = pattern_of(spec, tensors).spec
     # kept alive for backward, which checks that the pattern's function and key bounds have not changed
     ctx.held = pinned_closure(spec, tensors, inputs[0])
     ctx.set_materialize_grads(False)

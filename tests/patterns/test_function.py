@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import where
 from torch.nn.attention.flex_attention import and_masks
 
@@ -679,12 +680,12 @@ def test_compiled() -> None:
         torch.testing.assert_close(passed(q, pattern), want)
         torch.testing.assert_close(closed(q), want)
     assert len(graphs) == 2
-    # another tensor: the graph passes the one that it knows
+    # another tensor is followed as in an eager call, and a new pattern of it is another input of the same graph
     ids = torch.arange(N) // 4
-    with pytest.raises(PatternError, match="reads other tensors"):
-        passed(q, pattern)
     again = rw.from_mask_mod(pattern.parts[0].fn) & rw.Causal()  # type: ignore[attr-defined]
-    torch.testing.assert_close(passed(q, again), rw.attention(q, q, q, again))
+    want = rw.attention(q, q, q, again)
+    for got in (passed(q, pattern), closed(q), passed(q, again)):
+        torch.testing.assert_close(got, want)
     assert len(graphs) == 2
 
 
@@ -701,5 +702,90 @@ def test_compiled_gradients() -> None:
     reach = 6
     with pytest.raises(PatternError, match="reads other values"):
         out.sum().backward()
-    with pytest.raises(PatternError, match="reads other values"):
-        compiled(q)
+    # the next call has eager's mask; gradients need a new pattern, since those of two masks could be confused
+    out = compiled(q)
+    torch.testing.assert_close(out, rw.attention(q, q, q, pattern))
+    with pytest.raises(PatternError, match="reads other values.*with torch.compile wrap the function again"):
+        out.sum().backward()
+    pattern = rw.from_mask_mod(pattern.fn)
+    want = torch.autograd.grad(rw.attention(q, q, q, pattern).square().sum(), q)
+    torch.testing.assert_close(torch.autograd.grad(compiled(q).square().sum(), q), want)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_new_functions_are_inputs_of_one_graph(backend: str) -> None:
+    """With gradients, for more functions than the compiler makes graphs."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    compiled = torch.compile(lambda q, p: rw.attention(q, q, q, p & rw.Causal()), fullgraph=True, backend=counter)
+    q, held = torch.randn(1, 2, N, 8, requires_grad=True), []
+    for i in range(12):
+        ids = torch.arange(N) // (3 + i)
+        pattern = rw.PerHead(
+            [rw.from_mask_mod(lambda b, h, q, k, ids=ids: ids[q] == ids[k]), rw.from_mask_mod(lambda b, h, q, k, i=i: k % 13 != i)]
+        )  # fmt: skip
+        out, want = compiled(q, pattern), rw.attention(q, q, q, pattern & rw.Causal())
+        torch.testing.assert_close(out, want)
+        held.append((out, torch.autograd.grad(want.square().sum(), q)))
+    assert counter.frame_count == 1
+    # the graph keeps the functions that its backward pass needs
+    del pattern, ids
+    gc.collect()
+    for out, want in held:
+        torch.testing.assert_close(torch.autograd.grad(out.square().sum(), q), want)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_made_inside_compiled_code(captured: bool) -> None:
+    torch._dynamo.reset()
+    fixed = torch.arange(N) // 9
+
+    def step(q: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        segment = ids * 2 + 1 if captured else fixed
+        pattern = rw.from_mask_mod(lambda b, h, q, k: segment[q] == segment[k]) & rw.Causal()
+        return rw.attention(2 * q, q, q, pattern) + 1
+
+    compiled = torch.compile(step, backend="aot_eager")
+    q = torch.randn(1, 1, N, 8, requires_grad=True)
+    for side in range(3, 15):
+        ids = torch.arange(N) // side
+        got, want = compiled(q, ids), step(q, ids)
+        torch.testing.assert_close(got, want)
+        grads = (torch.autograd.grad(out.square().sum(), q) for out in (got, want))
+        torch.testing.assert_close(*grads)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Make patterns of functions outside of code that is comp"):
+        torch.compile(step, fullgraph=True, backend="eager")(q, ids)
+
+
+def test_a_global_that_is_rebound_before_the_first_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+
+    def by_global(b, h, q, k):  # type: ignore[no-untyped-def]
+        return (q - k).abs() <= width
+
+    pattern = rw.from_mask_mod(by_global)
+    compiled = torch.compile(lambda q: rw.attention(q, q, q, pattern), fullgraph=True, backend="aot_eager")
+    q = torch.randn(1, 1, N, 8, requires_grad=True)
+    for new in (7, torch.tensor(11)):
+        monkeypatch.setitem(globals(), "width", new)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(q), rw.attention(q, q, q, rw.SlidingWindow(int(new), int(new))))
+    pattern = rw.from_mask_mod(by_global)
+    monkeypatch.setitem(globals(), "width", 5)
+    out, want = compiled(q), rw.attention(q, q, q, rw.SlidingWindow(5, 5))
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), q), torch.autograd.grad(want.sum(), q))
+
+
+def test_a_tensor_that_compiled_code_changes_before_the_call() -> None:
+    """The function's own tensor changes after the graph, so the call cannot see the new values."""
+    torch._dynamo.reset()
+    ids = torch.arange(N) // 9
+    pattern = rw.from_mask_mod(lambda b, h, q, k: ids[q] == ids[k])
+
+    def step(q: torch.Tensor) -> torch.Tensor:
+        ids.add_(torch.arange(N) // 20)
+        return rw.attention(q, q, q, pattern)
+
+    with pytest.raises(PatternError, match="reads tensors that compiled code changed before the call"):
+        torch.compile(step, fullgraph=True, backend="aot_eager")(torch.randn(1, 1, N, 8))

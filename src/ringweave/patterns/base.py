@@ -18,6 +18,7 @@ by other modules, which register their functions here when they load (:func:`pro
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 # attributes that a pattern derives from the others; they are not pickled
 _WRITTEN = ("_spec", "_follows", "_spelled_anew", "_fixed")
+_NUMBER = re.compile(r"TokenMask\(\d+")
 # functions of other modules by name; "module:function" names a module that is imported at the first use
 _provided: dict[str, Callable[..., Any] | str] = {}
 
@@ -204,6 +206,9 @@ class Pattern(ABC):
         # Stored, not computed: torch.compile guards on a stored string, but would make symbols of changing numbers.
         object.__setattr__(self, "_follows", follows)
         object.__setattr__(self, "_spelled_anew", follows and "TokenMask(" in text)
+        if self._spelled_anew and not torch.compiler.is_compiling():
+            # only compiled code reads it; a tensor names the function there, so that graphs serve every function
+            text = _NUMBER.sub("TokenMask(_", text)
         object.__setattr__(self, "_spec", text)
 
     @property

@@ -6,6 +6,9 @@ value. Anything else that the function reads could change unnoticed, so every ca
 
 A pattern's text names a function by a number. A number identifies a function and the values that it reads, except
 tensors. It is never reused, and is valid while a pattern or a pending backward pass holds it.
+
+In compiled code a pattern is named by a number in a tensor instead, its :class:`Ticket`. A new function is then another
+input of the same graph, and the operator follows the function's values when it runs, as an eager call does.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from torch import Tensor
 
 from ..cache import LRUCache
 from ..errors import PatternError, in_a_line, message, shown
-from ..torch_compat import wrapped
+from ..torch_compat import uncompiled, wrapped
 from .algebra import PerHead
 from .base import Pattern
 from .cache_key import CacheKey, TableId, content_key
@@ -242,7 +245,67 @@ def _digest(*tensors: Tensor) -> bytes:
     return digest.digest()
 
 
+class Ticket:
+    """A pattern of a function as compiled code knows it: by a number in a tensor, which keeps the ticket alive.
+
+    Attributes:
+        holder: The function when the pattern was built.
+        tables: Tensors that it read then.
+        used: Holders that forward passes of compiled code used; two are enough to refuse every backward pass.
+    """
+
+    def __init__(self, holder: Holder, tables: tuple[Tensor, ...]):
+        self.holder, self.tables = holder, tables
+        self.used: set[Holder] = set()
+
+    def now(self, tables: Sequence[Tensor]) -> tuple[Holder, tuple[Tensor, ...]]:
+        """Return the holder and the tensors of the present values; ``tables`` are those that the graph passes.
+
+        Raises:
+            PatternError: The function reads untracked values, or the graph has changed the tensors.
+        """
+        if len(tables) != len(self.tables) or not all(map(_same, self.tables, tables)):
+            # a write inside the graph reaches the function's own tensor only after the graph
+            raise changed("tensors that compiled code changed before the call")
+        reads = Reads(self.holder.fn, self.holder.named)
+        if reads.unseen:
+            raise _refused(reads.unseen)
+        return _holder_of(self.holder.fn, self.holder.named, reads), tuple(reads.tables)
+
+
+def _numbered(holder: Holder, tables: tuple[Tensor, ...]) -> Tensor:
+    """Return the tensor () on the CPU that names a pattern of a function in compiled code."""
+    place = next(_numbers)
+    number, ticket = torch.tensor(place, device="cpu"), Ticket(holder, tables)
+    # a graph that waits for its backward pass holds the tensor
+    number._ticket = ticket  # type: ignore[attr-defined]
+    _tickets[place] = ticket
+    return number
+
+
+def note_use(pattern: Pattern) -> None:
+    """Note the functions of a compiled forward pass, for its gradient."""
+    for mask in _masks(pattern):
+        if mask._ticket is not None and len(mask._ticket.used) < 2:
+            mask._ticket.used.add(mask._holder)
+
+
+def check_use(pattern: Pattern) -> None:
+    """Raise PatternError if a compiled backward pass might use other values of a function than its forward pass."""
+    for mask in _masks(pattern):
+        if mask._ticket is not None and mask._ticket.used != {mask._holder}:
+            raise changed("other values")
+
+
+def _masks(pattern: Pattern) -> Iterator[TokenMask]:
+    if isinstance(pattern, TokenMask):
+        yield pattern
+    for part in pattern.parts_within() if "TokenMask(" in pattern.spec else ():
+        yield from _masks(part)
+
+
 _numbers = itertools.count()
+_tickets: weakref.WeakValueDictionary[int, Ticket] = weakref.WeakValueDictionary()
 _holders: weakref.WeakValueDictionary[int, Holder] = weakref.WeakValueDictionary()
 _by_state: weakref.WeakValueDictionary[Hashable, Holder] = weakref.WeakValueDictionary()
 
@@ -350,6 +413,7 @@ class TokenMask(Pattern):
                 [1, 0, 1]], dtype=torch.int32)
     """
 
+    @uncompiled("Make patterns of functions outside of code that is compiled with fullgraph=True, and pass them in.")
     def __init__(
         self, fn: MaskMod, *, tables: Sequence[Tensor] | None = None, batch: int | None = None, head: int | None = None
     ):
@@ -363,7 +427,8 @@ class TokenMask(Pattern):
             raise PatternError(message("tables", type(tables).__name__, "a list of tensors", "Pass tables=[...]."))
         named = None if tables is None else tuple(tables)
         reads = Reads(fn, named)
-        self._of(_holder_of(fn, named, reads), tuple(reads.tables), batch, head)
+        holder, read = _holder_of(fn, named, reads), tuple(reads.tables)
+        self._of(holder, read, batch, head, _numbered(holder, read))
         self._probe(*_FIRST)
         if Reads(fn, named).state != reads.state:
             raise PatternError(
@@ -376,7 +441,17 @@ class TokenMask(Pattern):
                 )
             )
 
-    def _of(self, holder: Holder, tables: tuple[Tensor, ...], batch: int | None, head: int | None) -> TokenMask:
+    def _of(
+        self,
+        holder: Holder,
+        tables: tuple[Tensor, ...],
+        batch: int | None,
+        head: int | None,
+        number: Tensor | None = None,
+        ticket: Ticket | None = None,
+    ) -> TokenMask:
+        # the name of a pattern in compiled code, and the ticket of a pattern that was rebuilt from such a name
+        self._number, self._ticket = number, ticket
         self.fn, self._named, self._batch, self._head = holder.fn, holder.named, batch, head
         # the holder when the pattern was built, which torch.compile uses, and the holder at the last inspection
         self._holder = self._seen = holder
@@ -394,11 +469,20 @@ class TokenMask(Pattern):
         return seen, tuple(reads.tables)
 
     def _chosen(self, batch: int | None, head: int | None) -> TokenMask:
-        return TokenMask.__new__(TokenMask)._of(*self._now(), batch, head)
+        now = self._now()
+        return TokenMask.__new__(TokenMask)._of(*now, batch, head, _numbered(*now))
 
     @classmethod
-    def own(cls, number: int, *tables: Tensor, batch: int | None = None, head: int | None = None) -> TokenMask:
-        """Build the pattern of a numbered function, which must read exactly these tensors at present."""
+    def own(cls, number: int | Tensor, *tables: Tensor, batch: int | None = None, head: int | None = None) -> TokenMask:
+        """Build the pattern of a numbered function, which must read exactly these tensors at present.
+
+        A number in a tensor comes from compiled code, and names a :class:`Ticket`.
+        """
+        if isinstance(number, Tensor):
+            number = int(number)
+            ticket = _tickets.get(number)
+            if ticket is not None:
+                return cls.__new__(cls)._of(*ticket.now(tables), batch, head, ticket=ticket)
         holder = _holders.get(number)
         if holder is None:
             raise PatternError(
@@ -436,6 +520,8 @@ class TokenMask(Pattern):
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
+        if self._number is not None and torch.compiler.is_compiling():
+            return self._number, *self._tables
         return self._now()[1]
 
     def key(self) -> CacheKey:
