@@ -308,6 +308,10 @@ TESTS = {
         "tests/test_terms.py",
         "test_formula and clamp and not cpu or hostile_numbers and Clamp and dense_batched or every_kind_is_everywhere",
     ),
+    "Add a backend": (
+        "tests/test_conformance.py",
+        "dense and not dense_batched and not auto and (kit or overflow or broken or infinitely or alike or strides)",
+    ),
     "Add an option of a call": ("tests/test_options.py", "logit_scale or every_function"),
 }
 #: Imports the copy: an editable installation would lead to the sources that it was made of.
