@@ -251,3 +251,20 @@ def test_random_blocks_are_drawn_evenly(diagonal: bool) -> None:
         # neighbours too: draws without replacement, not stretches
         pairs = float((drawn[..., 1:] & drawn[..., :-1]).double().mean())
         assert pairs == pytest.approx(each * (each - 1) / (blocks * (blocks - 1)), rel=0.05)
+
+
+def test_a_table_of_the_whole_sequence_says_how_to_cut_it_for_a_chunk() -> None:
+    """The remedy of the error computes the rows of the whole call."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.rand(8, 8, generator=generator) > 0.4
+    q = torch.randn(1, 2, 256, 16, generator=generator)
+    whole = rw.attention(q, q, q, rw.BlockTable(mask, 32))
+    for first, stop, keys in ((64, 128, 256), (70, 130, 160), (0, 32, 256)):
+        part = q[:, :, first:stop], q[:, :, :keys], q[:, :, :keys]
+        rows, columns = -(-stop // 32), -(-keys // 32)
+        said = rf"Pass the blocks that the call reaches, counted from position 0: mask\[\.\.\., :{rows}, :{columns}\]"
+        with pytest.raises(rw.PatternError, match=said):
+            rw.attention(*part, rw.BlockTable(mask, 32), q_offset=first)
+        out = rw.attention(*part, rw.BlockTable(mask[..., :rows, :columns], 32), q_offset=first)
+        if keys == 256:
+            torch.testing.assert_close(out, whole[:, :, first:stop])

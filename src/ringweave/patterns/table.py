@@ -165,12 +165,17 @@ class BlockTable(Pattern):
         wanted = (-(-(q_offset + nq) // self.block_size[0]), -(-nk // self.block_size[1]))
         step = nq <= self.block_size[0] and self.blocks.shape[-2:] == (1, wanted[1])
         if self.blocks.shape[-2:] != wanted and not step:
+            remedy = "Build the table for these lengths, ceil(tokens / block_size) a side."
+            if nq != nk and all(side >= reached for side, reached in zip(self.blocks.shape[-2:], wanted, strict=True)):
+                # a table of the whole sequence, for a chunk of its queries or keys
+                cut = f"mask[..., :{wanted[0]}, :{wanted[1]}]"
+                remedy = f"Pass the blocks that the call reaches, counted from position 0: {cut}."
             raise PatternError(
                 message(
                     "BlockTable",
                     f"a table of {self.blocks.shape[-2:]} blocks of {self.block_size}{made_by(self)}",
                     f"{wanted} blocks for queries up to position {q_offset + nq} and {nk} keys",
-                    made_again(self, nk) or "Build the table for these lengths, ceil(tokens / block_size) a side.",
+                    made_again(self, nk) or remedy,
                 )
             )
 
