@@ -30,6 +30,9 @@ def main() -> int:
     parser.add_argument("--backend", help="one of them: auto, reference, dense_batched, sdpa, cpu or triton")
     parser.add_argument("--variant", help="an instruction set of the cpu backend")
     parser.add_argument("--fine", action="store_true", help="tiles of 16, and strided views whatever they cost")
+    parser.add_argument(
+        "--sequences", action="store_true", help="sequences of calls that share parts, instead of calls"
+    )
     parser.add_argument("--case", type=int, help="the number of one case, to run alone")
     parser.add_argument("--finds", type=int, default=_MOST_FINDS, help="different ones, after which a process stops")
     parser.add_argument("--progress", type=Path, help=argparse.SUPPRESS)
@@ -55,6 +58,7 @@ def all_of_them(seconds: float, seed: int) -> int:
     for i, name in enumerate(native.variants() if native else []):
         jobs.append(["--backend", "cpu", "--variant", name, *["--fine"] * (i % 2)])
     jobs += [["--backend", "triton"]] if triton.installed() else []
+    jobs += [["--backend", name, "--sequences"] for name in ("auto", "dense_batched")]
     share = seconds * _AT_ONCE / len(jobs)
     print(f"seed {seed}, {share:.0f} seconds each", flush=True)
     waiting, running, failed = list(reversed(jobs)), [], 0
@@ -73,7 +77,7 @@ class Process:
 
     def __init__(self, job: list[str], seed: int, seconds: float):
         self.job = [*job, "--seed", str(seed)]
-        self.place = Path(f"/tmp/ringweave-fuzz-{os.getpid()}-{'-'.join(job[1::2])}")
+        self.place = Path(f"/tmp/ringweave-fuzz-{os.getpid()}-{'-'.join(word.strip('-') for word in job)}")
         self.place.write_bytes(bytes(8))
         command = [sys.executable, "-m", "tests.fuzz", *self.job, "--seconds", str(seconds), "--progress", self.place]
         environment = os.environ | {"OMP_NUM_THREADS": "2"}
@@ -94,10 +98,12 @@ class Process:
         if code < 0 or (code and "FIND" not in said):
             (index,) = struct.unpack("q", self.place.read_bytes())
             how = f"dies of {signal.Signals(-code).name}" if code < 0 and code != -signal.SIGKILL else "hangs or stops"
-            from .calls import draw, program
+            print(f"FIND: case {index} of {' '.join(self.job)} {how}")
+            if "--sequences" not in self.job:
+                from .calls import draw, program
 
-            inputs, lines = program(draw(self.job[1], int(self.job[-1]), index))
-            print(f"FIND: case {index} of {' '.join(self.job)} {how}", *inputs, *lines, sep="\n")
+                inputs, lines = program(draw(self.job[1], int(self.job[-1]), index))
+                print(*inputs, *lines, sep="\n")
         self.place.unlink()
         return code != 0
 
@@ -107,6 +113,7 @@ def one(options: argparse.Namespace) -> int:
     faulthandler.enable()
     import torch
 
+    from . import sequences
     from .calls import draw
     from .check import Find, Refused, check
     from .shrink import FINE, shrink, text
@@ -116,6 +123,7 @@ def one(options: argparse.Namespace) -> int:
         # where results are selected away, infinities meet; numpy, which the interpreter computes with, says so
         warnings.simplefilter("ignore", RuntimeWarning)
     name = options.backend + f" --variant {options.variant}" * bool(options.variant) + " --fine" * options.fine
+    name += " --sequences" * options.sequences
     if options.fine:
         exec(FINE)
     progress = mmap.mmap(os.open(options.progress, os.O_RDWR), 8) if options.progress else bytearray(8)
@@ -133,6 +141,19 @@ def one(options: argparse.Namespace) -> int:
         # a call that hangs says where
         faulthandler.dump_traceback_later(_LONGEST, exit=True)
         progress[:8] = struct.pack("q", index)
+        again = f"python -m tests.fuzz --backend {name} --seed {options.seed} --case {index}"
+        if options.sequences:
+            try:
+                sequences.run(options.backend, options.seed, index)
+                counts["checked"] += 1
+            except Find as find:
+                counts["finds"] += 1
+                if find.kind not in kinds:
+                    print(f"FIND: {again}\n{find}\n{find.line}\n", flush=True)
+                kinds.add(find.kind)
+                if len(kinds) >= options.finds:
+                    break
+            continue
         call = draw(options.backend, options.seed, index)
         try:
             counts[check(call)] += 1
@@ -143,7 +164,6 @@ def one(options: argparse.Namespace) -> int:
             with torch.random.fork_rng():
                 smaller, shown = shrink(call, find)
             printed = text(smaller, shown, options.variant, options.fine)
-            again = f"python -m tests.fuzz --backend {name} --seed {options.seed} --case {index}"
             terms = [term.kind for term in smaller.scoring.terms]
             key = (
                 f"{shown.kind} {smaller.tree.kind} {smaller.layouts if shown.kind.startswith('value') else ''} {terms}"
