@@ -67,10 +67,18 @@ class RingError(RingweaveError, RuntimeError):
         return RingError, (self.rank, self.peer, self.stage, self.step, self.cause, *self._said)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the beginning of an error's first line, in ASCII.
+
+    PyTorch appends a stack of C++ frames, and Gloo puts a file name in front and symbols into the text.
+    """
+    said = (str(error).strip().splitlines() or [""])[0].split("] ", 1)[-1]
+    return " ".join(said.encode("ascii", "ignore").decode().split())[:200]
+
+
 def in_a_line(error: BaseException) -> str:
     """Return an error's type and the beginning of its first line."""
-    said = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {said[:200]}"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 # texts of allocators that raise no exception type of their own

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringweave.errors import UnsupportedError
+from ringweave.errors import UnsupportedError, first_line, in_a_line
 from ringweave.parallel.transport.links import LinkError, NcclLink, Tagged
 
 
@@ -109,3 +109,11 @@ def test_an_error_of_nccl_is_told_in_one_line(link: NcclLink) -> None:
     with pytest.raises(LinkError) as caught:
         link.post([], [Tagged(13, torch.zeros(1), 0)])
     assert caught.value.cause == "NCCL error: unhandled"
+
+
+def test_an_error_of_gloo_becomes_a_line_of_ascii() -> None:
+    """The text of another library's error is cut to its first line, without symbols and the file name in front."""
+    error = RuntimeError("[/gloo/transport/tcp/pair.cc:547] ⚠️ Connection closed by peer 🔥\nframe #0: 0x0")
+    assert first_line(error) == "Connection closed by peer"
+    assert in_a_line(error) == "RuntimeError: Connection closed by peer"
+    assert first_line(RuntimeError()) == ""

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import ShapeError, UnsupportedError, message
+from ...errors import ShapeError, UnsupportedError, first_line, message
 from ...torch_compat import coalescing, set_timeout
 from .lifelines import Lifelines
 from .protocol import Tensors
@@ -43,11 +43,6 @@ class LinkError(RuntimeError):
         self.peer = peer
         self.cause = cause
         self.timeout = "imed out" in cause
-
-
-def _first_line(error: BaseException) -> str:
-    # torch appends a stack of C++ frames, and Gloo puts a file name in front
-    return str(error).split("\n", 1)[0].split("] ", 1)[-1][:200]
 
 
 class GlooLink:
@@ -77,7 +72,7 @@ class GlooLink:
                 try:
                     works.append((peer, start([tensor], peer, tag)))
                 except RuntimeError as error:
-                    raise LinkError(peer, _first_line(error)) from error
+                    raise LinkError(peer, first_line(error)) from error
         return works
 
     def wait(self, peer: int, work: Any, seconds: float, cut: Callable[[], bool]) -> None:
@@ -85,7 +80,7 @@ class GlooLink:
         try:
             work.wait(timedelta(seconds=seconds))
         except RuntimeError as error:
-            raise LinkError(peer, _first_line(error)) from error
+            raise LinkError(peer, first_line(error)) from error
 
     def cut(self) -> None:
         """Close every connection; waits of other threads end immediately with an error.
@@ -132,7 +127,7 @@ class NcclLink:
                 self._group.send([tensor], peer, 0)
             return [(messages[0].peer, self._end())]
         except RuntimeError as error:
-            raise LinkError(messages[0].peer, _first_line(error)) from error
+            raise LinkError(messages[0].peer, first_line(error)) from error
 
     def wait(self, peer: int, work: Any, seconds: float, cut: Callable[[], bool]) -> None:
         """Wait until the messages are complete, on the current stream and on the host."""
@@ -150,7 +145,7 @@ class NcclLink:
         except LinkError:
             raise
         except RuntimeError as error:
-            raise LinkError(peer, _first_line(error)) from error
+            raise LinkError(peer, first_line(error)) from error
 
     def cut(self) -> None:
         """Abort the communicator, which ends its kernels even while they wait."""
@@ -230,7 +225,7 @@ class Connection:
             cause = f"ranks {absent.ranks} did not connect within {seconds:g} s"
             failure = Failure(rank, absent.ranks[0], cause)
         except (RuntimeError, OSError) as error:
-            dead, cause = ended(), f"rank {rank} could not connect ({str(error).splitlines()[0][:200]})"
+            dead, cause = ended(), f"rank {rank} could not connect ({first_line(error)})"
             if dead is not None:
                 cause = f"rank {rank} lost rank {dead} before they were connected (its process has ended)"
             failure = Failure(rank, dead, cause)

@@ -7,7 +7,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
-from ...errors import UnsupportedError, message
+from ...errors import UnsupportedError, first_line, message
 from ...torch_compat import default_group_was_made, flat
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def group_of(mesh: DeviceMesh | ProcessGroup | None) -> tuple[ProcessGroup | Non
     try:
         group = mesh.get_group() if mesh.ndim == 1 else _flat_group(mesh)
     except (RuntimeError, KeyError, ValueError) as error:
-        got = f"a mesh without a group ({str(error).splitlines()[0][:200]})"
+        got = f"a mesh without a group ({first_line(error)})"
         raise UnsupportedError(message("mesh", got, _WANTED, "Create the mesh again on all ranks.")) from error
     if mesh.ndim == 1:
         return group, None

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from ...errors import RingError, ShapeError, UnsupportedError, message
+from ...errors import RingError, ShapeError, UnsupportedError, first_line, message
 from ...patterns.validate import seconds, whole
 
 T = TypeVar("T")
@@ -159,7 +159,7 @@ def regroup(
     try:
         scope, members = bounded(agree, left(), lambda: False)
     except (RuntimeError, OSError) as error:
-        raise failed(f"the rendezvous store does not answer ({str(error).splitlines()[0][:200]})") from error
+        raise failed(f"the rendezvous store does not answer ({first_line(error)})") from error
     if rank not in members:
         raise failed(f"rank {rank} came after the others had regrouped as {members}")
     backend = dist.get_backend_config(dist.group.WORLD) if dist.is_initialized() else "gloo"
@@ -176,7 +176,7 @@ def regroup(
     try:
         bounded(connect, spare, lambda: False)
     except (RuntimeError, OSError) as error:
-        raise failed(f"{members} could not connect ({str(error).splitlines()[0][:200]})") from error
+        raise failed(f"{members} could not connect ({first_line(error)})") from error
     return Regrouped(members, _world())
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ...cache import interrupted
-from ...errors import RingError, ShapeError, UnsupportedError, in_a_line, message
+from ...errors import RingError, ShapeError, UnsupportedError, first_line, in_a_line, message
 from ...patterns.validate import seconds, whole
 from .lifelines import Lifelines
 from .mesh import check_group
@@ -330,8 +330,8 @@ class Transport:
         try:
             return bounded(scope, self.opening, lambda: False)
         except (RuntimeError, OSError) as error:
-            text = str(error).splitlines()[0][:200]
-            raise FailedError(Failure(rank, None, f"rank {rank} lost the rendezvous store ({text})")) from error
+            cause = f"rank {rank} lost the rendezvous store ({first_line(error)})"
+            raise FailedError(Failure(rank, None, cause)) from error
 
     def _open(self) -> Connection:
         """Return the connection of this generation; a failure can be reported over it before the ranks meet."""

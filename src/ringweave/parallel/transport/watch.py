@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...errors import RingError
+from ...errors import RingError, first_line
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -132,8 +132,8 @@ class Watch:
                 return Failure.parse(self._store.compare_set(_FLAG, "", seen.text()))
             return Failure.parse(self._store.get(_FLAG)) if self._store.check([_FLAG]) else None
         except RuntimeError as error:
-            text = str(error).split("\n", 1)[0][:200]
-            return seen or Failure(self._rank, None, f"rank {self._rank} lost the rendezvous store ({text})")
+            cause = f"rank {self._rank} lost the rendezvous store ({first_line(error)})"
+            return seen or Failure(self._rank, None, cause)
 
     def _overdue(self) -> Failure | None:
         """Return a failure if the wait's deadline has passed and other waiting ranks have had time to say so.
