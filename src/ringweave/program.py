@@ -14,7 +14,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -514,7 +514,7 @@ def _noted(pattern: Pattern, exact: tuple[object, ...], program: Program) -> Pro
 _OTHERS = tuple(Arguments._field_defaults.values())[Arguments._fields.index("on_oom") - 2 :]
 
 
-def _options(given: Arguments) -> tuple[Hashable, ...] | None:
+def _options(given: Arguments) -> tuple[Any, ...] | None:
     """Return the other arguments as a key, of length 1 if they are defaults, or None if a key cannot contain them."""
     # learned sinks are not part of the key: they join after the program has run
     k_offset, context, terms, _sinks, dropout, precision, on_oom = given[7:14]
@@ -545,7 +545,7 @@ def _options(given: Arguments) -> tuple[Hashable, ...] | None:
     return on_oom, k_offset, tuple(kinds), threshold_of(dropout)
 
 
-def _steps(options: tuple[Hashable, ...]) -> bool:
+def _steps(options: tuple[Any, ...]) -> bool:
     """Return whether decoding steps with these options differ only in their plan."""
     if len(options) == 1:
         return True
@@ -555,7 +555,7 @@ def _steps(options: tuple[Hashable, ...]) -> bool:
 
 def _with_usual_numbers(given: Arguments) -> Arguments:
     """Return the arguments with numbers and policy in the types that a key has; the same object if nothing changes."""
-    usual: dict[str, object] = {}
+    usual: dict[str, Any] = {}
     for name, kind in (("scale", float), ("q_offset", int), ("k_offset", int), ("dropout", float)):
         value = getattr(given, name)
         whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool) and abs(int(value)) < 2**53

@@ -18,8 +18,9 @@ from torch import Tensor
 import ringweave as rw
 from ringweave.plan.from_pattern import build
 from ringweave.tune.measure import Call
+from ringweave.tune.session import Say
 
-from .gate import Headline, Say
+from .gate import Headline
 
 _SMALL = 16
 
