@@ -363,7 +363,6 @@ def test_a_function_that_has_no_symbols_is_a_mask_mod() -> None:
 @pytest.mark.parametrize(
     ("what", "inputs"),
     [
-        ("output_attentions", {"output_attentions": True}),
         ("head_mask: got weights scaled by head", {"head_mask": torch.ones(4)}),
         ("attention mask: got one of", {"attention_mask": pattern_mask(1, 4, 4)}),
         ("attention mask or bias: got Tensor", {"attention_mask": torch.ones(1, 1, 3, 3)}),
