@@ -274,7 +274,7 @@ def _dims(r: Random, backend: str) -> tuple[int, int]:
         return (
             r.choice(ODD_DIMS)
             if choice < odd
-            else r.choice([128, 256, 264, 512, 520])
+            else r.choice([128, 256, 264, 512, 576, 640, 648])
             if choice < odd + large
             else r.choice(DIMS)
         )
