@@ -323,8 +323,9 @@ class Program:
         """
         call = self.call if self.call.paged else dataclasses.replace(self.call, nk=keys, q_offset=keys - 1)
         call.pattern.check(1, keys, keys - 1)
+        # not constant, so that it holds no plans: the cache of plans bounds their bytes
         program = Program(call)
-        program.constant, program.tables = True, self.tables
+        program.tables = self.tables
         if not (parts and self.prepares_steps):
             return program
         sides = self.steps[0].branch.sides if call.paged else None
@@ -339,7 +340,7 @@ class Program:
         if call.features:
             planned = tuple(Step(dataclasses.replace(branch, known=plan), _native) for branch, plan in found)
             if all(unsupported_reason(_native, call, branch) is None for branch, _ in planned):
-                program.steps = planned
+                program.steps, program.constant = planned, True
             return program
         operands = operands._replace(scale=call.scale)
         if not operands.q.stride(3) == operands.k.stride(3) == operands.v.stride(3) == 1:
@@ -350,6 +351,7 @@ class Program:
             for part, (branch, plan) in zip(parts, found, strict=True)
         ]
         program.prepared = prepared[0] if len(prepared) == 1 else cpu.PreparedUnion(prepared, operands.q.dtype)
+        program.constant = True
         return program
 
     def prepare(self, operands: Operands) -> None:
@@ -614,6 +616,8 @@ def _put(key: Hashable, program: Program) -> None:
     if prepared is not None:
         heads = program.call.batch * program.call.heads
         size += sum(p.nbytes + _ROW_BYTES * p.q_tiles * heads + _TILE_BYTES * p.capacity for p in prepared.plans)
+    elif isinstance(key, _StepKey) and program.constant:
+        size += sum(step.branch.known.nbytes for step in program.steps if step.branch.known is not None)
     if isinstance(key, _StepKey):
         key = key.of_length if prepared is None else key.of_run
     PROGRAMS.put(key, program, size)
