@@ -183,7 +183,7 @@ def _write_png(drawn: Picture, path: str | Path) -> None:
         from matplotlib.patches import Patch
     except ModuleNotFoundError:
         raise UnsupportedError(
-            message("path", repr(path), "matplotlib for a PNG", "pip install ringweave[plot], or write an .svg.")
+            message("path", repr(path), "matplotlib for a PNG", "pip install 'ringweave[plot]', or write an .svg.")
         ) from None
     columns = min(4, len(drawn.panels))
     rows = -(-len(drawn.panels) // columns)
