@@ -131,7 +131,9 @@ def library() -> Any:
         return importlib.import_module("transformers")
     except ModuleNotFoundError:
         raise UnsupportedError(
-            message("transformers", "not installed", "transformers, to build its models", "pip install 'ringweave[hf]'.")
+            message(
+                "transformers", "not installed", "transformers, to build its models", "pip install 'ringweave[hf]'."
+            )
         ) from None
 
 
