@@ -168,10 +168,22 @@ def test_files(tmp_path: Path) -> None:
         rw.Causal().plot(100, path=str(tmp_path / "a.jpg"))
 
 
+def test_equal_shares_look_equal_in_a_png(tmp_path: Path) -> None:
+    """A panel of 256 cells on 318 pixels draws each cell with the same weight, also of a dilated branch."""
+    pytest.importorskip("matplotlib")
+    image = pytest.importorskip("matplotlib.image")
+    rw.LongNet([64, 256], [1, 4]).plot(256, path=str(tmp_path / "a.png"), heads=4)
+    grey = image.imread(tmp_path / "a.png")[..., :3].mean(-1)
+    # the upper right of head 0, which has branches of rate 4 only
+    part = grey[120:190, 170:390]
+    means = [part[:, i : i + 20].mean() for i in range(0, 200, 20)]
+    assert max(means) - min(means) < 0.05
+
+
 def test_png_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    with pytest.raises(rw.UnsupportedError, match=r"pip install ringweave\[plot\]"):
+    with pytest.raises(rw.UnsupportedError, match=r"pip install 'ringweave\[plot\]'"):
         rw.Causal().plot(16, path=str(tmp_path / "a.png"))
 
 

@@ -202,7 +202,8 @@ def _write_png(drawn: Picture, path: str | Path) -> None:
         panel = drawn.panels[i]
         colours = [[[int(fill(float(s))[c : c + 2], 16) for c in (1, 3, 5)] for s in row] for row in panel.shares]
         end = len(panel.shares) * drawn.side
-        axes.imshow(np.array(colours, np.uint8), extent=(0, end, end, 0), interpolation="nearest")
+        # not "nearest": it draws cells with unequal numbers of pixels, which look like unequal shares
+        axes.imshow(np.array(colours, np.uint8), extent=(0, end, end, 0), interpolation="auto")
         axes.set(xlim=(0, drawn.tokens), ylim=(drawn.tokens, 0), xticks=ticks, yticks=[] if i % columns else ticks)
         axes.xaxis.set_ticks_position("top")
         axes.xaxis.set_label_position("top")

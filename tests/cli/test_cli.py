@@ -188,7 +188,7 @@ def test_doctor_ends_with_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     said = verdict(diagnose())
     assert said.startswith("Works, but slowly on this processor: ringweave was built without its native kernel; ")
-    assert said.endswith(". Install a C++ compiler (g++ or clang++) and reinstall ringweave.")
+    assert said.endswith(". Reinstall ringweave with a C++ compiler (g++ or clang++), and not with wheel.cmake=false.")
 
 
 def _findings(**changes: dict[str, Any]) -> dict[str, dict[str, Any]]:

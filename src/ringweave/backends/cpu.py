@@ -321,7 +321,7 @@ def unsupported_reason(call: Call, branch: Branch) -> str | None:
     if call.device != "cpu":
         return f"it runs on CPU tensors, and these are on {call.device}"
     if module() is None:
-        return "the native kernel is missing: ringweave was installed without a C++ compiler"
+        return "the native kernel is missing: ringweave was installed without a C++ compiler, or with wheel.cmake=false"
     if call.dtype not in _DTYPES:
         return f"it computes float32, bfloat16 and float16, and got {call.dtype}"
     if call.features and branch.rate * (branch.q_offset + branch.nq + branch.nk) > _FARTHEST:

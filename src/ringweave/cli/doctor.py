@@ -43,10 +43,10 @@ _OPTIONAL = (
 )
 _COMPILERS = ("g++", "clang++", "c++", "nvcc")
 _MODULE = "ringweave._cpu"
-_NOT_BUILT = "none: ringweave was built without a working C++ compiler"
+_NOT_BUILT = "none: ringweave was built without a working C++ compiler, or with wheel.cmake=false"
 _NOT_LOADED = f"none: {_MODULE} does not load"
 _SLOW = "Works, but slowly on this processor: ringweave {}"
-_COMPILER = " Install a C++ compiler (g++ or clang++) and reinstall ringweave."
+_COMPILER = " Reinstall ringweave with a C++ compiler (g++ or clang++), and not with wheel.cmake=false."
 _VARIABLES = {
     cpu.VARIANT: "not set: the best instruction set is used",
     tuning.VARIABLE: "not set: the user's cache folder is used",

@@ -121,7 +121,7 @@ def measure(options: Options, say: Say) -> Measuring:
                 records.append(each if own else dataclasses.replace(each, peak_share=None, memory_share=None))
                 yield records[-1]
     if not native:
-        why = "ringweave was installed without a C++ compiler"
+        why = "ringweave was installed without a C++ compiler, or with wheel.cmake=false"
         return f"No native kernel ran here ({why}): the figures are of other backends, without a share of the peak."
     variant = cpu.variant()
     yield from targets(TARGETS.get(variant, TARGETS[""]), records, ".0%")

@@ -49,7 +49,7 @@ def patterns(tokens: int) -> dict[str, rw.Pattern]:
 def measure(options: Options, say: Say) -> Measuring:
     """Check and time each pattern on tiles of several sides in turn."""
     if cpu.module() is None:
-        return "No native kernel ran here: ringweave was installed without a C++ compiler."
+        return "No native kernel ran here: ringweave was installed without a C++ compiler, or with wheel.cmake=false."
     worst = 0.0
     tokens, heads = (512, 1) if options.quick else (4096, 2)
     for head_dim in (64,) if options.quick else (64, 128):
