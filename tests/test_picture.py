@@ -177,7 +177,7 @@ def test_equal_shares_look_equal_in_a_png(tmp_path: Path) -> None:
     # the upper right of head 0, which has branches of rate 4 only
     part = grey[120:190, 170:390]
     means = [part[:, i : i + 20].mean() for i in range(0, 200, 20)]
-    assert max(means) - min(means) < 0.05
+    assert max(means) - min(means) < 0.01
 
 
 def test_png_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
