@@ -143,7 +143,7 @@ def test_more_sizes_than_the_compiler_keeps_variants_of_one_function(traced: Non
 
 def fixed(names: tuple[str, ...], n: int, dtype: torch.dtype) -> list[Term]:
     """Terms whose tables do not learn."""
-    return [type(term)(term.table.detach()) if term.learned is not None else term for term in make(names, n, dtype)]  # type: ignore[attr-defined, call-arg]
+    return [term.over(*(table.detach() for table in term.tables)) for term in make(names, n, dtype)]
 
 
 def agrees(got: dict[str, Tensor], x: Inputs, pattern: rw.Pattern, names: tuple[str, ...], terms: list[Term]) -> None:
