@@ -6,7 +6,6 @@ import logging
 import sys
 from typing import Any
 
-
 # words of a message about its assisted generation, which passes both to its own generate
 _THEIRS = "Passing `generation_config` together", "'min_new_tokens'"
 
