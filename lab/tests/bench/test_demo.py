@@ -61,7 +61,15 @@ def test_the_report_is_self_contained(run: tuple[DemoResult, str, Any]) -> None:
 
 def test_the_report_has_its_sections_and_pictures(run: tuple[DemoResult, str, Any]) -> None:
     report = run[1]
-    assert re.findall(r'<h2 id="(\w+)"', report) == ["pattern", "exactness", "speed", "training", "around", "next", "machine"]
+    assert re.findall(r'<h2 id="(\w+)"', report) == [
+        "pattern",
+        "exactness",
+        "speed",
+        "training",
+        "around",
+        "next",
+        "machine",
+    ]
     assert report.count("<svg") == 5
     assert "prefers-color-scheme: dark" in report
     assert 'name="viewport"' in report
@@ -106,7 +114,11 @@ def test_two_processes_learn_what_one_does_and_receive_less_than_a_full_ring(run
     assert (around.alone.processes, around.shared.processes) == (1, 2)
     assert 0 < around.shared.received < around.shared.full_ring
     assert around.alone.received == 0
-    for shown in (nbytes(around.shared.received), f"{bits(around.shared.losses[-1]):.4f}", error_text(around.difference)):
+    for shown in (
+        nbytes(around.shared.received),
+        f"{bits(around.shared.losses[-1]):.4f}",
+        error_text(around.difference),
+    ):
         assert shown in report
     assert "2 processes share 1,024 tokens" in " ".join(found.output.split())
 
