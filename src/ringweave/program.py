@@ -667,7 +667,7 @@ def find_paged(given: Arguments, cache: PagedCache) -> tuple[Hashable | None, Pr
     if len(options) > 1 or keys > columns * cache.page or read.answers:
         return None, None, 0
     means = q.dtype, k.dtype, v.dtype, scale, backend, torch.get_num_threads(), setting(cpu.VARIANT)
-    # prepared calls pass addresses of these tensors, whose owner may give them another storage
+    # prepared calls pass addresses of these tensors, and `.data` may give a tensor another storage
     layouts = table.shape, table.stride(), table.dtype, cache.lengths.stride(), cache.lengths.dtype
     of_scales = scales and (scales.k.shape, scales.v.shape, scales.k.dtype, scales.v.dtype)
     of_kind = "pages", q.shape, k.shape, v.shape, layouts, len(lengths), of_scales, means

@@ -109,7 +109,7 @@ def _key_sets(*sets: tuple[str, ...]) -> Any:
 
 # keys of inference tensors and of ordinary ones; a lazy negation, a wrapper or another device has other keys
 _PLAIN = _key_sets(("CPU", "AutocastCPU"), ("CPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU"))
-# classes whose operators no ``__torch_function__`` sees
+# classes without a ``__torch_function__`` that would see their operators
 _CLASSES = {Tensor, torch.nn.Parameter}
 # Dispatch keys active on every thread, without and with inference mode; dispatch modes, transforms and traces add more.
 _USUAL = _key_sets(("BackendSelect", "ADInplaceOrView"), ("BackendSelect",))

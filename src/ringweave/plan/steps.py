@@ -1,4 +1,4 @@
-"""Parts of a decoding step, and the lengths whose steps share a plan.
+"""Parts of a decoding step, and the runs of lengths that share a plan.
 
 A decoding step has one query, at the position of the last key. Each summand of its pattern is a part. A relation by
 residue is computed in the strided view of the last key, in which it is a step again. Lengths with one plan form a run,
