@@ -24,6 +24,8 @@ _MOST = 420  # keys of the longest call
 _BATCH, _HEADS, _KV = 2, 4, 2
 #: Error of float32 sums over some hundred keys, and of inputs that are rounded to 16 bits.
 _TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+#: Of gradients in 16 bits, for which the output was rounded: PyTorch's own attention was seen to err by 0.042.
+_ROUNDED = 0.084
 
 Mask = Callable[[Tensor, Tensor], Tensor]
 
@@ -249,7 +251,9 @@ class World:
                 self._same(name, x, y)
 
     def _same(self, name: str, got: Tensor, want: Tensor) -> None:
-        most = _TOLERANCE[self.dtype] * self.rounding * max(1.0, float(want.detach().abs().max()))
+        rounded = self.dtype == torch.bfloat16 and name in ("dq", "dk", "dv")
+        bound = _ROUNDED if rounded else _TOLERANCE[self.dtype]
+        most = bound * self.rounding * max(1.0, float(want.detach().abs().max()))
         error = (got.detach().double() - want.detach()).abs().max()
         if not error <= most:
             raise Find("sequence", f"{name} differs by {float(error):.3g}, more than {most:.3g}")
