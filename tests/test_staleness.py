@@ -370,6 +370,17 @@ def test_equal_bounds_that_may_change_are_not_merged() -> None:
             assert torch.equal(attended(pattern), make(a.clone(), b.clone()).to_dense(N)[0, 0]), pattern
 
 
+def test_equal_bounds_of_two_patterns_stay_apart() -> None:
+    """A pattern by residue is computed with its own bounds after equal bounds of an earlier pattern were written."""
+    for rate in (2, 5):
+        earlier, later = torch.tensor([40]), torch.tensor([40])
+        patterns = [rw.Strided(rate) & rw.KeyPadding(stop) for stop in (earlier, later)]
+        want = attended(patterns[0])
+        earlier[0] = 7
+        assert torch.equal(attended(patterns[1]), want)
+        assert torch.equal(attended(patterns[0]), want & (K < 7))
+
+
 def test_operands_that_stay_equal_are_merged() -> None:
     """Operators drop an operand over the same tensors, and a repeated pattern without tensors."""
     bounds, table = torch.tensor([8]), torch.eye(3, dtype=torch.bool)

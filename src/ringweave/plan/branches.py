@@ -244,7 +244,8 @@ def _views(pattern: Pattern, size: Sizes) -> tuple[Branch, ...]:
         else:
             found = _exact(_split(pattern, size, whole), whole)
         programs.put(key, found, _BRANCH_BYTES * len(found) + made_of.nbytes)
-    return found
+    # the pattern of a cached whole is that of an earlier call: its bounds were equal then, and may have been written
+    return (whole,) if pattern.combinable and found[0].rate == 1 else found
 
 
 def _exact(views: tuple[Branch, ...], whole: Branch) -> tuple[Branch, ...]:
