@@ -116,7 +116,7 @@ struct Live {
 };
 
 // Trims empty rows at both ends of [r0, r0 + n), in whole steps of Op counted from an even row, and never takes a row
-// before r0: in a view, whose keys are not paired, r0 may be odd, and the row before it was counted already.
+// before r0: in a view keys are not paired, so r0 may be odd, and the row before it was counted already.
 template <class Op, class Empty>
 RW_INLINE Live between(int r0, int n, Empty empty) {
   int first = r0, last = r0 + n;

@@ -212,7 +212,7 @@ class World:
         return self._judge(part, [q, k, v], [], at + 1 - nq, None, out, None)
 
     def new_cache(self) -> None:
-        """Replace the page cache by another one, of which the first tokens are those of the world."""
+        """Replace the page cache by another one, and fill it with the first tokens of the world."""
         self.cache = rw.PagedCache.empty(
             _BATCH, _MOST, _KV, self.dim, value_dim=self.v.shape[3], page=self.r.choice([16, 32, 64]), dtype=self.dtype
         )
