@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .call import Arguments, Operands, pack
-from .errors import ShapeError, UnsupportedError, message, shown
+from .errors import ShapeError, UnsupportedError, shown
 from .kv_cache import PagedCache, Pages
 from .merge import merge, with_sinks
 from .oom_retry import check_on_oom, sparsified
@@ -262,7 +262,7 @@ def varlen_attention(
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.ndim != 3:
-            raise ShapeError(message(name, shown(x), "(tokens, heads, dim)", "Concatenate the sequences along dim 0."))
+            raise ShapeError(name, shown(x), "(tokens, heads, dim)", "Concatenate the sequences along dim 0.")
     if cu_seqlens_k is None:
         documents = Documents(cu_seqlens=cu_seqlens_q)
     else:
@@ -327,7 +327,7 @@ def paged_attention(
         Kwon et al. (2023), PagedAttention, section 4.1.
     """
     if not isinstance(cache, PagedCache):
-        raise ShapeError(message("cache", type(cache).__name__, "a PagedCache", "Create one with PagedCache.empty."))
+        raise ShapeError("cache", type(cache).__name__, "a PagedCache", "Create one with PagedCache.empty.")
     given = Arguments(q, cache.k, cache.v, pattern, scale, 0, backend, terms=terms, sink_logits=sink_logits)
     key = None
     if not torch.compiler.is_dynamo_compiling():
@@ -468,7 +468,7 @@ def neighborhood_attention(
     causal = is_causal if isinstance(is_causal, (list, tuple)) else [is_causal] * axes
     if len(causal) != axes:
         wanted = f"one bool, or one for each of the {axes} grid axes"
-        raise ShapeError(message("is_causal", shown(is_causal), wanted, f"Pass {axes} bools."))
+        raise ShapeError("is_causal", shown(is_causal), wanted, f"Pass {axes} bools.")
     pattern = GridNeighborhood(grid, window, dilation, [flag("is_causal", each, ShapeError) for each in causal])
     out = attention(
         grid.flatten(q, 2),
@@ -488,13 +488,13 @@ def _grid_shape(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or not 4 <= x.ndim <= 6:
             wanted = "(batch, heads, *grid, dim) with 1 to 3 grid axes"
-            raise ShapeError(message(name, shown(x), wanted, "Move the heads before the grid's axes."))
+            raise ShapeError(name, shown(x), wanted, "Move the heads before the grid's axes.")
         grid = tuple(x.shape[2:-1])
         if 0 in grid:
-            raise ShapeError(message(f"{name} grid", grid, "at least 1 token along each axis", "Skip the empty call."))
+            raise ShapeError(f"{name} grid", grid, "at least 1 token along each axis", "Skip the empty call.")
         if grid != tuple(q.shape[2:-1]):
             wanted = f"{tuple(q.shape[2:-1])}, as q"
-            raise ShapeError(message(f"{name} grid", grid, wanted, "Queries and keys are tokens of one grid."))
+            raise ShapeError(f"{name} grid", grid, wanted, "Queries and keys are tokens of one grid.")
     return tuple(q.shape[2:-1])
 
 
@@ -506,7 +506,7 @@ def _on_grid(term: Term, grid: Grid) -> Term:
     if term.distances:
         got = f"{type(term).__name__} on a grid of {len(grid.shape)} axes"
         remedy = "Pass a Bias, with rows and columns for the tokens in row-major order."
-        raise UnsupportedError(message("terms", got, "terms that count no distances", remedy))
+        raise UnsupportedError("terms", got, "terms that count no distances", remedy)
     tables = []
     for table, axes in zip(term.tables, term.axes.values(), strict=True):
         for dim, axis in enumerate(axes):

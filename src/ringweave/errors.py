@@ -7,7 +7,21 @@ import torch
 
 
 class RingweaveError(Exception):
-    """Base of every error that ringweave raises on purpose."""
+    """Base of every error that ringweave raises on purpose.
+
+    Args:
+        name: The argument or thing that is wrong; alone, the whole text.
+        got: Its value, as the text shows it.
+        wanted: The values that would do.
+        remedy: What the reader can do.
+
+    Example:
+        >>> ShapeError("k heads", 3, "a divisor of 8", "Repeat k.")
+        ShapeError('k heads: got 3; wanted a divisor of 8. Repeat k.')
+    """
+
+    def __init__(self, name: str, got: object = None, wanted: str = "", remedy: str = "") -> None:
+        super().__init__(message(name, got, wanted, remedy) if wanted else name)
 
 
 class ShapeError(RingweaveError, ValueError):
@@ -56,7 +70,7 @@ class RingError(RingweaveError, RuntimeError):
             wanted = "an answer of every rank"
             remedy = f"The shard of {who} cannot be reached: regroup the survivors and shard again, or restart."
         place = f"rank {rank}, step {step}" + ("" if stage is None else f", stage {stage}")
-        super().__init__(message(place, cause, wanted, remedy))
+        super().__init__(place, cause, wanted, remedy)
 
     def again(self) -> RingError:
         """Return a copy of the error, for a later call to raise."""

@@ -17,7 +17,7 @@ from . import program
 from .backends import BACKENDS
 from .backends.backend import RENAMED, Backend
 from .call import Call
-from .errors import ShapeError, UnsupportedError, message, shown
+from .errors import ShapeError, UnsupportedError, shown
 from .names import renamed_value
 from .patterns import Pattern
 from .patterns.alignment import first_of_sizes
@@ -87,7 +87,7 @@ def explain(
     first = first_of_sizes(pattern, q_offset, k_offset, batch=batch, nq=nq, nk=nk)
     pattern, q_offset = placed(pattern, first, k_offset, batch)
     if nk is None and isinstance(pattern, Shifted):
-        raise ShapeError(message("nk", None, "the number of keys, with a tensor or a k_offset", "Pass nk."))
+        raise ShapeError("nk", None, "the number of keys, with a tensor or a k_offset", "Pass nk.")
     if kv_heads is not None:
         kv_heads = _size("kv_heads", kv_heads)
     pattern, nq, nk, heads, batch, q_offset = fitting(pattern, nq, nk, heads, batch, q_offset, kv_heads)
@@ -97,14 +97,14 @@ def explain(
     needs_grad, as_dict = flag("needs_grad", needs_grad, ShapeError), flag("as_dict", as_dict, ShapeError)
     if heads % kv_heads:
         raise ShapeError(
-            message("kv_heads", kv_heads, f"a divisor of the {heads} query heads", "Change one of the two numbers.")
+            "kv_heads", kv_heads, f"a divisor of the {heads} query heads", "Change one of the two numbers."
         )
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
-        raise ShapeError(message("dtype", shown(dtype), "float32, float16, bfloat16 or float64", "Name one of them."))
+        raise ShapeError("dtype", shown(dtype), "float32, float16, bfloat16 or float64", "Name one of them.")
     backend = renamed_value("backend", backend, RENAMED)
     if not isinstance(backend, str) or backend not in program.names():
         wanted = f"one of {', '.join(program.names())}"
-        raise UnsupportedError(message("backend", shown(backend), wanted, "Use 'auto'."))
+        raise UnsupportedError("backend", shown(backend), wanted, "Use 'auto'.")
     kind = named_device(device).type
     terms, dropout = as_terms(terms), checked_dropout(dropout)
     for term in terms:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from .adaptive.pooling import block_means
 from .api import attention, attention_with_lse
 from .call import Arguments
-from .errors import ShapeError, message, shown
+from .errors import ShapeError, shown
 from .merge import merge
 from .patterns import BlockTable, Causal, Full, SlidingWindow
 from .patterns.block_sets import ListedBlocks, ascending
@@ -247,9 +247,9 @@ def _check_gates(gates: Tensor | None, gated: bool, q: Tensor) -> None:
         return
     wanted = f"a floating tensor {(*q.shape[:3], 3)} on {q.device} with combine='gates', None otherwise"
     if not gated or not isinstance(gates, Tensor) or not gates.is_floating_point():
-        raise ShapeError(message("gates", shown(gates), wanted, "Pass both or neither."))
+        raise ShapeError("gates", shown(gates), wanted, "Pass both or neither.")
     if tuple(gates.shape) != (*q.shape[:3], 3) or gates.device != q.device:
-        raise ShapeError(message("gates", f"{tuple(gates.shape)} on {gates.device}", wanted, "Pass three per query."))
+        raise ShapeError("gates", f"{tuple(gates.shape)} on {gates.device}", wanted, "Pass three per query.")
 
 
 __all__ = ["hierarchical_attention"]

@@ -26,7 +26,7 @@ from .backends import BACKENDS
 from .backends.backend import Upstream, delta_in_chunks, readable
 from .cache import beside
 from .call import Call, Operands
-from .errors import UnsupportedError, message
+from .errors import UnsupportedError
 from .merge import merge_into
 from .patterns.tiles import Int64
 from .plan import BlockPlan, Branch, branches
@@ -265,7 +265,7 @@ class HostProgram(Program):
         if name in BACKENDS and not BACKENDS[name].branched:
             # the reference would normalise a piece as if it were the whole
             wanted = "a backend that computes parts of a call"
-            raise UnsupportedError(message("backend", repr(name), wanted, "Use backend='auto' or 'dense_batched'."))
+            raise UnsupportedError("backend", repr(name), wanted, "Use backend='auto' or 'dense_batched'.")
         operands = operands._replace(q=readable(operands.q)).of_keys(Tensor.detach)
         call, works = self.call, []
         sizes = {"heads": call.heads, "batch": call.batch, "q_offset": call.q_offset}
@@ -350,7 +350,7 @@ class Copies:
     def __init__(self, device: torch.device):
         if capturing(device):
             wanted = f"tensors on {device} while a CUDA graph is captured"
-            raise UnsupportedError(message("k, v", "tensors on the host", wanted, "Make this call outside of graphs."))
+            raise UnsupportedError("k, v", "tensors on the host", wanted, "Make this call outside of graphs.")
         self.device = device
         self._computing: Any = torch.cuda.current_stream(device)
         self._copying: Any = torch.cuda.Stream(device)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .errors import PageError, PatternError, ShapeError, UnsupportedError, message, shown
+from .errors import PageError, PatternError, ShapeError, UnsupportedError, shown
 from .patterns import KeyPadding, Pattern
 from .patterns.alignment import ends_at_query
 from .patterns.shifted import placed
@@ -125,10 +125,10 @@ class PagedCache:
         columns = -(-sizes["length"] // page)
         count = batch * columns if pages is None else whole("pages", pages, 1, error=ShapeError)
         if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in DTYPES):
-            raise ShapeError(message("dtype", shown(dtype), "a floating type", "Use float32, float16 or bfloat16."))
+            raise ShapeError("dtype", shown(dtype), "a floating type", "Use float32, float16 or bfloat16.")
         stored = as_precision(precision).kv
         if stored is not None and dtype is not None:
-            raise UnsupportedError(message("dtype", dtype, f"None with precision.kv={stored}", "Leave it out."))
+            raise UnsupportedError("dtype", dtype, f"None with precision.kv={stored}", "Leave it out.")
         place = check_device(device)
         scales = None
         try:
@@ -145,18 +145,18 @@ class PagedCache:
                     scales = Scales(*(torch.zeros(k.shape[:3], dtype=torch.float32, device=place) for _ in range(2)))
         except RuntimeError as error:
             remedy = "Lower batch, length or pages."
-            raise ShapeError(message("pages", f"{count} pages of {page}", "a pool within memory", remedy)) from error
+            raise ShapeError("pages", f"{count} pages of {page}", "a pool within memory", remedy) from error
         return cls(k, v, table, lengths, scales=scales)
 
     def __setattr__(self, name: str, value: object) -> None:
         # prepared calls pass the addresses of the tensors that were checked here
         if "_book" in self.__dict__ and name != "_book":
             wanted = "its own tensors, which may be written in place until the first append"
-            raise ShapeError(message(f"cache.{name}", "an assignment", wanted, "Make another PagedCache."))
+            raise ShapeError(f"cache.{name}", "an assignment", wanted, "Make another PagedCache.")
         object.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> NoReturn:
-        raise ShapeError(message(f"cache.{name}", "a deletion", "its own tensors", "Make another PagedCache."))
+        raise ShapeError(f"cache.{name}", "a deletion", "its own tensors", "Make another PagedCache.")
 
     def __getstate__(self) -> dict[str, Any]:
         # On a CPU the book shares the memory of this cache's tensors, so a copy opens another one.
@@ -164,7 +164,7 @@ class PagedCache:
 
     def __copy__(self) -> NoReturn:
         remedy = "Use copy.deepcopy, or fork() for sequences that continue from the same tokens."
-        raise UnsupportedError(message("cache", "a shallow copy", "a single owner of its pages", remedy))
+        raise UnsupportedError("cache", "a shallow copy", "a single owner of its pages", remedy)
 
     def __repr__(self) -> str:
         pages, heads, page, dim = self.k.shape
@@ -220,7 +220,7 @@ class PagedCache:
             if not isinstance(x, Tensor) or x.shape != wanted or x.dtype not in types or x.device != of.device:
                 remedy = "Convert the tokens to the cache's form."
                 one = of.dtype if self.scales is None else "a floating type"
-                raise ShapeError(message(name, shown(x), f"{one} {wanted} on {of.device}", remedy))
+                raise ShapeError(name, shown(x), f"{one} {wanted} on {of.device}", remedy)
         own = book.own_place(chosen) if len(chosen) == k.shape[2] == 1 and self.scales is None else None
         if own is not None:
             page, place = own
@@ -268,7 +268,7 @@ class PagedCache:
         targets = self._rows("target", target if isinstance(target, Sequence) else [target])
         if len(sources) != len(targets):
             got = f"{len(targets)} rows for {len(sources)} sources"
-            raise ShapeError(message("target", got, "one for each source", "Name a target for each."))
+            raise ShapeError("target", got, "one for each source", "Name a target for each.")
         lengths = book.lengths[sources]
         if length is not None:
             least = int(lengths.min(initial=2**31 - 1))
@@ -308,10 +308,10 @@ class PagedCache:
         if rows is None:
             return np.arange(batch)
         if not isinstance(rows, (list, tuple, range)):
-            raise ShapeError(message(name, shown(rows), "a list of ints", "Pass them as a list."))
+            raise ShapeError(name, shown(rows), "a list of ints", "Pass them as a list.")
         listed = np.array([whole(name, row, 0, batch - 1, error=ShapeError) for row in rows], np.int64)
         if once and len(np.unique(listed)) < len(listed):
-            raise ShapeError(message(name, shown(rows), "each row once", "Name it once."))
+            raise ShapeError(name, shown(rows), "each row once", "Name it once.")
         return listed
 
 
@@ -319,28 +319,28 @@ def check_tensors(k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> None:
     """Raise ShapeError unless the tensors of a cache fit each other."""
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.ndim != 4 or x.layout != torch.strided or 0 in x.shape:
-            raise ShapeError(message(name, shown(x), "(pages, heads, page, dim)", "Make one with PagedCache.empty."))
+            raise ShapeError(name, shown(x), "(pages, heads, page, dim)", "Make one with PagedCache.empty.")
         if x.dtype not in (*DTYPES, *STORED) or x.device.type == "meta":
             got = f"{x.dtype} on {x.device}"
             raise ShapeError(
-                message(name, got, "values of a floating type, int8 or float8_e4m3fn", f"Convert {name} with .to(...).")
+                name, got, "values of a floating type, int8 or float8_e4m3fn", f"Convert {name} with .to(...)."
             )
         if x.stride(3) != 1 and x.shape[3] > 1:
             got = f"a stride of {x.stride(3)} in the last dimension"
-            raise ShapeError(message(name, got, "1", f"Call {name}.contiguous() once."))
+            raise ShapeError(name, got, "1", f"Call {name}.contiguous() once.")
     if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device:
         got = f"{shown(v)} on {v.device}"
-        raise ShapeError(message("v", got, f"k's form except for Dv: {shown(k)} on {k.device}", "Convert it."))
+        raise ShapeError("v", got, f"k's form except for Dv: {shown(k)} on {k.device}", "Convert it.")
     if k.shape[2] not in SIZES:
-        raise ShapeError(message("page", k.shape[2], "16, 32, 64, 128 or 256 tokens", "Use one of these sizes."))
+        raise ShapeError("page", k.shape[2], "16, 32, 64, 128 or 256 tokens", "Use one of these sizes.")
     for name, x, ndim in (("table", table, 2), ("lengths", lengths, 1)):
         if not isinstance(x, Tensor) or x.dtype != torch.int32 or x.ndim != ndim or not x.is_contiguous():
             wanted = "a contiguous int32 tensor " + ("(B, n)" if ndim == 2 else "(B,)")
-            raise ShapeError(message(name, shown(x), wanted, "Convert it with .int()."))
+            raise ShapeError(name, shown(x), wanted, "Convert it with .int().")
         if x.device != k.device:
-            raise ShapeError(message(f"{name}.device", x.device, f"{k.device}, as k", "Move it there."))
+            raise ShapeError(f"{name}.device", x.device, f"{k.device}, as k", "Move it there.")
     if len(table) != len(lengths) or 0 in table.shape:
-        raise ShapeError(message("lengths", shown(lengths), f"one for each row of {shown(table)}", "Pass as many."))
+        raise ShapeError("lengths", shown(lengths), f"one for each row of {shown(table)}", "Pass as many.")
 
 
 def _checked_scales(scales: object, k: Tensor) -> Scales | None:
@@ -353,7 +353,7 @@ def _checked_scales(scales: object, k: Tensor) -> Scales | None:
         fits = isinstance(x, Tensor) and x.dtype == torch.float32 and x.shape == k.shape[:3] and x.device == k.device
         if k.dtype not in STORED or not fits:
             remedy = "Pass the scales of the cache that k and v belong to: scales=cache.scales."
-            raise ShapeError(message("scales", shown(x), wanted, remedy))
+            raise ShapeError("scales", shown(x), wanted, remedy)
     return Scales(*pair)
 
 
@@ -368,13 +368,13 @@ def check_pages(table: NDArray[np.int32], lengths: NDArray[np.int32], pages: int
     if lengths.min() < 0 or lengths.max() > room:
         row = int(lengths.argmax() if lengths.max() > room else lengths.argmin())
         got = f"{lengths[row]} tokens in row {row}"
-        raise ShapeError(message("lengths", got, f"0 to {room}, the room of a table row", "Add columns to the table."))
+        raise ShapeError("lengths", got, f"0 to {room}, the room of a table row", "Add columns to the table.")
     # read as unsigned, negative numbers are too large as well
     wrong = (table.view(np.uint32) >= pages) & (np.arange(table.shape[1]) * size < lengths[:, None])
     if wrong.any():
         row, column = np.argwhere(wrong)[0]
         got = f"page {table[row, column]} in row {row}, column {column}"
-        raise ShapeError(message("table", got, f"0 to {pages - 1}", "Correct it, or let the cache keep the table."))
+        raise ShapeError("table", got, f"0 to {pages - 1}", "Correct it, or let the cache keep the table.")
 
 
 def last_tokens(pattern: Pattern, lengths: Tensor, nq: int) -> Pattern:
@@ -393,10 +393,10 @@ def last_tokens(pattern: Pattern, lengths: Tensor, nq: int) -> Pattern:
     if short.any():
         row = int(short.argmax())
         got = f"{nq} queries of row {row}, which has {known[row]} tokens"
-        raise ShapeError(message("q", got, "at most as many as each sequence has", "Attend it in a separate call."))
+        raise ShapeError("q", got, "at most as many as each sequence has", "Attend it in a separate call.")
     if not pattern.combinable:
         remedy = "A LongNet keeps tokens by their place: use Dilated or Segments."
-        raise PatternError(message("pattern", repr(pattern), "a relation", remedy))
+        raise PatternError("pattern", repr(pattern), "a relation", remedy)
     last = placed(pattern, (lengths.long() - nq).clamp_(min=0), 0, len(lengths))[0]
     # bounds that change nothing would take a fifth of the time of a plan
     return last if ends_at_query(pattern) and known.all() else last & KeyPadding(lengths)
@@ -457,7 +457,7 @@ class _Book:
             row = int(rows[need.argmax()])
             got = f"{tokens} tokens for row {row}, which has {self.lengths[row]}"
             remedy = "Free the row, or make a cache of a greater length."
-            raise ShapeError(message("append", got, f"at most {columns * self.page} in all", remedy))
+            raise ShapeError("append", got, f"at most {columns * self.page} in all", remedy)
         written = rows[place > 0]
         pages = self.table[written, last[place > 0]]
         holders, shared = dict[int, int](), list[int]()
@@ -470,7 +470,7 @@ class _Book:
         wanted = int((need - have).sum()) + len(shared)
         if wanted > len(self.free):
             remedy = "Free sequences, or make a cache with more pages."
-            raise PageError(message("append", f"{wanted} pages to take", f"at most the {len(self.free)} free", remedy))
+            raise PageError("append", f"{wanted} pages to take", f"at most the {len(self.free)} free", remedy)
         copied = []
         for row in shared:
             at = self.lengths[row] // self.page

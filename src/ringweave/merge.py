@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .errors import ShapeError, message, shown
+from .errors import ShapeError, shown
 from .types import AttentionOutput, acc_dtype
 
 
@@ -37,26 +37,22 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> AttentionOutput:
     outs, lses = _tensors("outs", outs), _tensors("lses", lses)
     if not outs or len(outs) != len(lses):
         raise ShapeError(
-            message("outs, lses", f"{len(outs)} and {len(lses)} parts", "as many of both, at least one", "Pass pairs.")
+            "outs, lses", f"{len(outs)} and {len(lses)} parts", "as many of both, at least one", "Pass pairs."
         )
     for out, lse in zip(outs, lses, strict=True):
         if out.ndim < 1 or out.shape != outs[0].shape or lse.shape != out.shape[:-1]:
             raise ShapeError(
-                message(
-                    "outs, lses",
-                    f"out {tuple(out.shape)}, lse {tuple(lse.shape)}",
-                    f"out {tuple(outs[0].shape)} and lse {tuple(outs[0].shape[:-1])} in every part",
-                    "Give all parts the same queries.",
-                )
+                "outs, lses",
+                f"out {tuple(out.shape)}, lse {tuple(lse.shape)}",
+                f"out {tuple(outs[0].shape)} and lse {tuple(outs[0].shape[:-1])} in every part",
+                "Give all parts the same queries.",
             )
         if (out.dtype, lse.dtype) != (outs[0].dtype, lses[0].dtype) or not (out.device == lse.device == outs[0].device):
             raise ShapeError(
-                message(
-                    "outs, lses",
-                    f"out {out.dtype} on {out.device}, lse {lse.dtype} on {lse.device}",
-                    f"out {outs[0].dtype} and lse {lses[0].dtype} on {outs[0].device} in every part",
-                    "Convert the parts to one dtype and device.",
-                )
+                "outs, lses",
+                f"out {out.dtype} on {out.device}, lse {lse.dtype} on {lse.device}",
+                f"out {outs[0].dtype} and lse {lses[0].dtype} on {outs[0].device} in every part",
+                "Convert the parts to one dtype and device.",
             )
     acc = acc_dtype(lses[0].dtype)
     stacked = torch.stack([lse.to(acc) for lse in lses])
@@ -96,10 +92,10 @@ def with_sinks(out: Tensor, lse: Tensor, logits: Tensor) -> AttentionOutput:
 def _tensors(name: str, parts: Sequence[Tensor]) -> Sequence[Tensor]:
     """Check that the parts are a list of floating-point tensors, and return them."""
     if not isinstance(parts, (list, tuple)):
-        raise ShapeError(message(name, shown(parts), "a list of tensors", "Pass the parts in a list."))
+        raise ShapeError(name, shown(parts), "a list of tensors", "Pass the parts in a list.")
     for part in parts:
         if not isinstance(part, Tensor) or not part.is_floating_point():
-            raise ShapeError(message(name, shown(part), "floating-point tensors", "Pass attention_with_lse's results."))
+            raise ShapeError(name, shown(part), "floating-point tensors", "Pass attention_with_lse's results.")
     return parts
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .api import attention, longnet_attention, neighborhood_attention
 from .call import Arguments
-from .errors import PatternError, ShapeError, UnsupportedError, message, shown
+from .errors import PatternError, ShapeError, UnsupportedError, shown
 from .hierarchical import COMBINATIONS, hierarchical_attention
 from .names import only, suggest
 from .patterns import Causal, Full, LongNet, Pattern
@@ -46,7 +46,7 @@ def _taken(function: str, options: Mapping[str, Any], asked: str) -> dict[str, A
             taken[name] = value
         elif value is not default and (isinstance(value, Tensor) or value != default):
             wanted = f"{default!r}, the default, with {asked}"
-            raise UnsupportedError(message(name, shown(value), wanted, "Leave out the option that sets it."))
+            raise UnsupportedError(name, shown(value), wanted, "Leave out the option that sets it.")
     return taken
 
 
@@ -122,7 +122,7 @@ class MultiheadAttention(nn.Module):
         super().__init__()
         for name, value in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
             if flag(name, value, ShapeError):
-                raise UnsupportedError(message(name, True, "False", "Pass sinks=True for a learned sink."))
+                raise UnsupportedError(name, True, "False", "Pass sinks=True for a learned sink.")
         if not isinstance(pattern, Pattern):
             refuse(pattern)
         self.embed_dim = whole("embed_dim", embed_dim, 1, error=ShapeError)
@@ -140,7 +140,7 @@ class MultiheadAttention(nn.Module):
         self.vdim = self.embed_dim if vdim is None else whole("vdim", vdim, 1, error=ShapeError)
         self.rotary_base = None if rotary_base is None else number("rotary_base", rotary_base, error=ShapeError)
         if self.rotary_base is not None and self.head_dim % 2:
-            raise ShapeError(message("head dim", self.head_dim, "an even number, for rotary_base", "Change num_heads."))
+            raise ShapeError("head dim", self.head_dim, "an even number, for rotary_base", "Change num_heads.")
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         kept = self.num_kv_heads * self.head_dim
         if (self.kdim, self.vdim) == (self.embed_dim, self.embed_dim):
@@ -233,7 +233,7 @@ class MultiheadAttention(nn.Module):
             q, k = self._rotated(q, k, positions, first)
         elif positions is not None:
             wanted = "None: without rotary_base no position is used"
-            raise ShapeError(message("positions", shown(positions), wanted, "Create the module with a rotary_base."))
+            raise ShapeError("positions", shown(positions), wanted, "Create the module with a rotary_base.")
         options = self._options() | {"terms": terms, "q_offset": first}
         if not self.training:
             options["dropout"] = 0.0
@@ -253,10 +253,10 @@ class MultiheadAttention(nn.Module):
         for name, x, dim in zip(("query", "key", "value"), inputs, (self.embed_dim, self.kdim, self.vdim), strict=True):
             if isinstance(x, Tensor) and x.is_nested:
                 remedy = "Create nn.TransformerEncoder with enable_nested_tensor=False."
-                raise UnsupportedError(message(name, "a nested tensor", "a padded one, with a mask", remedy))
+                raise UnsupportedError(name, "a nested tensor", "a padded one, with a mask", remedy)
             if not isinstance(x, Tensor) or x.ndim not in (2, 3) or x.ndim != inputs[0].ndim or x.shape[-1] != dim:
                 wanted = f"2 dimensions, or 3 with a batch, the same as query, and {dim} channels in the last"
-                raise ShapeError(message(name, shown(x), wanted, "Pass (tokens, batch, channels), or see batch_first."))
+                raise ShapeError(name, shown(x), wanted, "Pass (tokens, batch, channels), or see batch_first.")
         batched = inputs[0].ndim == 3
         if not batched:
             return [x[None] for x in inputs], False
@@ -317,7 +317,7 @@ class MultiheadAttention(nn.Module):
                 if positions.shape not in ((x.shape[2],), (x.shape[0], x.shape[2])):
                     wanted = f"({x.shape[2]},) or ({x.shape[0]}, {x.shape[2]}): one for each {name}"
                     remedy = "Pass q_offset if queries and keys differ in number."
-                    raise ShapeError(message("positions", shown(positions), wanted, remedy))
+                    raise ShapeError("positions", shown(positions), wanted, remedy)
         else:
             of_k = torch.arange(k.shape[2], device=k.device)
             first = q_offset[:, None] if isinstance(q_offset, Tensor) and q_offset.ndim else q_offset
@@ -411,7 +411,7 @@ class LongNetAttention(MultiheadAttention):
         taken = _taken("longnet_attention", options, "detach_weights=True")
         if not isinstance(pattern, LongNet):
             remedy = "Use another module for other patterns."
-            raise PatternError(message("pattern", repr(pattern), "a LongNet, with detach_weights=True", remedy))
+            raise PatternError("pattern", repr(pattern), "a LongNet, with detach_weights=True", remedy)
         return longnet_attention(
             q,
             k,
@@ -482,11 +482,11 @@ class HierarchicalAttention(MultiheadAttention):
     ) -> Tensor:
         if isinstance(options["q_offset"], Tensor):
             wanted = "an int: queries have the same positions in every batch element"
-            raise UnsupportedError(message("q_offset", "a tensor", wanted, "Pass an int."))
+            raise UnsupportedError("q_offset", "a tensor", wanted, "Pass an int.")
         if options["terms"] or pattern != self.pattern:
             wanted = "no mask and is_causal=False"
             got = repr(pattern) if pattern != self.pattern else "a mask tensor or terms"
-            raise UnsupportedError(message("attn_mask", got, wanted, "Create the module with causal=True."))
+            raise UnsupportedError("attn_mask", got, wanted, "Create the module with causal=True.")
         gates = None
         if self.gate is not None:
             gates = torch.sigmoid(self.gate(x)).unflatten(-1, (self.num_heads, 3)).transpose(1, 2)
@@ -504,7 +504,7 @@ class HierarchicalAttention(MultiheadAttention):
         )
 
     def _weights(self, q: Tensor, k: Tensor, pattern: Pattern, options: Mapping[str, Any]) -> BlockWeights:
-        raise UnsupportedError(message("need_weights", True, "False", "The means of blocks have no weights by pair."))
+        raise UnsupportedError("need_weights", True, "False", "The means of blocks have no weights by pair.")
 
 
 class NeighborhoodAttention(nn.Module):
@@ -577,7 +577,7 @@ class NeighborhoodAttention(nn.Module):
         """
         if not isinstance(x, Tensor) or not 3 <= x.ndim <= 5 or x.shape[-1] != self.embed_dim:
             wanted = f"(batch, *grid, {self.embed_dim}) with 1 to 3 grid axes"
-            raise ShapeError(message("x", shown(x), wanted, "Pass channels last."))
+            raise ShapeError("x", shown(x), wanted, "Pass channels last.")
         kept = self.num_kv_heads * self.head_dim
         parts = self.qkv(x).split([self.embed_dim, kept, kept], -1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)).movedim(-2, 1) for part in parts)
@@ -603,12 +603,12 @@ class NeighborhoodAttention(nn.Module):
 
 def _refuse_pattern(options: Mapping[str, object], why: str) -> None:
     if "pattern" in options:
-        raise UnsupportedError(message("pattern", shown(options["pattern"]), "no such option", f"Leave it out: {why}."))
+        raise UnsupportedError("pattern", shown(options["pattern"]), "no such option", f"Leave it out: {why}.")
 
 
 def _part(name: str, whole: int, of: str, parts: int) -> int:
     if whole % parts:
-        raise ShapeError(message(of, parts, f"a divisor of {name}, {whole}", f"Change {of} or {name}."))
+        raise ShapeError(of, parts, f"a divisor of {name}, {whole}", f"Change {of} or {name}.")
     return whole // parts
 
 
@@ -617,7 +617,7 @@ def _added(name: str, mask: object, shapes: Mapping[tuple[int, ...], tuple[int, 
     fits = isinstance(mask, Tensor) and tuple(mask.shape) in shapes
     if not isinstance(mask, Tensor) or not fits or not (mask.dtype == torch.bool or mask.is_floating_point()):
         wanted = f"a bool or floating tensor {' or '.join(map(str, shapes))}"
-        raise ShapeError(message(name, shown(mask), wanted, "Pass such a tensor, or a pattern as attn_mask."))
+        raise ShapeError(name, shown(mask), wanted, "Pass such a tensor, or a pattern as attn_mask.")
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=q.dtype, device=mask.device).masked_fill_(mask, -torch.inf)
     return mask.view(shapes[tuple(mask.shape)])

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .call import Call, Operands
-from .errors import PatternError, ShapeError, UnsupportedError, is_out_of_memory, message, shown
+from .errors import PatternError, ShapeError, UnsupportedError, is_out_of_memory, shown
 from .patterns import Pattern, SlidingWindow
 from .plan.from_pattern import DEFAULT_TILE
 from .program import Program, Returned
@@ -247,12 +247,12 @@ def check_on_oom(on_oom: object, context: object = None, sharded: bool = False) 
     """
     if not isinstance(on_oom, str) or on_oom not in ON_OOM:
         wanted = f"one of {', '.join(ON_OOM)}"
-        raise UnsupportedError(message("on_oom", shown(on_oom), wanted, "Use 'degrade': it changes no result."))
+        raise UnsupportedError("on_oom", shown(on_oom), wanted, "Use 'degrade': it changes no result.")
     if on_oom == "stream" and (context is not None or sharded):
         got = "'stream' where ranks share the call"
         remedy = "Leave it out: ranks keep their shards on their devices."
-        raise UnsupportedError(message("on_oom", got, "'raise' or 'degrade'", remedy))
+        raise UnsupportedError("on_oom", got, "'raise' or 'degrade'", remedy)
     if on_oom == "sparsify" and (context is not None or sharded or torch.compiler.is_compiling()):
         got = "'sparsify' where ranks share the call, or under torch.compile"
         remedy = "Use 'degrade', or a sparser pattern from the start."
-        raise UnsupportedError(message("on_oom", got, "'raise' or 'degrade'", remedy))
+        raise UnsupportedError("on_oom", got, "'raise' or 'degrade'", remedy)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from .cells import Panel, Picture, Shares, picture
-from .errors import UnsupportedError, message, shown
+from .errors import UnsupportedError, shown
 from .patterns import Pattern
 
 SHADES = " ░▒▓█"
@@ -50,7 +50,7 @@ def plot(pattern: Pattern, tokens: int, *, heads: int = 1, path: str | Path | No
     """
     ending = Path(path).suffix.lower() if isinstance(path, (str, Path)) else ""
     if path is not None and ending not in (".svg", ".png"):
-        raise UnsupportedError(message("path", shown(path), "a name that ends in .svg or .png", "Rename it."))
+        raise UnsupportedError("path", shown(path), "a name that ends in .svg or .png", "Rename it.")
     drawn = picture(pattern, tokens, heads=heads)
     svg = Drawing(_svg(drawn))
     try:
@@ -59,7 +59,7 @@ def plot(pattern: Pattern, tokens: int, *, heads: int = 1, path: str | Path | No
         elif path is not None:
             _write_png(drawn, path)
     except (OSError, ValueError) as error:
-        raise UnsupportedError(message("path", shown(path), "a file that can be written", f"{error}.")) from None
+        raise UnsupportedError("path", shown(path), "a file that can be written", f"{error}.") from None
     return svg
 
 
@@ -183,7 +183,7 @@ def _write_png(drawn: Picture, path: str | Path) -> None:
         from matplotlib.patches import Patch
     except ModuleNotFoundError:
         raise UnsupportedError(
-            message("path", repr(path), "matplotlib for a PNG", "pip install 'ringweave[plot]', or write an .svg.")
+            "path", repr(path), "matplotlib for a PNG", "pip install 'ringweave[plot]', or write an .svg."
         ) from None
     columns = min(4, len(drawn.panels))
     rows = -(-len(drawn.panels) // columns)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .errors import UnsupportedError, message, shown
+from .errors import UnsupportedError, shown
 from .patterns.validate import one_of
 
 #: Formats in which keys and values may be sent between ranks.
@@ -69,7 +69,7 @@ class Precision:
             got = getattr(self, name)
             if (got is not None and not isinstance(got, torch.dtype)) or got not in known:
                 wanted = "one of " + ", ".join(map(str, known)) if len(known) > 1 else str(known[0])
-                raise UnsupportedError(message(f"precision.{name}", shown(got), wanted, "Leave it out."))
+                raise UnsupportedError(f"precision.{name}", shown(got), wanted, "Leave it out.")
         one_of("precision.wire", self.wire, WIRES)
         one_of("precision.order", self.order, ORDERS)
 
@@ -84,7 +84,7 @@ def as_precision(precision: object) -> Precision:
         return NATIVE
     if not isinstance(precision, Precision):
         got = type(precision).__name__
-        raise UnsupportedError(message("precision", got, "a Precision or None", "Make one: rw.Precision(kv=...)."))
+        raise UnsupportedError("precision", got, "a Precision or None", "Make one: rw.Precision(kv=...).")
     return precision
 
 

@@ -25,7 +25,7 @@ from .backends.backend import RENAMED, Backend, Heads, Upstream, delta_in_chunks
 from .cache import PROGRAMS
 from .call import Arguments, Call, Operands, term_operands
 from .environment import setting
-from .errors import PatternError, UnsupportedError, message, shown
+from .errors import PatternError, UnsupportedError, shown
 from .kv_cache import PagedCache, Pages
 from .patterns import Pattern
 from .patterns.alignment import END
@@ -72,11 +72,11 @@ def step(name: str, call: Call, branch: Branch) -> Step:
     # a graph compiled by an older version may contain an old name
     backend = BACKENDS.get(RENAMED.get(name, name))
     if backend is None:
-        raise UnsupportedError(message("backend", shown(name), f"one of {', '.join(names())}", "Use 'auto'."))
+        raise UnsupportedError("backend", shown(name), f"one of {', '.join(names())}", "Use 'auto'.")
     reason = unsupported_reason(backend, call, branch)
     if reason is not None:
         wanted = f"a case that it can run, but {reason}"
-        raise UnsupportedError(message("backend", repr(name), wanted, "Use backend='auto' or 'dense_batched'."))
+        raise UnsupportedError("backend", repr(name), wanted, "Use backend='auto' or 'dense_batched'.")
     return Step(branch, backend)
 
 

@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple, final
 import torch
 from torch import Tensor
 
-from .errors import ShapeError, UnsupportedError, message, shown
+from .errors import ShapeError, UnsupportedError, shown
 from .names import only
 from .patterns.validate import flag, number, whole
 
@@ -176,7 +176,7 @@ class Term(ABC):
 
     def _check_learns(self, name: str) -> None:
         if name not in self.learns:
-            raise ShapeError(message(name, "a tensor that requires gradients", "constants", self._constant))
+            raise ShapeError(name, "a tensor that requires gradients", "constants", self._constant)
 
     @classmethod
     @abstractmethod
@@ -229,7 +229,7 @@ def _float32(name: str, value: object) -> float:
     value = number(name, value, error=ShapeError)
     if value != 0 and not _SMALLEST <= abs(value) <= _LARGEST:
         wanted = f"0, or a number from {_SMALLEST:g} to {_LARGEST:g} of either sign"
-        raise ShapeError(message(name, shown(value), wanted, "Kernels compute in float32; pass such a number."))
+        raise ShapeError(name, shown(value), wanted, "Kernels compute in float32; pass such a number.")
     return value
 
 
@@ -239,7 +239,7 @@ def _check_distinct(names: Sequence[str], values: Sequence[float]) -> None:
         for j, other in enumerate(values[:i]):
             if one != other and abs(one - other) <= _STEP * max(abs(one), abs(other)):
                 wanted = f"{names[j]}, {shown(other)}, or a number that differs from it in float32"
-                raise ShapeError(message(names[i], shown(one), wanted, "Kernels compute in float32."))
+                raise ShapeError(names[i], shown(one), wanted, "Kernels compute in float32.")
 
 
 @final
@@ -266,7 +266,7 @@ class Softcap(Term):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.cap <= 0:
-            raise ShapeError(message("cap", shown(self.cap), "a number above 0", "Leave the term out for no cap."))
+            raise ShapeError("cap", shown(self.cap), "a number above 0", "Leave the term out for no cap.")
 
     @classmethod
     def example(cls, batch: int, heads: int, nq: int, nk: int, generator: torch.Generator) -> Softcap:
@@ -288,22 +288,22 @@ def _floating(name: str, table: object, axes: Sequence[Axis], also: str = "") ->
     if not fits or min(table.shape) == 0 or table.layout != torch.strided:  # type: ignore[attr-defined]
         sizes = ", ".join(_LETTERS.get(axis.along, axis.along) + " or 1" * axis.shared for axis in axes)
         wanted = f"a floating tensor ({sizes}{',' * (len(axes) == 1)}){also}"
-        raise ShapeError(message(name, shown(table), wanted, "Pass such a tensor."))
+        raise ShapeError(name, shown(table), wanted, "Pass such a tensor.")
     assert isinstance(table, Tensor)
     for dim, axis in enumerate(axes):
         if axis.along == "distance" and table.shape[dim] % 2 == 0:
             got = table.shape[dim]
-            raise ShapeError(message(f"{name}.shape[{dim}]", got, "2 R + 1, an odd number", "Add an entry."))
+            raise ShapeError(f"{name}.shape[{dim}]", got, "2 R + 1, an odd number", "Add an entry.")
     return table
 
 
 def _check_place(name: str, table: Tensor, dim: int, size: int, axis: Axis, device: torch.device) -> None:
     if table.shape[dim] != size and not (axis.shared and table.shape[dim] == 1):
         wanted = f"{size}, the call's {_CALLS[axis.along]}" + (", or 1" if axis.shared else "")
-        raise ShapeError(message(f"{name}.shape[{dim}]", table.shape[dim], wanted, "Make it for the call."))
+        raise ShapeError(f"{name}.shape[{dim}]", table.shape[dim], wanted, "Make it for the call.")
     if table.device != device:
         remedy = f"Move it with .to({str(device)!r})."
-        raise ShapeError(message(f"{name}.device", table.device, f"{device}, as q", remedy))
+        raise ShapeError(f"{name}.device", table.device, f"{device}, as q", remedy)
 
 
 @final
@@ -411,7 +411,7 @@ class DistanceBias(Term):
         least = 4 if bidirectional else 2
         if buckets < least or (bidirectional and buckets % 2):
             wanted = "an even number of at least 4" if bidirectional else "at least 2"
-            raise ShapeError(message("weight.shape[0]", buckets, wanted, "Pass the whole embedding."))
+            raise ShapeError("weight.shape[0]", buckets, wanted, "Pass the whole embedding.")
         half = buckets // 2 if bidirectional else buckets
         exact = half // 2
         far = whole("max_distance", max_distance, exact + 1, 2**20, error=ShapeError)
@@ -507,7 +507,7 @@ def as_terms(terms: object) -> tuple[Term, ...]:
         if not isinstance(term, Term):
             *names, last = KINDS
             wanted = f"{', '.join(names)} or {last}"
-            raise UnsupportedError(message("terms", shown(term), wanted, "Pass one, or a sequence of them."))
+            raise UnsupportedError("terms", shown(term), wanted, "Pass one, or a sequence of them.")
     return listed
 
 
@@ -539,7 +539,7 @@ def terms_of(spec: str, tables: Sequence[Tensor]) -> tuple[Term, ...]:
     for name, arguments in _WRITTEN.findall(spec):
         if name not in KINDS:
             remedy = "Trace or export the call again with this version of ringweave."
-            raise UnsupportedError(message("terms", shown(name), f"one of {', '.join(KINDS)}", remedy))
+            raise UnsupportedError("terms", shown(name), f"one of {', '.join(KINDS)}", remedy)
         values = [next(rest).detach() if each == "_" else float(each) for each in arguments.split(", ")]
         terms.append(KINDS[name](*values))
     return tuple(terms)
@@ -607,7 +607,7 @@ def threshold_of(p: float) -> int:
     threshold = round(p * STEPS)
     if p > 0 and not 0 < threshold < STEPS:
         wanted = "0, or at least 2 ** -16 and at most 1 - 2 ** -16"
-        raise ShapeError(message("dropout", shown(p), wanted, "It is rounded to a multiple of 2 ** -16."))
+        raise ShapeError("dropout", shown(p), wanted, "It is rounded to a multiple of 2 ** -16.")
     return threshold
 
 

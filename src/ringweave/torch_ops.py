@@ -22,7 +22,7 @@ from torch import Tensor
 from . import oom_retry
 from .cache import fact
 from .call import Call, Operands
-from .errors import UnsupportedError, is_out_of_memory, message
+from .errors import UnsupportedError, is_out_of_memory
 from .host_offload import program_of
 from .patterns.function import PinnedClosure, check_use, note_use, pinned_closure
 from .plan import pattern_of
@@ -162,7 +162,7 @@ attention_op, attention_backward_op = operators((attention, _fake), (attention_b
 def refuse_gradient(what: str) -> NoReturn:
     """Raise UnsupportedError, since keys and values in pages or 8 bits are for inference."""
     remedy = "Call it under torch.no_grad(); train with attention() on tensors of a floating dtype."
-    raise UnsupportedError(message(what, "an input that requires gradients", "none: it is forward-only", remedy))
+    raise UnsupportedError(what, "an input that requires gradients", "none: it is forward-only", remedy)
 
 
 class Differentiable(torch.autograd.Function):
@@ -183,7 +183,7 @@ def refuse_forward_mode() -> None:
 
 
 def _refuse(got: str, remedy: str) -> NoReturn:
-    raise UnsupportedError(message("attention", got, "reverse-mode derivatives of first order", remedy))
+    raise UnsupportedError("attention", got, "reverse-mode derivatives of first order", remedy)
 
 
 def refuse_twice(ctx: Any, *_: Any) -> NoReturn:

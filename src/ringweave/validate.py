@@ -20,7 +20,7 @@ from torch import Tensor
 from .backends.backend import RENAMED
 from .cache import fact
 from .call import Arguments, Call, pack
-from .errors import ShapeError, UnsupportedError, message, shown
+from .errors import ShapeError, UnsupportedError, shown
 from .kv_cache import PagedCache
 from .names import renamed_value
 from .patterns import Pattern, check_extents
@@ -44,57 +44,47 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, hosted: bool = False) -> N
     """Raise ShapeError unless q, k and v fit each other. If ``hosted``, k and v may be on the host and q on a GPU."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
-            raise ShapeError(message(name, type(x).__name__, "a tensor", "Pass torch tensors."))
+            raise ShapeError(name, type(x).__name__, "a tensor", "Pass torch tensors.")
         if x.layout != torch.strided or x.is_nested:
             layout = "nested" if x.is_nested else x.layout
-            raise ShapeError(
-                message(name, f"a {layout} tensor", "a dense one", "Convert it with .to_dense() or pad it.")
-            )
+            raise ShapeError(name, f"a {layout} tensor", "a dense one", "Convert it with .to_dense() or pad it.")
         if x.ndim != 4:
             remedy = "Reshape it to four dimensions."
             if x.ndim == 3:
                 remedy = f"Pass {name}[None] for a batch of one; packed sequences are for varlen_attention."
             elif x.ndim in (5, 6):
                 remedy = "Flatten the tokens to one dimension, or call neighborhood_attention for a grid."
-            raise ShapeError(message(name, f"shape {tuple(x.shape)}", "(batch, heads, tokens, dim)", remedy))
+            raise ShapeError(name, f"shape {tuple(x.shape)}", "(batch, heads, tokens, dim)", remedy)
         if x.dtype not in DTYPES:
             raise ShapeError(
-                message(
-                    f"{name}.dtype", x.dtype, "float32, float16, bfloat16 or float64", f"Convert {name} with .to(...)."
-                )
+                f"{name}.dtype", x.dtype, "float32, float16, bfloat16 or float64", f"Convert {name} with .to(...)."
             )
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
-            raise ShapeError(message(f"{name}.dtype", x.dtype, f"{q.dtype}, as q", f"Convert with {name}.to(q.dtype)."))
+            raise ShapeError(f"{name}.dtype", x.dtype, f"{q.dtype}, as q", f"Convert with {name}.to(q.dtype).")
         if x.device != q.device and not (hosted and _on_host(q, k, v)):
             remedy = f"Move it with {name}.to(q.device)."
             if not hosted and _on_host(q, k, v):
                 remedy = f"{remedy[:-1]}, or leave k and v there and pass on_oom='stream' to attention()."
-            raise ShapeError(message(f"{name}.device", x.device, f"{q.device}, as q", remedy))
+            raise ShapeError(f"{name}.device", x.device, f"{q.device}, as q", remedy)
         if x.shape[0] != q.shape[0]:
-            raise ShapeError(message(f"{name} batch", x.shape[0], f"{q.shape[0]}, as q", "Use one batch size."))
+            raise ShapeError(f"{name} batch", x.shape[0], f"{q.shape[0]}, as q", "Use one batch size.")
     if k.shape[3] != q.shape[3]:
-        raise ShapeError(
-            message("k head dim D", k.shape[3], f"{q.shape[3]}, as q", "Project q and k to the same head dim.")
-        )
+        raise ShapeError("k head dim D", k.shape[3], f"{q.shape[3]}, as q", "Project q and k to the same head dim.")
     if v.shape[1] != k.shape[1]:
-        raise ShapeError(
-            message("v heads", v.shape[1], f"{k.shape[1]}, as k", "Give k and v the same number of heads.")
-        )
+        raise ShapeError("v heads", v.shape[1], f"{k.shape[1]}, as k", "Give k and v the same number of heads.")
     if v.shape[2] != k.shape[2]:
-        raise ShapeError(message("v tokens", v.shape[2], f"{k.shape[2]}, as k", "Give k and v the same length."))
+        raise ShapeError("v tokens", v.shape[2], f"{k.shape[2]}, as k", "Give k and v the same length.")
     for name, x in (("q", q), ("k", k), ("v", v)):
         for size, what in zip(x.shape, ("batch", "heads", "tokens", "head dim"), strict=True):
             if size == 0:
-                raise ShapeError(message(f"{name} {what}", 0, "at least 1", f"Skip the call when {what} is empty."))
+                raise ShapeError(f"{name} {what}", 0, "at least 1", f"Skip the call when {what} is empty.")
     if q.shape[1] % k.shape[1]:
         raise ShapeError(
-            message(
-                "k heads",
-                k.shape[1],
-                f"a divisor of the {q.shape[1]} query heads",
-                "Use a number of key heads that divides it.",
-            )
+            "k heads",
+            k.shape[1],
+            f"a divisor of the {q.shape[1]} query heads",
+            "Use a number of key heads that divides it.",
         )
 
 
@@ -165,20 +155,18 @@ def checked(given: Arguments) -> Checked:
     pattern, q_offset = placed(bound, first, given.k_offset, q.shape[0])
     if context is not None and (pattern is not bound or isinstance(given.q_offset, str)):
         got = "'end', a tensor, or a k_offset, with a context"
-        raise UnsupportedError(message("q_offset, k_offset", got, "0 with a context", "Decode on one device."))
+        raise UnsupportedError("q_offset, k_offset", got, "0 with a context", "Decode on one device.")
     dropout = checked_dropout(given.dropout)
     terms = as_terms(given.terms)
     if context is not None and not callable(getattr(context, "attend", None)):
         got = type(context).__name__
-        raise UnsupportedError(
-            message("context", got, "a ContextParallel or None", "Construct one from the device mesh.")
-        )
+        raise UnsupportedError("context", got, "a ContextParallel or None", "Construct one from the device mesh.")
     # lengths of the whole sequence, if ranks share it
     nq, nk = (q.shape[2], k.shape[2]) if context is None else (context.seq_len, context.seq_len)
     check_terms(terms, dropout, pattern, (q.shape[0], q.shape[1], nq, nk), q.device)
     scale = checked_scale(given.scale, q.shape[3])
     if not isinstance(backend, str):
-        raise UnsupportedError(message("backend", shown(backend), f"one of {', '.join(names())}", "Use 'auto'."))
+        raise UnsupportedError("backend", shown(backend), f"one of {', '.join(names())}", "Use 'auto'.")
     tables = [table for term in terms for table in term.tables]
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *tables))
     call = Call.of(
@@ -198,9 +186,7 @@ def checked(given: Arguments) -> Checked:
         terms = tuple(rounded(term, policy.table) for term in terms)
     if context is not None and policy.wire not in ("native", context.options.wire):
         got = f"{policy.wire!r} of a context whose wire is {context.options.wire!r}"
-        raise UnsupportedError(
-            message("precision.wire", got, "the wire of the context", "Make the context with this policy.")
-        )
+        raise UnsupportedError("precision.wire", got, "the wire of the context", "Make the context with this policy.")
     more: tuple[Tensor, ...] = ()
     if policy.kv is not None:
         _check_stored(given, policy.kv, terms)
@@ -218,7 +204,7 @@ def _check_stored(given: Arguments, dtype: torch.dtype, terms: Sequence[Term]) -
     for name, given_too in (("context", given.context is not None), ("dropout", bool(given.dropout))):
         if given_too:
             remedy = f"Leave out {name} or kv: storage in 8 bits is for inference on one device."
-            raise UnsupportedError(message("precision.kv", f"{dtype} with {name}", f"no {name}", remedy))
+            raise UnsupportedError("precision.kv", f"{dtype} with {name}", f"no {name}", remedy)
     tensors = [x for x in given if isinstance(x, Tensor)] + [table for term in terms for table in term.tables]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         refuse_gradient("precision.kv")
@@ -238,7 +224,7 @@ def check_terms(
     if of_distance:
         # queries and keys are then indices of two axes, and their difference is not a distance
         got = f"{', '.join(sorted(of_distance))} where queries and keys are packed apart"
-        raise UnsupportedError(message("terms", got, "one packing for both", "Pad the queries, or add a Bias."))
+        raise UnsupportedError("terms", got, "one packing for both", "Pad the queries, or add a Bias.")
 
 
 def converted(given: Arguments) -> tuple[Arguments, torch.dtype | None]:
@@ -272,10 +258,10 @@ def paged(given: Arguments, cache: PagedCache) -> Checked:
     fits = isinstance(q, Tensor) and q.ndim == 4 and q.shape[0] == len(cache.table) and q.shape[3] == k.shape[3]
     if not fits or q.shape[1] % heads or 0 in q.shape:
         wanted = f"({len(cache.table)}, a multiple of {heads}, tokens, {k.shape[3]})"
-        raise ShapeError(message("q", shown(q), wanted, "Pass queries for every sequence of the cache."))
+        raise ShapeError("q", shown(q), wanted, "Pass queries for every sequence of the cache.")
     if q.dtype not in ((k.dtype,) if cache.scales is None else DTYPES) or q.device != k.device:
         got, dtype = f"{q.dtype} on {q.device}", k.dtype if cache.scales is None else "a floating type"
-        raise ShapeError(message("q", got, f"{dtype} on {k.device}, as the cache", "Convert it with .to(...)."))
+        raise ShapeError("q", got, f"{dtype} on {k.device}, as the cache", "Convert it with .to(...).")
     terms = () if given.terms is None else as_terms(given.terms)
     for term in terms:
         term.check(q.shape[0], q.shape[1], q.shape[2], cache.table.shape[1] * cache.page, q.device)
@@ -285,7 +271,7 @@ def paged(given: Arguments, cache: PagedCache) -> Checked:
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *learned)):
         refuse_gradient("paged_attention")
     if not isinstance(backend, str) or backend not in names():
-        raise UnsupportedError(message("backend", shown(backend), f"one of {', '.join(names())}", "Use 'auto'."))
+        raise UnsupportedError("backend", shown(backend), f"one of {', '.join(names())}", "Use 'auto'.")
     scale = checked_scale(given.scale, q.shape[3])
     text, tensors = pack(of_call(pattern), terms, 0, cache.table, cache.lengths, *(cache.scales or ()))
     call = Call.of(
@@ -306,16 +292,14 @@ def check_sinks(sink_logits: Tensor, q: Tensor) -> None:
     if not fits or sink_logits.shape[0] != q.shape[1]:
         wanted = f"a floating tensor ({q.shape[1]},): one logit for each query head"
         raise ShapeError(
-            message(
-                "sink_logits",
-                shown(sink_logits),
-                wanted,
-                "Pass the learned logits, not tokens: those are the pattern Sinks.",
-            )
+            "sink_logits",
+            shown(sink_logits),
+            wanted,
+            "Pass the learned logits, not tokens: those are the pattern Sinks.",
         )
     if sink_logits.device != q.device:
         remedy = "Move it with sink_logits.to(q.device)."
-        raise ShapeError(message("sink_logits.device", sink_logits.device, f"{q.device}, as q", remedy))
+        raise ShapeError("sink_logits.device", sink_logits.device, f"{q.device}, as q", remedy)
 
 
 def checked_scale(scale: float | None, dim: int) -> float:
@@ -325,14 +309,14 @@ def checked_scale(scale: float | None, dim: int) -> float:
     if isinstance(scale, Tensor):
         # Reading the number would silently cut its gradient.
         remedy = "Multiply q by it and pass scale=1.0: the gradient then reaches it."
-        raise ShapeError(message("scale", f"a tensor of shape {tuple(scale.shape)}", "a number", remedy))
+        raise ShapeError("scale", f"a tensor of shape {tuple(scale.shape)}", "a number", remedy)
     if isinstance(scale, bool) or not isinstance(scale, _NUMBERS):
-        raise ShapeError(message("scale", shown(scale), "a number", "Leave it out for 1 / sqrt(D)."))
+        raise ShapeError("scale", shown(scale), "a number", "Leave it out for 1 / sqrt(D).")
     # A numpy number is compared in its own type, where the bounds may overflow.
     scale = scale.item() if isinstance(scale, np.generic) else scale
     if scale != 0 and not _SMALLEST_SCALE <= abs(scale) <= _LARGEST_SCALE:
         wanted = f"a finite number of float32: 0, or {_SMALLEST_SCALE:g} to {_LARGEST_SCALE:g} of either sign"
-        raise ShapeError(message("scale", shown(scale), wanted, "Leave it out for 1 / sqrt(D)."))
+        raise ShapeError("scale", shown(scale), wanted, "Leave it out for 1 / sqrt(D).")
     return scale if isinstance(scale, (float, torch.SymFloat)) else float(scale)
 
 
@@ -340,7 +324,7 @@ def checked_dropout(dropout: float) -> float:
     """Return the share of weights to drop as a float; raise ShapeError if it is not in [0, 1)."""
     number = isinstance(dropout, _NUMBERS) and not isinstance(dropout, bool)
     if not number or not 0 <= dropout < 1:
-        raise ShapeError(message("dropout", shown(dropout), "a number of at least 0 and below 1", "Leave it out."))
+        raise ShapeError("dropout", shown(dropout), "a number of at least 0 and below 1", "Leave it out.")
     threshold_of(float(dropout))
     return float(dropout)
 
@@ -427,4 +411,4 @@ def refuse_unknown(function: str, names: Mapping[str, object]) -> NoReturn:
         raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
     wanted, remedy = _OTHERS[name]
     got = f"an argument that {function}() does not have"
-    raise TypeError(message(name, got, wanted, f'{remedy} See "Coming from other libraries", docs/migration.md.'))
+    raise TypeError(name, got, wanted, f'{remedy} See "Coming from other libraries", docs/migration.md.')

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .backends.backend import tiled
 from .call import Arguments, Call
-from .errors import PatternError, message
+from .errors import PatternError
 from .patterns import LongNet, Pattern
 from .plan import BlockPlan, plan, unpack_masks
 from .types import acc_dtype
@@ -85,9 +85,7 @@ def attention_weights(
     q, k = autocast(q, k)
     call = checked(Arguments(q, k, k, pattern, scale, q_offset, "dense_batched", k_offset)).call
     if isinstance(call.pattern, LongNet):
-        raise PatternError(
-            message("pattern", repr(call.pattern), "a relation", "Ask for the weights of one branch's relation.")
-        )
+        raise PatternError("pattern", repr(call.pattern), "a relation", "Ask for the weights of one branch's relation.")
     with torch.autocast(q.device.type, enabled=False):
         return _weights(q, k, call)
 

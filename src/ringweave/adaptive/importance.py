@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError, message, shown
+from ..errors import ShapeError, shown
 from ..patterns import BlockTable, Causal, Pattern
 from ..patterns.block_sets import ListedBlocks, MaskBlocks
 from ..patterns.validate import flag, number, whole
@@ -86,7 +86,7 @@ class ImportanceTracker:
         )
         self.block_size = whole("block_size", block_size, _SIDES[0], _SIDES[1], error=ShapeError)
         if self.block_size % 16:
-            raise ShapeError(message("block_size", block_size, "a multiple of 16", "Pass 32, 64 or 128."))
+            raise ShapeError("block_size", block_size, "a multiple of 16", "Pass 32, 64 or 128.")
         self.causal = flag("causal", causal)
         self.local, self.sinks = whole("local", local, 0), whole("sinks", sinks, 0)
         self.density, self.decay = number("density", density, 1e-9, 1.0), number("decay", decay, 0.0, 1.0 - 1e-6)
@@ -94,9 +94,7 @@ class ImportanceTracker:
         self.context = context
         if context is not None and (context.seq_len, context.heads[0]) != (self.tokens, self.heads):
             got = f"{context.seq_len} tokens, {context.heads[0]} heads"
-            raise ShapeError(
-                message("context", got, f"{self.tokens} tokens, {self.heads} heads", "Use the context's sizes.")
-            )
+            raise ShapeError("context", got, f"{self.tokens} tokens, {self.heads} heads", "Use the context's sizes.")
         self.version = 0
         self._pending: PendingTable | None = None
         self._indices = self._nearest()
@@ -137,7 +135,7 @@ class ImportanceTracker:
         local = self.tokens if self.context is None else self.context.local
         if q.ndim != 4 or tuple(q.shape[1:3]) != (self.heads, local) or k.shape[2] != local:
             wanted = f"(B, {self.heads}, {local}, D) and {local} keys"
-            raise ShapeError(message("q, k", f"{tuple(q.shape)}, {tuple(k.shape)}", wanted, "Use the tracker's sizes."))
+            raise ShapeError("q, k", f"{tuple(q.shape)}, {tuple(k.shape)}", wanted, "Use the tracker's sizes.")
         scale = q.shape[3] ** -0.5 if scale is None else scale
         whole_k = k if self.context is None else self.context.unshard(k, 2)
         # tables are small, so they are computed on the host
@@ -170,11 +168,11 @@ class ImportanceTracker:
         """
         if set(state) != {*_STATE, "version"}:
             wanted = f"{', '.join(_STATE)} and version"
-            raise ShapeError(message("state", sorted(state), wanted, "Pass what state_dict gave."))
+            raise ShapeError("state", sorted(state), wanted, "Pass what state_dict gave.")
         for name in _STATE:
             mine = getattr(self, f"_{name}")
             if state[name].shape != mine.shape or state[name].dtype != mine.dtype:
-                raise ShapeError(message(name, shown(state[name]), shown(mine), "Make a tracker with these sizes."))
+                raise ShapeError(name, shown(state[name]), shown(mine), "Make a tracker with these sizes.")
         for name in _STATE:
             setattr(self, f"_{name}", state[name].clone())
         self.version = whole("version", state["version"], 0)

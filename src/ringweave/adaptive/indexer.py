@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import ShapeError, message
+from ..errors import ShapeError
 from ..patterns import BlockTable
 from ..patterns.validate import one_of, whole
 from ..types import acc_dtype
@@ -83,9 +83,9 @@ class BlockIndexer(nn.Module):
         self.pool = whole("pool", pool, 1, error=ShapeError)
         if self.heads % self.kv_heads:
             wanted = f"a divisor of the {self.heads} query heads"
-            raise ShapeError(message("kv_heads", self.kv_heads, wanted, "Change one of the two numbers."))
+            raise ShapeError("kv_heads", self.kv_heads, wanted, "Change one of the two numbers.")
         if self.block_size % self.pool:
-            raise ShapeError(message("pool", self.pool, f"a divisor of block_size={self.block_size}", "Lower pool."))
+            raise ShapeError("pool", self.pool, f"a divisor of block_size={self.block_size}", "Lower pool.")
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -196,7 +196,7 @@ class BlockIndexer(nn.Module):
         if sizes != wanted:
             names = "(q_tile, kv_tile, nq, nk, batch, heads)"
             remedy = "Pass tile= to tile_mass."
-            raise ShapeError(message("mass.plan", f"{names} = {sizes}", f"{wanted}", remedy))
+            raise ShapeError("mass.plan", f"{names} = {sizes}", f"{wanted}", remedy)
         pair, row, column = mass.tiles()
         values = mass.by_tile().detach()
         # sort the tiles of all heads by block row, so that a chunk of rows is a slice
@@ -239,11 +239,11 @@ class BlockIndexer(nn.Module):
         if (q.shape[1], k.shape[1], q.shape[3]) != (self.heads, self.kv_heads, self.head_dim):
             got = f"{q.shape[1]} and {k.shape[1]} heads of {q.shape[3]}"
             wanted = f"{self.heads} and {self.kv_heads} heads of {self.head_dim}"
-            raise ShapeError(message("q, k", got, wanted, "Construct an indexer with these sizes."))
+            raise ShapeError("q, k", got, wanted, "Construct an indexer with these sizes.")
         grid = grid_of(q, k, self.block_size, q_offset, causal, local, sinks)
         if not grid.one_row and q_offset % self.block_size:
             wanted = f"a multiple of block_size={self.block_size}, or queries that fit in one block"
-            raise ShapeError(message("q_offset", q_offset, wanted, "Begin chunks at block boundaries."))
+            raise ShapeError("q_offset", q_offset, wanted, "Begin chunks at block boundaries.")
         return grid
 
     def _step(self, q: Tensor, grid: Grid) -> int:

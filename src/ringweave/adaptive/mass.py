@@ -11,7 +11,7 @@ from torch import Tensor
 from ..backends import cpu, dense_batched
 from ..backends.backend import RENAMED, readable
 from ..call import Arguments, Call, Operands
-from ..errors import PatternError, ShapeError, UnsupportedError, message, shown
+from ..errors import PatternError, ShapeError, UnsupportedError, shown
 from ..names import renamed_value
 from ..patterns import LongNet, Pattern
 from ..patterns.shifted import first_positions
@@ -126,15 +126,15 @@ def tile_mass(
     pattern, q_offset = call.pattern, call.q_offset
     if isinstance(pattern, LongNet):
         got = repr(pattern)
-        raise PatternError(message("pattern", got, "a relation", "Ask for the mass of one branch's relation."))
+        raise PatternError("pattern", got, "a relation", "Ask for the mass of one branch's relation.")
     acc = acc_dtype(q.dtype)
     if not isinstance(lse, Tensor) or lse.shape != q.shape[:3] or lse.dtype != acc or lse.device != q.device:
         got = f"{lse.dtype} {tuple(lse.shape)} on {lse.device}" if isinstance(lse, Tensor) else shown(lse)
         wanted = f"{acc} {tuple(q.shape[:3])} on {q.device}"
-        raise ShapeError(message("lse", got, wanted, "Pass the lse of attention_with_lse."))
+        raise ShapeError("lse", got, wanted, "Pass the lse of attention_with_lse.")
     if any(mapped(x) for x in (q, k, lse)):
         wanted = "ordinary tensors"
-        raise UnsupportedError(message("tile_mass", "tensors inside of torch.vmap", wanted, "Call it without vmap."))
+        raise UnsupportedError("tile_mass", "tensors inside of torch.vmap", wanted, "Call it without vmap.")
     batch, heads, nq, _ = q.shape
     p = plan(pattern, nq, k.shape[2], heads=heads, batch=batch, q_offset=q_offset, tile=tile, device=q.device)
     inputs = Operands(readable(q), readable(k), readable(k), call.scale, _scoring(q, call, terms))
@@ -147,7 +147,7 @@ def tile_mass(
         reason = "it cannot read tensors of a torch.func transform"
     if backend == "cpu" and reason is not None:
         wanted = f"a case that it can run, but {reason}"
-        raise UnsupportedError(message("backend", "'cpu'", wanted, "Use backend='auto' or 'dense_batched'."))
+        raise UnsupportedError("backend", "'cpu'", wanted, "Use backend='auto' or 'dense_batched'.")
     counts = (p.row_ptr[:, -1] - p.row_ptr[:, 0]).long()[p.row_set.long()]
     first = (counts.reshape(-1).cumsum(0) - counts.reshape(-1)).view(batch, heads)
     kernel = dense_batched.tile_mass if reason is not None or backend == "dense_batched" else cpu.tile_mass

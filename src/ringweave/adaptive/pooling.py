@@ -15,7 +15,7 @@ from ..types import acc_dtype
 if TYPE_CHECKING:
     from ..parallel import ContextParallel
 
-from ..errors import ShapeError, message
+from ..errors import ShapeError
 from ..patterns.validate import whole
 
 # elements that a CPU reduces in one step
@@ -139,12 +139,10 @@ class KeyBounds:
         """Append the next n keys, (B, Hkv, n, D)."""
         batch, heads, _, dim = self.low.shape
         if k.ndim != 4 or (*k.shape[:2], k.shape[3]) != (batch, heads, dim):
-            raise ShapeError(
-                message("k", tuple(k.shape), f"({batch}, {heads}, n, {dim})", "Append keys of this cache.")
-            )
+            raise ShapeError("k", tuple(k.shape), f"({batch}, {heads}, n, {dim})", "Append keys of this cache.")
         end = self.length + k.shape[2]
         if end > self.capacity:
-            raise ShapeError(message("k", f"{end} tokens", f"at most {self.capacity}", "Raise capacity."))
+            raise ShapeError("k", f"{end} tokens", f"at most {self.capacity}", "Raise capacity.")
         if k.shape[2] == 0:
             return
         first = self.length // self.block_size

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import PatternError, ShapeError, message, shown
+from ..errors import PatternError, ShapeError, shown
 from ..patterns import BlockTable
 from ..patterns.block_sets import ListedBlocks
 from ..patterns.validate import flag, number, one_of, whole
@@ -223,7 +223,7 @@ def select(
     amount = amount_of(method, top_k, mass, density, grid)
     scale = q.shape[3] ** -0.5 if scale is None else number("scale", scale)
     if pool is not None and method not in _POOLED:
-        raise PatternError(message("pool", shown(pool), f"no pool with method {method!r}", f"Use one of {_POOLED}."))
+        raise PatternError("pool", shown(pool), f"no pool with method {method!r}", f"Use one of {_POOLED}.")
     with torch.no_grad():
         if method == "antidiagonal":
             score, width = _antidiagonals(q, k, grid, scale, stride)
@@ -321,7 +321,7 @@ def grid_of(
     """
     sides = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
     if len(sides) != 2:
-        raise PatternError(message("block_size", shown(sides), "one side or two", "Pass (queries, keys)."))
+        raise PatternError("block_size", shown(sides), "one side or two", "Pass (queries, keys).")
     return Grid(
         q.shape[2],
         k.shape[2],
@@ -346,20 +346,16 @@ def amount_of(method: str, top_k: object, mass: object, density: object, grid: G
     if given not in (["top_k"], ["mass"], ["density"], ["top_k", "mass"]):
         got = " and ".join(given) or "none of them"
         wanted = "exactly one of them (top_k may limit mass)"
-        raise PatternError(message("top_k, mass, density", got, wanted, "Set the number of blocks in a row."))
+        raise PatternError("top_k, mass, density", got, wanted, "Set the number of blocks in a row.")
     if mass is not None and method == "bounds":
-        raise PatternError(
-            message("mass", shown(mass), "no mass with 'bounds', which does not estimate it", "Pass top_k.")
-        )
+        raise PatternError("mass", shown(mass), "no mass with 'bounds', which does not estimate it", "Pass top_k.")
     most = None if top_k is None else whole("top_k", top_k, 1)
     if most is not None and most < min(grid.forced(), grid.columns):
         raise PatternError(
-            message(
-                "top_k",
-                most,
-                f"at least {grid.forced()}: local={grid.local} and sinks={grid.sinks} are always chosen",
-                "Raise top_k, or lower local or sinks.",
-            )
+            "top_k",
+            most,
+            f"at least {grid.forced()}: local={grid.local} and sinks={grid.sinks} are always chosen",
+            "Raise top_k, or lower local or sinks.",
         )
     return Amount(
         most,
@@ -444,7 +440,7 @@ def _bounds(q: Tensor, k: Tensor, grid: Grid, scale: float, bounds: KeyBounds | 
         if bounds.block_size != grid.sides[1] or bounds.length != grid.nk or bounds.low.shape[1] != k.shape[1]:
             got = f"{bounds.length} tokens, {bounds.low.shape[1]} heads, blocks of {bounds.block_size}"
             wanted = f"{grid.nk} tokens, {k.shape[1]} heads, blocks of {grid.sides[1]}, to match k"
-            raise ShapeError(message("bounds", got, wanted, "Append every key once."))
+            raise ShapeError("bounds", got, wanted, "Append every key once.")
         low, high = bounds.low, bounds.high
     acc = acc_dtype(q.dtype)
 
@@ -487,8 +483,6 @@ def part_of(name: str, tokens: object, grid: Grid) -> int:
     count = whole(name, tokens, 1)
     if grid.sides[0] % count or grid.sides[1] % count:
         raise PatternError(
-            message(
-                name, count, f"a divisor of both sides of block_size={grid.sides}", "Pass a power of two below both."
-            )
+            name, count, f"a divisor of both sides of block_size={grid.sides}", "Pass a power of two below both."
         )
     return count

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import PatternError, message, shown
+from ..errors import PatternError, shown
 from ..patterns import Pattern
 from ..patterns.validate import number, one_of, whole
 
@@ -66,7 +66,7 @@ class SparsitySchedule:
         every: int = 1,
     ):
         if pattern is not None and not callable(pattern):
-            raise PatternError(message("pattern", shown(pattern), "a function of a density", "Pass a lambda."))
+            raise PatternError("pattern", shown(pattern), "a function of a density", "Pass a lambda.")
         self.make = pattern
         self.start, self.end = (_density(name, value) for name, value in (("start", start), ("end", end)))
         self.warmup, self.ramp, self.every = (
@@ -92,11 +92,11 @@ class SparsitySchedule:
         """Pattern of the current step; rebuilt when the density changes."""
         density = self.density
         if self.make is None:
-            raise PatternError(message("pattern", None, "a function of a density", "Pass pattern= to the schedule."))
+            raise PatternError("pattern", None, "a function of a density", "Pass pattern= to the schedule.")
         if self._made is None or self._made[0] != density:
             made = self.make(density)
             if not isinstance(made, Pattern):
-                raise PatternError(message(f"pattern({density:g})", shown(made), "a pattern", "Return a pattern."))
+                raise PatternError(f"pattern({density:g})", shown(made), "a pattern", "Return a pattern.")
             self._made = density, made
         return self._made[1]
 
@@ -115,12 +115,12 @@ class SparsitySchedule:
             PatternError: The state is not from a SparsitySchedule.
         """
         if set(state) != {"steps"}:
-            raise PatternError(message("state", sorted(state), "['steps']", "Pass what state_dict gave."))
+            raise PatternError("state", sorted(state), "['steps']", "Pass what state_dict gave.")
         self.steps = whole("steps", state["steps"], 0)
 
 
 def _density(name: str, value: object) -> float:
     density = number(name, value, 0.0, 1.0)
     if density == 0:
-        raise PatternError(message(name, value, "above 0", "A density is the share of pairs that attend."))
+        raise PatternError(name, value, "above 0", "A density is the share of pairs that attend.")
     return density

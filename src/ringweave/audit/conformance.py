@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError, message
+from ..errors import UnsupportedError
 from ..patterns import Pattern, parse
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -169,7 +169,7 @@ class Kernel:
         if not {"allowed", "pattern"} & {*self.wants}:
             remedy = "Wrap it: def kernel(q, k, v, allowed), or with a parameter named pattern."
             got = "any keywords" if anything else ", ".join(p.name for p in parameters)
-            raise UnsupportedError(message("kernel", got, "a parameter named allowed or pattern", remedy))
+            raise UnsupportedError("kernel", got, "a parameter named allowed or pattern", remedy)
 
     def __call__(self, trial: Trial, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """Call the kernel; return out, and lse or None."""
@@ -200,7 +200,7 @@ def load(name: str) -> Kernel:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         wanted = "module:function that can be imported"
-        raise UnsupportedError(message("kernel", repr(name), wanted, f"{error}.")) from None
+        raise UnsupportedError("kernel", repr(name), wanted, f"{error}.") from None
     return Kernel(found, name)
 
 
@@ -516,7 +516,7 @@ def pytest_generate_tests(metafunc: Any) -> None:
         kernel = metafunc.config.getoption("--kernel")
         if kernel is None:
             wanted = "a kernel to check"
-            raise UnsupportedError(message("--kernel", "nothing", wanted, "Pass --kernel module:function."))
+            raise UnsupportedError("--kernel", "nothing", wanted, "Pass --kernel module:function.")
         metafunc.parametrize("rule", list(RULES))
         metafunc.parametrize("kernel", [load(kernel)], ids=[kernel])
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..errors import ShapeError, message
+from ..errors import ShapeError
 from ..patterns import Causal, Documents, Full, KeyPadding, Pattern, Segments, SlidingWindow
 from ..torch_compat import without_functions
 from .counts import Counts
@@ -212,9 +212,7 @@ def model(
     unknown = sorted({*expect} - {call.name for call in calls}) if isinstance(expect, Mapping) else []
     if unknown:
         seen_names = ", ".join(sorted({call.name for call in calls})) or "none"
-        raise ShapeError(
-            message("expect", ", ".join(unknown), f"modules that attend: {seen_names}", "Correct the name.")
-        )
+        raise ShapeError("expect", ", ".join(unknown), f"modules that attend: {seen_names}", "Correct the name.")
     promises = _Promises(model, named_args, q_offset)
     return ModelAudit(tuple(_layer(call, expect, promises) for call in calls), _apart(plain, seen))
 

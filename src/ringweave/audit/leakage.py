@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError, message, shown
+from ..errors import ShapeError, shown
 from ..patterns import Pattern
 
 
@@ -79,10 +79,10 @@ def _found(
     x, call = _leaf(fn, inputs)
     out = _output(call(x))
     if out.ndim < 3 or out.shape[0] != x.shape[0]:
-        raise ShapeError(message("fn", shown(out), f"out of ({x.shape[0]}, Nq, ...)", "Return one row for each token."))
+        raise ShapeError("fn", shown(out), f"out of ({x.shape[0]}, Nq, ...)", "Return one row for each token.")
     if not out.requires_grad:
         got = "an output without a gradient"
-        raise ShapeError(message("fn", got, "an output differentiable in x", "Call it without no_grad or detach."))
+        raise ShapeError("fn", got, "an output differentiable in x", "Call it without no_grad or detach.")
     batch, nq, nk = x.shape[0], out.shape[1], x.shape[1]
     flat = out.reshape(batch, nq, -1)
     weights = torch.randn(flat.shape[-1], generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(flat)
@@ -135,7 +135,7 @@ def _leaf(fn: Callable[..., Any], inputs: Tensor | Mapping[str, Any]) -> tuple[T
         ids, embedded = rest.pop("input_ids", None), rest.pop("inputs_embeds", None)
         if embedded is None and (ids is None or not hasattr(fn, "get_input_embeddings")):
             got = ", ".join(inputs)
-            raise ShapeError(message("inputs", got, "inputs_embeds, or input_ids of a model", "Pass embeddings."))
+            raise ShapeError("inputs", got, "inputs_embeds, or input_ids of a model", "Pass embeddings.")
         with torch.no_grad():
             embedded = fn.get_input_embeddings()(ids) if embedded is None else embedded  # type: ignore[attr-defined]
         x = embedded.detach().clone().requires_grad_()
@@ -144,7 +144,7 @@ def _leaf(fn: Callable[..., Any], inputs: Tensor | Mapping[str, Any]) -> tuple[T
             return fn(inputs_embeds=x, **rest)
 
     if x.ndim != 3:
-        raise ShapeError(message("inputs", shown(x), "(B, N, C)", "Give each token a vector."))
+        raise ShapeError("inputs", shown(x), "(B, N, C)", "Give each token a vector.")
     return x, call
 
 
@@ -154,7 +154,7 @@ def _output(found: Any) -> Tensor:
             return getattr(found, name)  # type: ignore[no-any-return]
     found = found[0] if isinstance(found, tuple) else found
     if not isinstance(found, Tensor):
-        raise ShapeError(message("fn", shown(found), "a tensor", "Return (B, Nq, ...)."))
+        raise ShapeError("fn", shown(found), "a tensor", "Return (B, Nq, ...).")
     return found
 
 

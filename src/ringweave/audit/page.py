@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..errors import UnsupportedError, message
+from ..errors import UnsupportedError
 from .counts import WORDS
 from .targets import Result, counts
 from .verdict import Comparison
@@ -72,7 +72,7 @@ def write_page(name: str, results: Sequence[Result], tokens: int, path: str | Pa
         from jinja2 import Environment, StrictUndefined
     except ModuleNotFoundError:
         raise UnsupportedError(
-            message("jinja2", "not installed", "jinja2 for the page", "pip install 'ringweave[audit]'.")
+            "jinja2", "not installed", "jinja2 for the page", "pip install 'ringweave[audit]'."
         ) from None
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     text = environment.from_string(_PAGE).render(

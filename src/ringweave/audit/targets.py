@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import UnsupportedError, message
+from ..errors import UnsupportedError
 from .counts import Counts
 from .layers import ModelAudit, model
 
@@ -82,7 +82,7 @@ def target(name: str, layers: int = 6, *, trust: bool = False) -> Target:
             raise _unknown(name, "There is no such file")
         if not trust:
             got, wanted = f"{name!r}, a pickle, which may run any code when it is loaded", "your consent"
-            raise UnsupportedError(message("target", got, wanted, "Pass --trust (trust=True) if you know its author."))
+            raise UnsupportedError("target", got, wanted, "Pass --trust (trust=True) if you know its author.")
         return Target(name, lambda _: _loaded(name))
     transformers = library()
     types = transformers.models.auto.configuration_auto.CONFIG_MAPPING
@@ -112,13 +112,13 @@ def _loaded(name: str) -> nn.Module:
         raise _unknown(name, f"It could not be loaded: {_said(error)}") from None
     if not isinstance(found, nn.Module):
         got = f"{name!r}, which holds {type(found).__name__}"
-        raise UnsupportedError(message("target", got, "a whole module", "Save the model, not its state_dict()."))
+        raise UnsupportedError("target", got, "a whole module", "Save the model, not its state_dict().")
     return found
 
 
 def _unknown(name: str, why: str) -> UnsupportedError:
     wanted = "a transformers model type, configuration or id, module:function, or a saved module"
-    return UnsupportedError(message("target", repr(name), wanted, f"{why}."))
+    return UnsupportedError("target", repr(name), wanted, f"{why}.")
 
 
 def library() -> Any:
@@ -131,9 +131,7 @@ def library() -> Any:
         return importlib.import_module("transformers")
     except ModuleNotFoundError:
         raise UnsupportedError(
-            message(
-                "transformers", "not installed", "transformers, to build its models", "pip install 'ringweave[hf]'."
-            )
+            "transformers", "not installed", "transformers, to build its models", "pip install 'ringweave[hf]'."
         ) from None
 
 
@@ -142,7 +140,7 @@ def _made(function: Callable[..., Any], implementation: str | None) -> nn.Module
     found = function(implementation=implementation) if takes else function()
     if not isinstance(found, nn.Module):
         got = type(found).__name__
-        raise UnsupportedError(message("target", got, "a function that returns a torch.nn.Module", "Return the model."))
+        raise UnsupportedError("target", got, "a function that returns a torch.nn.Module", "Return the model.")
     return found
 
 
@@ -197,7 +195,7 @@ def small_model(config: Any, implementation: str | None, layers: int = 6, *, tru
             importlib.import_module("ringweave.integrations.transformers")
         except ModuleNotFoundError:
             wanted = "ringweave.integrations.transformers"
-            raise UnsupportedError(message("implementation", repr(implementation), wanted, "Install it.")) from None
+            raise UnsupportedError("implementation", repr(implementation), wanted, "Install it.") from None
     config = shrink(type(config).from_dict(config.to_dict()), layers)
     options = {} if implementation is None else {"attn_implementation": implementation}
     for kind in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel"):
@@ -221,7 +219,7 @@ def _refuse_large(build: Callable[[], nn.Module]) -> None:
         return
     if numbers > _NUMBERS:
         raise UnsupportedError(
-            message("target", f"{numbers:,} parameters", f"at most {_NUMBERS:,}", "Reduce its configuration.")
+            "target", f"{numbers:,} parameters", f"at most {_NUMBERS:,}", "Reduce its configuration."
         )
 
 
@@ -263,9 +261,7 @@ class _Shape:
             return {"pixel_values": pixels}
         if "input_ids" not in self.takes:
             raise UnsupportedError(
-                message(
-                    "target", "a model without input_ids", "a model that takes token ids or pixels", "Call audit.model."
-                )
+                "target", "a model without input_ids", "a model that takes token ids or pixels", "Call audit.model."
             )
         text = self.config.get_text_config() if hasattr(self.config, "get_text_config") else self.config
         ids = torch.randint(3, getattr(text, "vocab_size", 128), (2, self.tokens), generator=generator, device="cpu")

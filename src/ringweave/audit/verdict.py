@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..errors import PatternError, ShapeError, message, shown
+from ..errors import PatternError, ShapeError, shown
 from ..patterns import Causal, Documents, Full, KeyPadding, Pattern, Segments, Sinks, SlidingWindow, Strided, parse
 from ..patterns.algebra import And, Combined, Not, Or, join
 from ..patterns.within import Within
@@ -95,7 +95,7 @@ def compare(
     """
     pairs = found.pairs if isinstance(found, Attended) else found
     if not isinstance(pairs, Tensor) or pairs.ndim != 4 or pairs.dtype != torch.bool:
-        raise ShapeError(message("found", shown(pairs), "bool (B, Hq, Nq, Nk)", "Pass the result of attended()."))
+        raise ShapeError("found", shown(pairs), "bool (B, Hq, Nq, Nk)", "Pass the result of attended().")
     pairs = pairs.cpu()
     batch, heads, nq, nk = pairs.shape
     counts = _dense(pattern, (batch, heads, nq, nk), q_offset, k_offset).long()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError, message, shown
+from ..errors import ShapeError, shown
 from .drawn import Drawn
 
 #: An attention function: (q, k, v) to out, or to a tuple that begins with out.
@@ -132,9 +132,7 @@ class _Probe:
         found = self.fn(q, k, v)
         found = found[0] if isinstance(found, tuple) else found
         if not isinstance(found, Tensor) or tuple(found.shape) != self.shape:
-            raise ShapeError(
-                message("fn", shown(found), f"out of {self.shape}", "Wrap it: fn(q, k, v) to (B, Hq, Nq, Dv).")
-            )
+            raise ShapeError("fn", shown(found), f"out of {self.shape}", "Wrap it: fn(q, k, v) to (B, Hq, Nq, Dv).")
         return found.detach().cpu().double().nan_to_num(0.0, 0.0, 0.0)
 
     def weights(self, lowered: float = 0.0) -> Tensor:

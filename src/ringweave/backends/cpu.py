@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..cache import fact
 from ..call import Call, Operands
-from ..errors import ShapeError, UnsupportedError, message
+from ..errors import ShapeError, UnsupportedError
 from ..kv_cache import Pages
 from ..merge import merge_into as merge_with_torch
 from ..plan import BlockPlan, Branch, Spacing
@@ -88,7 +88,7 @@ def check_interface(native: ModuleType) -> None:
         if function is None or found[: len(wanted)] != wanted or not {*by_name.split()} <= {*found}:
             got = f"{name}({', '.join(found)}), of another version of ringweave"
             remedy = "Install ringweave again; in a checkout, build the extension again."
-            raise UnsupportedError(message("ringweave._cpu", got, f"{name}({', '.join([*wanted, '...'])})", remedy))
+            raise UnsupportedError("ringweave._cpu", got, f"{name}({', '.join([*wanted, '...'])})", remedy)
 
 
 def variant() -> str:
@@ -102,7 +102,7 @@ def variant() -> str:
     asked = os.environ.get(VARIANT, "")
     if not variants or (asked and asked not in variants):
         raise UnsupportedError(
-            message(VARIANT, repr(asked), f"one of {', '.join(variants) or 'none: no native kernel'}", "Unset it.")
+            VARIANT, repr(asked), f"one of {', '.join(variants) or 'none: no native kernel'}", "Unset it."
         )
     return asked or str(variants[0])
 
@@ -213,7 +213,7 @@ def _term_arguments(scoring: TermOperands | None) -> dict[str, object]:
     heads, dropout = scoring.heads, scoring.dropout
     if int(scoring.offsets.max()) > _FARTHEST:
         got = f"a position of {int(scoring.offsets.max())} with terms or dropout"
-        raise UnsupportedError(message("offsets", got, f"at most {_FARTHEST}", "Use backend='dense_batched'."))
+        raise UnsupportedError("offsets", got, f"at most {_FARTHEST}", "Use backend='dense_batched'.")
 
     return {
         "terms": [(term.kernel, list(term.numbers), _table(term, heads)) for term in scoring.terms],

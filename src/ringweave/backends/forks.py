@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from ..errors import UnsupportedError, message
+from ..errors import UnsupportedError
 
 _HARD = 2  # omp_pause_hard: ends the pool; the next parallel region creates a new one
 
@@ -44,10 +44,8 @@ def check(device: torch.device) -> None:
     """Raise UnsupportedError if a parallel computation in this process would hang."""
     if _pool.cut_off and device.type == "cpu" and torch.get_num_threads() > 1:
         raise UnsupportedError(
-            message(
-                "process",
-                "a fork of a process that could not end its OpenMP threads",
-                "a spawned process, or one thread",
-                'Use torch.multiprocessing.set_start_method("spawn"), or torch.set_num_threads(1) here.',
-            )
+            "process",
+            "a fork of a process that could not end its OpenMP threads",
+            "a spawned process, or one thread",
+            'Use torch.multiprocessing.set_start_method("spawn"), or torch.set_num_threads(1) here.',
         )

@@ -29,7 +29,7 @@ from .. import files
 from ..cache import PATTERNS, fact
 from ..call import Call
 from ..environment import setting
-from ..errors import UnsupportedError, message
+from ..errors import UnsupportedError
 from ..patterns import BlockTable, Full, Pattern
 from ..patterns.algebra import leaves, replace
 from ..patterns.function import holders
@@ -226,12 +226,12 @@ def writable() -> Path:
     """
     path, remedy = store(), "pip install 'ringweave[tune]'"
     if path is None or importlib.util.find_spec("filelock") is None:
-        raise UnsupportedError(message("tuning store", "no place for it", "platformdirs and filelock", remedy))
+        raise UnsupportedError("tuning store", "no place for it", "platformdirs and filelock", remedy)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         got = f"{path.parent}: {error.strerror or error}"
-        raise UnsupportedError(message("tuning store", got, "a folder", f"Set {VARIABLE} to another folder.")) from None
+        raise UnsupportedError("tuning store", got, "a folder", f"Set {VARIABLE} to another folder.") from None
     return path
 
 

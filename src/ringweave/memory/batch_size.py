@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..errors import ShapeError, UnsupportedError, is_out_of_memory, message, shown
+from ..errors import ShapeError, UnsupportedError, is_out_of_memory, shown
 from ..patterns.validate import named_device, whole
 from . import peak
 from .pressure import pressure, to_system, trim
@@ -51,7 +51,7 @@ def fit_batch(
     high = whole("high", high, low)
     number = isinstance(headroom, (int, float)) and not isinstance(headroom, bool)
     if not number or not 0 <= headroom < 1:
-        raise ShapeError(message("headroom", shown(headroom), "a number of at least 0 and below 1", "Leave it out."))
+        raise ShapeError("headroom", shown(headroom), "a number of at least 0 and below 1", "Leave it out.")
     device = named_device(device)
     gc.collect()
     trim()
@@ -62,7 +62,7 @@ def fit_batch(
     probe = None if probe is None else _probe(step, low, device, held)
     if probe is None or probe > free:
         got = f"{low}, which takes " + ("all free memory" if probe is None else f"{probe} of {free:.0f} bytes")
-        raise UnsupportedError(message("low", got, "a batch that fits", "Use a smaller batch or a smaller model."))
+        raise UnsupportedError("low", got, "a batch that fits", "Use a smaller batch or a smaller model.")
     taken.note(low, probe)
     good, bad = low, high + 1
     while bad - good > 1:

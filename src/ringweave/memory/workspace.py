@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..cache import enlist, interrupted
-from ..errors import ShapeError, message, shown
+from ..errors import ShapeError, shown
 from ..patterns.validate import named_device
 from ..torch_compat import dispatched, transforming
 from .pressure import pressure
@@ -152,7 +152,7 @@ class Workspace:
         count = math.prod(shape)
         nbytes = count * dtype.itemsize
         if min(shape, default=0) < 0:
-            raise ShapeError(message("shape", shown(tuple(shape)), "sizes of at least 0", "Correct it."))
+            raise ShapeError("shape", shown(tuple(shape)), "sizes of at least 0", "Correct it.")
         if nbytes == 0 or dispatched() or transforming() or interrupted(self._lock):
             # a dispatch mode or transform may need other tensors, such as fake ones; a held lock means that this call
             # interrupted the workspace

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..backends import BACKENDS
 from ..call import Arguments, Call, Operands
-from ..errors import PatternError, RingError, ShapeError, UnsupportedError, message
+from ..errors import PatternError, RingError, ShapeError, UnsupportedError
 from ..patterns import BlockTable, Pattern, check_extents
 from ..patterns.parse import of_call
 from ..patterns.validate import one_of, refuse, whole
@@ -119,7 +119,7 @@ class ContextParallel:
             group, per_node = group_of(mesh)
             if per_node is not None and schedule == "ring":
                 got, wanted = "'ring' on a mesh of two dimensions", "'allgather' or 'auto' on such a mesh"
-                raise UnsupportedError(message("schedule", got, wanted, "Flatten the mesh for a ring."))
+                raise UnsupportedError("schedule", got, wanted, "Flatten the mesh for a ring.")
             mesh = Transport(group, deadline=options.deadline, retries=options.retries)
         self.transport: Communicator = mesh
         transport = mesh
@@ -161,7 +161,7 @@ class ContextParallel:
             torch.Size([1, 4, 256, 32])
         """
         if not isinstance(tag, str):
-            raise UnsupportedError(message("tag", repr(tag), "text", "Name the call, such as 'layer 3'."))
+            raise UnsupportedError("tag", repr(tag), "text", "Name the call, such as 'layer 3'.")
         named = copy.copy(self)
         named._tag = torch.tensor(text_words(tag, TAG_WORDS), dtype=torch.int64, device="cpu")
         return named
@@ -181,7 +181,7 @@ class ContextParallel:
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled, since connections belong to one process."""
         remedy = "Create a context in the other process; to save a module, save its state_dict()."
-        raise UnsupportedError(message("context", "a pickle of it", "the process that made it", remedy))
+        raise UnsupportedError("context", "a pickle of it", "the process that made it", remedy)
 
     # ---- sizes -------------------------------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class ContextParallel:
         dim = _dim(x, dim)
         if x.shape[dim] != self.seq_len:
             wanted = f"{self.seq_len} tokens"
-            raise ShapeError(message(f"x.shape[{dim}]", x.shape[dim], wanted, "Pass the whole tensor, and its dim."))
+            raise ShapeError(f"x.shape[{dim}]", x.shape[dim], wanted, "Pass the whole tensor, and its dim.")
         mine = x.index_select(dim, self.positions[: self._held].to(x.device))
         if self._held == self.local:
             return mine
@@ -264,7 +264,7 @@ class ContextParallel:
         refuse_forward_mode()
         if not torch.compiler.is_compiling() and transforming(*inputs):
             remedy = "Differentiate with torch.autograd, and fold a mapped dimension into the batch."
-            raise UnsupportedError(message("context", "a torch.func transform", "a call without one", remedy))
+            raise UnsupportedError("context", "a torch.func transform", "a call without one", remedy)
         grads = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *tensors))
         compared: list[Tensor] = []
         asked = ", ".join([f"{name}={written_argument(value, compared)}" for name, value in asked_for(given)])
@@ -285,21 +285,21 @@ class ContextParallel:
     ) -> None:
         """Raise a typed error unless a call, which uses the named ``features``, fits this context."""
         if q_offset != 0:
-            raise UnsupportedError(message("q_offset", q_offset, "0 with a context", "Decode on one device."))
+            raise UnsupportedError("q_offset", q_offset, "0 with a context", "Decode on one device.")
         for name, x, heads in (("q", q, self.heads[0]), ("k", k, self.heads[1])):
             self._check_local(name, x, 2)
             if x.shape[1] != heads:
                 wanted = f"{heads}, as the context's"
-                raise ShapeError(message(f"{name} heads", x.shape[1], wanted, "Make a context for these heads."))
+                raise ShapeError(f"{name} heads", x.shape[1], wanted, "Make a context for these heads.")
         if backend != "auto":
             known = BACKENDS.get(backend) if isinstance(backend, str) else None
             if known is None or not (known.planned and known.branched):
                 able = [name for name in names()[1:] if BACKENDS[name].planned and BACKENDS[name].branched]
                 wanted = f"'auto' or one that computes a plan: {', '.join(able)}"
-                raise UnsupportedError(message("backend", repr(backend), wanted, "Use 'auto'."))
+                raise UnsupportedError("backend", repr(backend), wanted, "Use 'auto'.")
             if known.lacks(features, q.device.type):
                 wanted = f"one that computes {', '.join(sorted(features))}"
-                raise UnsupportedError(message("backend", repr(backend), wanted, "Use 'auto'."))
+                raise UnsupportedError("backend", repr(backend), wanted, "Use 'auto'.")
         try:
             self._check_pattern(pattern, q.shape[0])
         except PatternError as error:
@@ -312,7 +312,7 @@ class ContextParallel:
                 f"{_blocks(table, self.seq_len, self.seq_len)} blocks for the whole sequence of {self.seq_len} tokens"
             )
             remedy = "Gather the rows of all ranks with context.share_table(rows, block_size, version)."
-            raise PatternError(message("BlockTable", got, wanted, remedy)) from error
+            raise PatternError("BlockTable", got, wanted, remedy) from error
 
     def replicated(
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, fallback: str = "raise", backend: str = "auto"
@@ -342,11 +342,11 @@ class ContextParallel:
         pattern = of_call(pattern.bound(q.shape[1], k.shape[1]))
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x.shape[2] != self.seq_len:
-                raise ShapeError(message(f"{name} tokens", x.shape[2], f"{self.seq_len}", "Pass whole tensors."))
+                raise ShapeError(f"{name} tokens", x.shape[2], f"{self.seq_len}", "Pass whole tensors.")
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             got = "inputs that require gradients"
             wanted, remedy = "inputs without gradients", "Use shards, or torch.no_grad()."
-            raise UnsupportedError(message("q, k, v", got, wanted, remedy))
+            raise UnsupportedError("q, k, v", got, wanted, remedy)
         shards = self.shard(q, 2), self.shard(k, 2), self.shard(v, 2)
         self.check(shards[0], shards[1], pattern, 0, backend)
         scale = 1.0 / math.sqrt(q.shape[3])
@@ -455,7 +455,7 @@ class ContextParallel:
     def _check_local(self, name: str, x: Tensor, dim: int) -> None:
         if x.shape[dim] != self.local:
             wanted = f"{self.local}, this rank's share of {self.seq_len}"
-            raise ShapeError(message(f"{name}.shape[{dim}]", x.shape[dim], wanted, "Shard it: ctx.shard(x, dim)."))
+            raise ShapeError(f"{name}.shape[{dim}]", x.shape[dim], wanted, "Shard it: ctx.shard(x, dim).")
 
 
 def _table_of_shard(pattern: Pattern, local: int, tokens: int) -> BlockTable | None:
@@ -477,8 +477,8 @@ def _blocks(table: BlockTable, queries: int, keys: int) -> tuple[int, int]:
 def _dim(x: Tensor, dim: int) -> int:
     """Return a dimension of a tensor as an index that is not negative."""
     if not isinstance(x, Tensor):
-        raise ShapeError(message("x", type(x).__name__, "a tensor", "Pass a torch tensor."))
+        raise ShapeError("x", type(x).__name__, "a tensor", "Pass a torch tensor.")
     dim = whole("dim", dim, -(2**31), error=ShapeError)
     if not -x.ndim <= dim < x.ndim:
-        raise ShapeError(message("dim", dim, f"a dimension of x, which has {x.ndim}", "Pass the token dimension of x."))
+        raise ShapeError("dim", dim, f"a dimension of x, which has {x.ndim}", "Pass the token dimension of x.")
     return dim % x.ndim

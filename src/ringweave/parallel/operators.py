@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..backends.backend import readable
 from ..call import Arguments, Call, Operands, term_operands
-from ..errors import UnsupportedError, message
+from ..errors import UnsupportedError
 from ..patterns.function import pinned_closure
 from ..terms import STEPS, Term, tables_in
 from ..torch_compat import untraced
@@ -48,7 +48,7 @@ def _context(number: str) -> ContextParallel:
     context = _contexts.get(number)
     if context is None:
         remedy = "Keep the context until the gradients of its results are computed."
-        raise UnsupportedError(message("context", "one that was deleted", "a live ContextParallel", remedy))
+        raise UnsupportedError("context", "one that was deleted", "a live ContextParallel", remedy)
     return context
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..call import PER_HEAD, Arguments
-from ..errors import PatternError, ShapeError, UnsupportedError, message
+from ..errors import PatternError, ShapeError, UnsupportedError
 from ..patterns import Pattern
 from ..patterns.validate import refuse
 from ..terms import Term, as_terms
@@ -42,12 +42,12 @@ def attend_sharded(attend: Callable[[Arguments], tuple[Tensor, Any]], given: Arg
     inputs: list[DTensor] = []
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, DTensor):
-            raise ShapeError(message(name, type(x).__name__, "a DTensor, like q, k or v", "Distribute all three."))
+            raise ShapeError(name, type(x).__name__, "a DTensor, like q, k or v", "Distribute all three.")
         inputs.append(x)
         if (x.device_mesh, x.placements) != (inputs[0].device_mesh, inputs[0].placements):
             wanted = f"{inputs[0].placements} on the same mesh, as q"
             remedy = f"Redistribute {name}: .redistribute(placements=q.placements)."
-            raise ShapeError(message(f"{name} placements", f"{x.placements} on {x.device_mesh}", wanted, remedy))
+            raise ShapeError(f"{name} placements", f"{x.placements} on {x.device_mesh}", wanted, remedy)
     check_tensors(q, k, v)
     # Check terms against all heads: a slice of a table with too few heads could fit the local heads by chance.
     context = given.context
@@ -63,20 +63,20 @@ def attend_sharded(attend: Callable[[Arguments], tuple[Tensor, Any]], given: Arg
         for dim, what in ((BATCH, "batch elements"), (HEADS, "heads")):
             if x.shape[dim] % parts.count(dim):
                 wanted = f"a multiple of the {parts.count(dim)} ranks that share them"
-                raise ShapeError(message(f"{name} {what}", x.shape[dim], wanted, "Use fewer ranks."))
+                raise ShapeError(f"{name} {what}", x.shape[dim], wanted, "Use fewer ranks.")
     if given.dropout and mesh.size() > 1:
         # Ranks that replicate a part would drop different pairs of it.
         remedy = "Call attention on local tensors, .to_local(), with a generator for each rank."
-        raise UnsupportedError(message("dropout", given.dropout, "0 with DTensors on several ranks", remedy))
+        raise UnsupportedError("dropout", given.dropout, "0 with DTensors on several ranks", remedy)
     if parts.count(BATCH) > 1 and (pattern.extents()[0] is not None or pattern.select(0, 0) != pattern.select(1, 0)):
         wanted = "one pattern for all batch elements if ranks share the batch"
         remedy = "Call attention on local tensors, .to_local(), with the pattern of this rank's elements."
-        raise PatternError(message("pattern", repr(pattern), wanted, remedy))
+        raise PatternError("pattern", repr(pattern), wanted, remedy)
     for name, value in given._asdict().items():
         other = name not in ("q", "k", "v", *PER_HEAD)
         if other and isinstance(value, Tensor) and value.numel() > 1 and parts.count(BATCH) > 1:
             wanted = "one number if ranks share the batch"
-            raise UnsupportedError(message(name, f"a tensor of {value.numel()}", wanted, "Pass local tensors."))
+            raise UnsupportedError(name, f"a tensor of {value.numel()}", wanted, "Pass local tensors.")
     mine: dict[str, Any] = {name: x.to_local() for name, x in zip("qkv", inputs, strict=True)}
     for name in PER_HEAD:
         value = getattr(given, name)
@@ -102,7 +102,7 @@ class _Parts:
             if type(placement).__name__ != "Shard" or dim not in (BATCH, HEADS) or dim in self._by:
                 wanted = "Replicate(), Shard(0) (batch) or Shard(1) (heads), each once"
                 remedy = "Use a ContextParallel to shard the sequence; channels cannot be sharded."
-                raise UnsupportedError(message("placements", str(placements), wanted, remedy))
+                raise UnsupportedError("placements", str(placements), wanted, remedy)
             self._by[dim] = axis
 
     def count(self, dim: int) -> int:

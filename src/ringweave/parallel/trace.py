@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import UnsupportedError, message
+from ..errors import UnsupportedError
 from .transport.protocol import Event
 
 _KINDS = ("compute", "wait", "receive", "send")
@@ -58,10 +58,10 @@ def export_chrome_trace(traces: Iterable[Trace], path: str | Path) -> Path:
     traces, path = list(traces), Path(path)
     if not all(isinstance(trace, Trace) for trace in traces):
         got = sorted({type(trace).__name__ for trace in traces})
-        raise UnsupportedError(message("traces", got, "traces", "Pass traces of ContextParallel.trace()."))
+        raise UnsupportedError("traces", got, "traces", "Pass traces of ContextParallel.trace().")
     lines = [line for trace in traces for line in _lines(trace)]
     if not lines:
-        raise UnsupportedError(message("trace", "no events", "a call inside the trace", "Call attention inside it."))
+        raise UnsupportedError("trace", "no events", "a call inside the trace", "Call attention inside it.")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"traceEvents": lines, "displayTimeUnit": "ms"}, indent=0), "utf-8")
     return path

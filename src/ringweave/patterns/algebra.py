@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 import numpy as np
 from torch import Tensor
 
-from ..errors import PatternError, message, shown
+from ..errors import PatternError, shown
 from .base import Composite, Lookback, Pattern, provide
 from .declared import declare
 from .global_tokens import Sinks
@@ -224,12 +224,10 @@ def join(kind: type[Combined], *operands: Pattern) -> Pattern:
             refuse(operand, "operand")
         if not operand.combinable:
             raise PatternError(
-                message(
-                    "operand",
-                    repr(operand),
-                    "a relation",
-                    "LongNet is a mixture in which a key may count several times; join its output with merge().",
-                )
+                "operand",
+                repr(operand),
+                "a relation",
+                "LongNet is a mixture in which a key may count several times; join its output with merge().",
             )
         parts += operand.parts if isinstance(operand, kind) else (operand,)
     neutral = "Full()" if kind is And else "~Full()"
@@ -291,7 +289,7 @@ class PerHead(_Operator):
         if not listed or not patterns or not all(isinstance(p, Pattern) and p.combinable for p in patterns):
             remedies = [called(p) for p in patterns] if listed else []
             remedy = next(filter(None, remedies), "Pass one per query head.")
-            raise PatternError(message("patterns", shown(patterns), "a list of relations", remedy))
+            raise PatternError("patterns", shown(patterns), "a list of relations", remedy)
         self.patterns = tuple(patterns)
         nest(self, 1 + max(p.depth for p in patterns), sum(p.leaves for p in patterns))
         self.__post_init__()
@@ -342,7 +340,7 @@ class PerHead(_Operator):
     def _only(self) -> Pattern:
         if len(set(self.patterns)) == 1:
             return self.patterns[0]
-        raise PatternError(message("pattern", repr(self), "the pattern of one head", "Get it with select(b, h)."))
+        raise PatternError("pattern", repr(self), "the pattern of one head", "Get it with select(b, h).")
 
 
 def shard(pattern: Pattern, rank: int, ranks: int, heads: int | None) -> Pattern:
@@ -354,10 +352,10 @@ def shard(pattern: Pattern, rank: int, ranks: int, heads: int | None) -> Pattern
     made = bound.extents()[1]
     if heads is not None and heads != (made or heads):
         wanted = f"{made}, which {pattern!r} is made for"
-        raise PatternError(message("heads", heads, wanted, "Pass the number of heads of all ranks."))
+        raise PatternError("heads", heads, wanted, "Pass the number of heads of all ranks.")
     made = heads or made
     if made is not None and made % ranks:
-        raise PatternError(message("ranks", ranks, f"a divisor of the {made} query heads", "Use fewer ranks."))
+        raise PatternError("ranks", ranks, f"a divisor of the {made} query heads", "Use fewer ranks.")
     return bound.bound(heads, None, rank, ranks)
 
 

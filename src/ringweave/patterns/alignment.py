@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError, message, shown
+from ..errors import ShapeError, shown
 from .algebra import And, Or, PerHead
 from .base import Pattern
 from .dilated import LongNet
@@ -44,7 +44,7 @@ def first_query(
     if q_offset != END:
         wanted = f"an int, an integer tensor () or ({shown(batch)},), or {END!r}"
         remedy = f"Pass {END!r} if the queries are the last tokens, as in a decode step."
-        raise ShapeError(message("q_offset", shown(q_offset), wanted, remedy))
+        raise ShapeError("q_offset", shown(q_offset), wanted, remedy)
     made_batch = pattern.extents()[0]
     if made_batch is not None and made_batch != batch:
         # the call's check of the pattern reports the wrong batch
@@ -64,7 +64,7 @@ def first_query(
             return 0
     if not isinstance(first, Tensor) and first < 0:
         got = f"{END!r} for {nq} queries and {last} keys"
-        raise ShapeError(message("q_offset", got, "at most as many queries as keys", "Pass the first position."))
+        raise ShapeError("q_offset", got, "at most as many queries as keys", "Pass the first position.")
     return first
 
 
@@ -82,7 +82,7 @@ def first_of_sizes(
     if not isinstance(pattern, Pattern):
         refuse(pattern)
     if nk is None:
-        raise ShapeError(message("nk", None, f"the number of keys, with q_offset={shown(q_offset)}", "Pass nk."))
+        raise ShapeError("nk", None, f"the number of keys, with q_offset={shown(q_offset)}", "Pass nk.")
     nq, nk, _, batch, _ = check_sizes(nq, nk, batch=batch)
     return first_query(pattern, q_offset, k_offset, batch=batch, nq=nq, nk=nk)
 

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import PatternError, message
+from ..errors import PatternError
 from .cache_key import CacheKey, TableId
 from .declared import declare
 from .tiles import FULL, Int64, Ranges, Tiles
@@ -254,7 +254,7 @@ class Pattern(ABC):
         if "_spec" in self.__dict__:
             got = f"an assignment to {name}"
             wanted = "no change: caches hold plans of the pattern as it was made"
-            raise PatternError(message(repr(self), got, wanted, "Build another."))
+            raise PatternError(repr(self), got, wanted, "Build another.")
         object.__setattr__(self, name, value)
 
     def _with(self, **attributes: Any) -> Self:
@@ -332,7 +332,7 @@ class Pattern(ABC):
         # `a and b` would be b, and `not a` False: a wrong pattern without an error
         got = f"{self!r} in `and`, `or`, `not` or a condition"
         remedy = "Write `a & b` for `a and b`, `a | b` for `a or b`, `~a` for `not a`, and `a is None` for a condition."
-        raise PatternError(message("pattern", got, "an operator of patterns: `&`, `|` or `~`", remedy))
+        raise PatternError("pattern", got, "an operator of patterns: `&`, `|` or `~`", remedy)
 
     def within(self, bounds: Pattern) -> Pattern:
         """Apply this pattern inside each document or row, counted from its first key; no pair crosses a bound.
@@ -514,9 +514,7 @@ def _agree(name: str, a: int | None, b: int | None) -> int | None:
     if a is None or b is None or a == b:
         return b if a is None else a
     raise PatternError(
-        message(
-            "pattern", f"parts made for {name} = {a} and {b}", f"one number of {name}", "Build the parts for one call."
-        )
+        "pattern", f"parts made for {name} = {a} and {b}", f"one number of {name}", "Build the parts for one call."
     )
 
 

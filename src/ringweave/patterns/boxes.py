@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..cache import PATTERNS
-from ..errors import PatternError, ShapeError, message, shown
+from ..errors import PatternError, ShapeError, shown
 from .tiles import Int64, mix
 from .validate import LONGEST, integers, whole
 
@@ -36,7 +36,7 @@ def per_axis(name: str, value: object, axes: int, least: int) -> tuple[int, ...]
     listed = tuple(integers(name, value, least))
     if len(listed) != axes:
         wanted = f"one number, or one for each of {axes} axes"
-        raise PatternError(message(name, shown(listed), wanted, f"Pass {name} for the grid's axes."))
+        raise PatternError(name, shown(listed), wanted, f"Pass {name} for the grid's axes.")
     return listed
 
 
@@ -127,7 +127,7 @@ class Grid:
         axes = len(self.shape)
         if x.shape[dim : dim + axes] != self.shape:
             got, wanted = f"{tuple(x.shape)}, from axis {dim} on", f"axes of {self.shape} there"
-            raise ShapeError(message("x", got, wanted, "Pass the first of the grid's axes as dim."))
+            raise ShapeError("x", got, wanted, "Pass the first of the grid's axes as dim.")
         # the axes of boxes come before the axes of tokens in a box
         order = [*range(dim), *range(dim, dim + 2 * axes, 2), *range(dim + 1, dim + 2 * axes, 2)]
         parts: list[Tensor] = []
@@ -157,7 +157,7 @@ class Grid:
         axes = len(self.shape)
         if x.shape[dim] != self.tokens:
             got = f"{tuple(x.shape)}, axis {dim}"
-            raise ShapeError(message("x", got, f"{self.tokens} tokens there", "Pass the axis of tokens as dim."))
+            raise ShapeError("x", got, f"{self.tokens} tokens there", "Pass the axis of tokens as dim.")
         order = [*range(dim), *(dim + axis + axes * inner for axis in range(axes) for inner in (0, 1))]
         regions = list(itertools.product(*self._ends))
         volumes = [math.prod([boxes * side for _, boxes, side in region]) for region in regions]
@@ -217,7 +217,7 @@ def _sizes(shape: object) -> list[int]:
     sizes = [] if isinstance(shape, (set, frozenset)) else integers("shape", shape, 1)
     if not 1 <= len(sizes) <= 3:
         got = shown(shape if isinstance(shape, set) else sizes)
-        raise PatternError(message("shape", got, "one to three sizes", "Pass (n,), (h, w) or (t, h, w)."))
+        raise PatternError("shape", got, "one to three sizes", "Pass (n,), (h, w) or (t, h, w).")
     return sizes
 
 
@@ -244,11 +244,11 @@ def _axis(x: object, dim: object) -> int:
             if x.is_nested
             else f"a {x.layout} tensor"
         )
-        raise ShapeError(message("x", got, "a dense tensor", "Convert it with to_dense or torch.as_tensor."))
+        raise ShapeError("x", got, "a dense tensor", "Convert it with to_dense or torch.as_tensor.")
     least, most = -x.ndim, max(x.ndim - 1, 0)
     number = whole("dim", dim, least, most, error=ShapeError, remedy=f"Pass an axis of the tensor, {least}..{most}.")
     if not x.ndim:
-        raise ShapeError(message("x", "a tensor without axes", "the grid's axes", "Pass a tensor of tokens."))
+        raise ShapeError("x", "a tensor without axes", "the grid's axes", "Pass a tensor of tokens.")
     return number % x.ndim
 
 

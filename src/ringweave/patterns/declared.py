@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from ..errors import PatternError, message, shown
+from ..errors import PatternError, shown
 
 Make = TypeVar("Make", bound=Callable[..., Any])
 #: Sections of the gallery, in order.
@@ -63,15 +63,15 @@ def declare(
         name = make.__name__
         for what, text_of in (("example", example), ("hostile", hostile)):
             if text_of is not None and not text_of.startswith(f"{name}("):
-                raise PatternError(message(what, shown(text_of), f"an expression {name}(...)", "Call the pattern."))
+                raise PatternError(what, shown(text_of), f"an expression {name}(...)", "Call the pattern.")
         if section is not None and section not in SECTIONS:
             wanted = f"one of {', '.join(map(repr, SECTIONS))}"
-            raise PatternError(message(f"the section of {name}", shown(section), wanted, "Choose a section."))
+            raise PatternError(f"the section of {name}", shown(section), wanted, "Choose a section.")
         known = DECLARED.get(name)
         # a reloaded module declares its patterns again, which is allowed
         if known is not None and known.make.__module__ != make.__module__:
             got = f"{name} of {make.__module__} and of {known.make.__module__}"
-            raise PatternError(message("pattern", got, "one pattern per name", "Rename one of them."))
+            raise PatternError("pattern", got, "one pattern per name", "Rename one of them.")
         DECLARED[name] = Declared(make, example, section, tokens, heads, text, hostile)
         return make
 

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from ..errors import PatternError, message, shown
+from ..errors import PatternError, shown
 from .base import Derived, Full, Lookback, Pattern
 from .declared import declare
 from .local import Causal, Segments, SlidingWindow
@@ -176,30 +176,24 @@ class LongNet(Pattern):
         self.causal = flag("causal", causal)
         if len(self.segments) != len(self.rates) or not self.segments:
             raise PatternError(
-                message(
-                    "segments, rates",
-                    f"{len(self.segments)} segments and {len(self.rates)} rates",
-                    "one rate per segment, at least one",
-                    "Pass lists of one length.",
-                )
+                "segments, rates",
+                f"{len(self.segments)} segments and {len(self.rates)} rates",
+                "one rate per segment, at least one",
+                "Pass lists of one length.",
             )
         for segment, rate in zip(self.segments, self.rates, strict=True):
             if segment % rate:
                 raise PatternError(
-                    message(
-                        "segments, rates",
-                        f"segment {segment} with rate {rate}",
-                        "segments divisible by their rates",
-                        f"Use segment {segment // rate * rate or rate} or {-(-segment // rate) * rate}.",
-                    )
+                    "segments, rates",
+                    f"segment {segment} with rate {rate}",
+                    "segments divisible by their rates",
+                    f"Use segment {segment // rate * rate or rate} or {-(-segment // rate) * rate}.",
                 )
         if isinstance(offset, str) and offset not in ("interleaved", "grouped"):
-            raise PatternError(
-                message("offset", shown(offset), "'interleaved', 'grouped' or an int >= 0", "Name one of them.")
-            )
+            raise PatternError("offset", shown(offset), "'interleaved', 'grouped' or an int >= 0", "Name one of them.")
         self.offset = offset if isinstance(offset, str) else whole("offset", offset, 0)
         if not isinstance(heads, str) or heads not in ("shared", "partitioned"):
-            raise PatternError(message("heads", shown(heads), "'shared' or 'partitioned'", "Name one of them."))
+            raise PatternError("heads", shown(heads), "'shared' or 'partitioned'", "Name one of them.")
         self.heads = heads
         self.__post_init__()
 
@@ -224,12 +218,10 @@ class LongNet(Pattern):
         count = len(self.segments)
         if self.heads == "partitioned" and count > heads:
             raise PatternError(
-                message(
-                    "heads",
-                    f"{heads} heads for {count} branches",
-                    "at least one head per branch when heads='partitioned'",
-                    "Use heads='shared', or drop branches.",
-                )
+                "heads",
+                f"{heads} heads for {count} branches",
+                "at least one head per branch when heads='partitioned'",
+                "Use heads='shared', or drop branches.",
             )
         views: list[tuple[StridedView, Pattern]] = []
         last = 0
@@ -256,7 +248,7 @@ class LongNet(Pattern):
             return self
         wanted = f"heads that attend the same keys on {ranks} ranks as on one"
         remedy = "Use an int as offset; or pass heads=, and use so many ranks that each rate divides a rank's heads."
-        raise PatternError(message("pattern", repr(self), wanted, remedy))
+        raise PatternError("pattern", repr(self), wanted, remedy)
 
     def _offset(self, head: int, rate: int, heads: int) -> int:
         if isinstance(self.offset, int):
@@ -277,12 +269,10 @@ class LongNet(Pattern):
 
     def _refuse(self) -> NoReturn:
         raise PatternError(
-            message(
-                "pattern",
-                repr(self),
-                "a relation",
-                "A LongNet is a mixture of branches: use attention or explain, or plan the relation of one branch.",
-            )
+            "pattern",
+            repr(self),
+            "a relation",
+            "A LongNet is a mixture of branches: use attention or explain, or plan the relation of one branch.",
         )
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:

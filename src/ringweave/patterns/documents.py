@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import PatternError, message, shown
+from ..errors import PatternError, shown
 from .base import Full, Pattern
 from .batch_axis import ELEMENT, ELEMENT_BITS, Bounds, Spans, rows_of
 from .declared import declare
@@ -75,12 +75,10 @@ class Documents(Bounds):
         }
         if tuple(given) not in (*((name,) for name in _LISTS[:3]), _LISTS[3:]):
             raise PatternError(
-                message(
-                    "lengths, cu_seqlens",
-                    " and ".join(given) or "neither",
-                    "exactly one of the two, or of ids and the pair cu_seqlens_q, cu_seqlens_k",
-                    "Pass lengths=[...].",
-                )
+                "lengths, cu_seqlens",
+                " and ".join(given) or "neither",
+                "exactly one of the two, or of ids and the pair cu_seqlens_q, cu_seqlens_k",
+                "Pass lengths=[...].",
             )
         if ids is not None:
             self._tables = {"ids": _ids(ids)}
@@ -144,20 +142,18 @@ class Documents(Bounds):
             return
         apart = f" and {queries} queries" if queries != keys else ""
         raise PatternError(
-            message(
-                "Documents",
-                f"documents of {keys} tokens in all{apart}{made_by(self)} for {nk} keys and queries up to position "
-                f"{q_offset + nq}",
-                "lengths that sum to the number of keys, and every query inside",
-                made_again(self, nk) or "Add the padding as a last document, or correct the lengths.",
-            )
+            "Documents",
+            f"documents of {keys} tokens in all{apart}{made_by(self)} for {nk} keys and queries up to position "
+            f"{q_offset + nq}",
+            "lengths that sum to the number of keys, and every query inside",
+            made_again(self, nk) or "Add the padding as a last document, or correct the lengths.",
         )
 
     def spans(self) -> Spans:
         spans: Spans | None = self._now.spans
         if spans is None:
             raise PatternError(
-                message("documents", "one in several pieces", "documents of consecutive tokens", "Sort the tokens.")
+                "documents", "one in several pieces", "documents of consecutive tokens", "Sort the tokens."
             )
         return spans
 
@@ -211,9 +207,7 @@ def _of_bounds(bounds: dict[str, Int64]) -> Spans:
     q, k = next(iter(bounds.values())), list(bounds.values())[-1]
     if len(q) != len(k):
         got = f"{len(q) - 1} documents of queries and {len(k) - 1} of keys"
-        raise PatternError(
-            message("cu_seqlens_q, cu_seqlens_k", got, "the same number of both", "Pass bounds of one batch.")
-        )
+        raise PatternError("cu_seqlens_q, cu_seqlens_k", got, "the same number of both", "Pass bounds of one batch.")
     # the last query of a document is at its last key
     return Spans.of(q[:-1], q[1:], q[1:] - np.diff(k), k[:-1], k[1:], True)
 
@@ -230,7 +224,7 @@ def _check_rising(name: str, bounds: Int64, filled: bool) -> None:
             if _cumulative(np.diff(bounds).tolist()):
                 # perhaps the cumulative sums of a tensor of bounds, given as lengths
                 remedy += " If bounds were given as lengths, name them: Documents(cu_seqlens=cu)."
-        raise PatternError(message(name, shown(bounds.tolist()), "bounds that increase from 0", remedy))
+        raise PatternError(name, shown(bounds.tolist()), "bounds that increase from 0", remedy)
     whole(name, bounds[-1], 1, LONGEST)
 
 
@@ -264,11 +258,11 @@ def _summed(lengths: Sequence[int] | Tensor) -> Tensor:
         return torch.tensor([0, *itertools.accumulate(listed)], dtype=torch.int64, device="cpu")
     if _cumulative(listed):
         got, remedy = f"{shown(listed)}, which are cumulative bounds", "Name them: Documents(cu_seqlens=cu)."
-        raise PatternError(message("lengths", got, "the tokens of each document", remedy))
+        raise PatternError("lengths", got, "the tokens of each document", remedy)
     sizes = np.array(listed, np.int64)
     if not len(sizes) or (sizes < 1).any():
         got = shown(sizes.tolist())
-        raise PatternError(message("lengths", got, "documents of at least one token", "Drop empty documents."))
+        raise PatternError("lengths", got, "documents of at least one token", "Drop empty documents.")
     bounds = np.concatenate([np.zeros(1, np.int64), sizes.cumsum()])
     whole("the sum of lengths", bounds[-1], 1, LONGEST)
     return torch.from_numpy(bounds)
@@ -280,5 +274,5 @@ def _ids(value: Sequence[int] | Tensor) -> Tensor:
     fits = value.ndim in (1, 2) and value.dtype in INTEGERS and value.layout == torch.strided
     if not fits or not value.numel():
         wanted = "an integer tensor (N,) or (B, N)"
-        raise PatternError(message("ids", shown(value), wanted, "Number the document of each token."))
+        raise PatternError("ids", shown(value), wanted, "Number the document of each token.")
     return value.detach().to(torch.int64, copy=True)

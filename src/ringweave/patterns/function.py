@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ..cache import LRUCache
-from ..errors import PatternError, in_a_line, message, shown
+from ..errors import PatternError, in_a_line, shown
 from ..torch_compat import uncompiled, wrapped
 from .algebra import PerHead
 from .base import Pattern
@@ -180,12 +180,10 @@ def _constant(name: object) -> bool:
 
 def _refused(what: str) -> PatternError:
     return PatternError(
-        message(
-            "mask_mod",
-            f"a function that reads {what}, which could change unnoticed",
-            "numbers, strings, tensors, and functions of such",
-            "Read a number or a tensor instead, pass it as a default argument, or say what it reads with tables=[...].",
-        )
+        "mask_mod",
+        f"a function that reads {what}, which could change unnoticed",
+        "numbers, strings, tensors, and functions of such",
+        "Read a number or a tensor instead, pass it as a default argument, or say what it reads with tables=[...].",
     )
 
 
@@ -418,13 +416,13 @@ class TokenMask(Pattern):
         self, fn: MaskMod, *, tables: Sequence[Tensor] | None = None, batch: int | None = None, head: int | None = None
     ):
         if not callable(fn) or isinstance(fn, type):
-            raise PatternError(message("fn", shown(fn), "a function of (b, h, q, k)", "Pass a mask_mod."))
+            raise PatternError("fn", shown(fn), "a function of (b, h, q, k)", "Pass a mask_mod.")
         batch = None if batch is None else whole("batch", batch, 0)
         head = None if head is None else whole("head", head, 0)
         if tables is not None and not (
             isinstance(tables, (list, tuple)) and all(isinstance(table, Tensor) for table in tables)
         ):
-            raise PatternError(message("tables", type(tables).__name__, "a list of tensors", "Pass tables=[...]."))
+            raise PatternError("tables", type(tables).__name__, "a list of tensors", "Pass tables=[...].")
         named = None if tables is None else tuple(tables)
         reads = Reads(fn, named)
         holder, read = _holder_of(fn, named, reads), tuple(reads.tables)
@@ -432,13 +430,11 @@ class TokenMask(Pattern):
         self._probe(*_FIRST)
         if Reads(fn, named).state != reads.state:
             raise PatternError(
-                message(
-                    "mask_mod",
-                    "a function that reads values that it changes itself",
-                    "a function that changes nothing",
-                    "Remove the counter or cache; or make it an attribute of an object, and name the tensors that the "
-                    "function reads with tables=[...].",
-                )
+                "mask_mod",
+                "a function that reads values that it changes itself",
+                "a function that changes nothing",
+                "Remove the counter or cache; or make it an attribute of an object, and name the tensors that the "
+                "function reads with tables=[...].",
             )
 
     def _of(
@@ -486,12 +482,10 @@ class TokenMask(Pattern):
         holder = _holders.get(number)
         if holder is None:
             raise PatternError(
-                message(
-                    "TokenMask",
-                    f"number {number}, of a function that no longer exists",
-                    "a function of this process",
-                    "Keep a reference to the pattern until its gradients are computed.",
-                )
+                "TokenMask",
+                f"number {number}, of a function that no longer exists",
+                "a function of this process",
+                "Keep a reference to the pattern until its gradients are computed.",
             )
         if holder.unseen:
             # a call has a number of its own, so this number comes from a compiled graph
@@ -572,30 +566,23 @@ class TokenMask(Pattern):
             if _out_of_bounds(error):
                 wanted = "tables with an entry for each position of the call"
                 remedy = "Queries are at positions from q_offset on, and keys from 0 on: subtract, clamp, or enlarge."
-            raise PatternError(message("mask_mod", said, wanted, remedy)) from error
+            raise PatternError("mask_mod", said, wanted, remedy) from error
         if isinstance(result, bool):
             result = torch.tensor(result, device=q.device)
         if not isinstance(result, Tensor) or result.dtype != torch.bool:
             kind = type(result)
             got = result.dtype if isinstance(result, Tensor) else f"{kind.__module__}.{kind.__qualname__}"
             raise PatternError(
-                message(
-                    "mask_mod",
-                    f"a function that returns {got}",
-                    "one that returns bool",
-                    "Compare in it, as in q >= k.",
-                )
+                "mask_mod", f"a function that returns {got}", "one that returns bool", "Compare in it, as in q >= k."
             )
         indices = torch.broadcast_shapes(*(x.shape for x in (b, h, q, k)))
         sides = zip(reversed(result.shape), reversed(indices), strict=False)
         if result.ndim > 4 or any(side not in (1, most) for side, most in sides):
             raise PatternError(
-                message(
-                    "mask_mod",
-                    f"a function that returns shape {tuple(result.shape)} for indices {tuple(indices)}",
-                    "a shape that broadcasts to that of its arguments",
-                    "Compute element by element.",
-                )
+                "mask_mod",
+                f"a function that returns shape {tuple(result.shape)} for indices {tuple(indices)}",
+                "a shape that broadcasts to that of its arguments",
+                "Compute element by element.",
             )
         self._holder.check((b, h, q, k), result)
         return result
@@ -617,7 +604,7 @@ class TokenMask(Pattern):
             return self
         if heads is None:
             remedy = "Pass heads=, the number of heads of all ranks."
-            raise PatternError(message("heads", None, "a number, for a function that reads the head", remedy))
+            raise PatternError("heads", None, "a number, for a function that reads the head", remedy)
         count = heads // ranks
         return PerHead([self._chosen(self._batch, head) for head in range(rank * count, (rank + 1) * count)])
 
@@ -652,12 +639,10 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def changed(what: str, name: str = "TokenMask") -> PatternError:
     """Return the error of a pattern that reads or contains other values than at its last inspection."""
     return PatternError(
-        message(
-            name,
-            f"a function that reads {what}" if name == "TokenMask" else what,
-            "the same values as when the call or the compiled code was made",
-            "Change it after backward; with torch.compile wrap the function again, or change a tensor in place.",
-        )
+        name,
+        f"a function that reads {what}" if name == "TokenMask" else what,
+        "the same values as when the call or the compiled code was made",
+        "Change it after backward; with torch.compile wrap the function again, or change a tensor in place.",
     )
 
 

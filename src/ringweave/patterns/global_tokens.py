@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import PatternError, message, shown
+from ..errors import PatternError, shown
 from .base import Lookback, Pattern
 from .batch_axis import ELEMENT, ELEMENT_BITS, Bounds
 from .declared import declare
@@ -60,7 +60,7 @@ class Sinks(Bounds):
             return
         if tokens.ndim not in (1, 2) or not tokens.numel() or tokens.layout != torch.strided:
             wanted = "a bool tensor (N,) or (B, N)"
-            raise PatternError(message("tokens", shown(tokens), wanted, "Mark the chosen tokens of each row."))
+            raise PatternError("tokens", shown(tokens), wanted, "Mark the chosen tokens of each row.")
         self._hold(tokens.detach().clone())
 
     def _hold(self, mask: Tensor) -> Self:
@@ -129,7 +129,7 @@ class Sinks(Bounds):
     def fits(self, nq: int, nk: int, q_offset: int) -> None:
         if self._mask is not None and self._mask.shape[-1] != nk:
             got, remedy = f"a mask of {self._mask.shape[-1]} tokens for {nk} keys", "Mark the tokens of this length."
-            raise PatternError(message("Sinks", got, f"a mask of {nk} tokens", remedy))
+            raise PatternError("Sinks", got, f"a mask of {nk} tokens", remedy)
 
     def _is_chosen(self, position: Tensor) -> Tensor:
         if self._mask is not None:
@@ -213,7 +213,7 @@ class Sinks(Bounds):
 def _positions(tokens: object) -> int | tuple[int, ...]:
     listed = sorted(integers("tokens", tokens, 0))
     if len(set(listed)) != len(listed):
-        raise PatternError(message("tokens", shown(listed), "distinct positions", "Drop the repeated ones."))
+        raise PatternError("tokens", shown(listed), "distinct positions", "Drop the repeated ones.")
     return _shortest(listed)
 
 
@@ -245,7 +245,7 @@ class Global(Sinks):
             got = f"a mask of {self._mask.shape[-1]} tokens for {nk} keys and queries up to position {q_offset + nq}"
             wanted = f"a mask of {nk} tokens, and every query among them"
             remedy = "Mark the tokens of this length; Sinks(mask) marks keys alone."
-            raise PatternError(message("Global", got, wanted, remedy))
+            raise PatternError("Global", got, wanted, remedy)
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return self._is_chosen(k) | self._is_chosen(q)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import PatternError, message, shown
+from ..errors import PatternError, shown
 from .base import Pattern
 from .boxes import Grid, Pieces, axes_text, coordinates, per_axis, token_runs
 from .declared import declare
@@ -53,12 +53,10 @@ class OnGrid(Pattern):
         tokens = self.grid.tokens
         if nk != tokens or q_offset + nq > nk:
             raise PatternError(
-                message(
-                    type(self).__name__,
-                    f"a grid of {self.grid.shape}, {tokens} tokens, for {nk} keys and queries up to {q_offset + nq}",
-                    f"{tokens} keys, and every query among them",
-                    "Build the grid for these tokens, and order them with grid.flatten.",
-                )
+                type(self).__name__,
+                f"a grid of {self.grid.shape}, {tokens} tokens, for {nk} keys and queries up to {q_offset + nq}",
+                f"{tokens} keys, and every query among them",
+                "Build the grid for these tokens, and order them with grid.flatten.",
             )
 
     @property
@@ -189,12 +187,12 @@ class GridNeighborhood(OnGrid):
             self.causal = (flag("causal", causal),) * axes
         if len(self.causal) != axes:
             wanted = f"one bool, or one for each of {axes} axes"
-            raise PatternError(message("causal", shown(self.causal), wanted, "Pass causal for the grid's axes."))
+            raise PatternError("causal", shown(self.causal), wanted, "Pass causal for the grid's axes.")
         self.reach = tuple(w * d for w, d in zip(self.window, self.dilation, strict=True))
         if any(reach > n for reach, n in zip(self.reach, grid.shape, strict=True)):
             got = f"{self.window} times {self.dilation} on a grid of {grid.shape}"
             remedy = "Lower one of them, or use a larger grid."
-            raise PatternError(message("window, dilation", got, "at most the grid's size along each axis", remedy))
+            raise PatternError("window, dilation", got, "at most the grid's size along each axis", remedy)
         self.__post_init__()
 
     def _text(self) -> str:
@@ -270,7 +268,7 @@ class GridWindows(OnGrid):
         self.size, self.shift = per_axis("size", size, axes, 1), per_axis("shift", shift, axes, 0)
         if any(shift >= size for shift, size in zip(self.shift, self.size, strict=True)):
             got = f"{self.shift} for windows of {self.size}"
-            raise PatternError(message("shift", got, "less than the size", "Pass shift % size."))
+            raise PatternError("shift", got, "less than the size", "Pass shift % size.")
         self.dilation, self.reach = (1,) * axes, self.size
         self.__post_init__()
 
@@ -298,5 +296,5 @@ class GridWindows(OnGrid):
 
 def _grid(grid: object) -> Grid:
     if not isinstance(grid, Grid):
-        raise PatternError(message("grid", shown(grid), "a Grid", "Make a grid of its shape: Grid((height, width))."))
+        raise PatternError("grid", shown(grid), "a Grid", "Make a grid of its shape: Grid((height, width)).")
     return grid

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import PatternError, message, shown
+from ..errors import PatternError, shown
 from .base import Pattern
 from .batch_axis import ELEMENT, ELEMENT_BITS, Bounds, Spans, rows_of
 from .declared import declare
@@ -43,7 +43,7 @@ class KeyPadding(Bounds):
         sizes = {table.numel() for table in self.tables} - {1}
         if len(sizes) > 1:
             got = f"{len(self.tables[0])} and {len(self.tables[1])} batch elements"
-            raise PatternError(message("stop, start", got, "one number of batch elements", "Pass tensors of one size."))
+            raise PatternError("stop, start", got, "one number of batch elements", "Pass tensors of one size.")
         self._rows = sizes.pop() if sizes else 1
         self.__post_init__()
 
@@ -77,7 +77,7 @@ class KeyPadding(Bounds):
             if isinstance(bound, Tensor) and bound.shape not in ((1,), (self._rows,)):
                 wanted = f"as many as when the pattern was made, {self._rows}"
                 remedy = "Write to the bounds in place, or make another KeyPadding."
-                raise PatternError(message(name, f"{shown(bound)} bounds", wanted, remedy))
+                raise PatternError(name, f"{shown(bound)} bounds", wanted, remedy)
             side[:] = rows_of(bound, 1) if isinstance(bound, Tensor) else bound
         return start, stop
 
@@ -92,12 +92,10 @@ class KeyPadding(Bounds):
             b = int(wrong.argmax())
             where = f" in batch element {b}" if self._rows > 1 else ""
             raise PatternError(
-                message(
-                    "KeyPadding",
-                    f"start {start[b]} and stop {stop[b]}{where}",
-                    f"0 <= start <= stop <= {nk}, the number of keys",
-                    "Correct the bounds; an element without keys has start = stop.",
-                )
+                "KeyPadding",
+                f"start {start[b]} and stop {stop[b]}{where}",
+                f"0 <= start <= stop <= {nk}, the number of keys",
+                "Correct the bounds; an element without keys has start = stop.",
             )
 
     def spans(self) -> Spans:
@@ -142,10 +140,10 @@ def _bound(name: str, value: object) -> int | Tensor:
         if value.ndim == 1 and value.numel() and value.dtype in INTEGERS and value.layout == torch.strided:
             return value
         wanted = "an int or an integer tensor (B,)"
-        raise PatternError(message(name, shown(value), wanted, "Pass one whole number for each batch element."))
+        raise PatternError(name, shown(value), wanted, "Pass one whole number for each batch element.")
     if isinstance(value, (list, tuple, range, np.ndarray)):
         listed = integers(name, value, 0)
         if not listed:
-            raise PatternError(message(name, shown(value), "a number for each batch element", f"Fill {name}."))
+            raise PatternError(name, shown(value), "a number for each batch element", f"Fill {name}.")
         return torch.tensor(listed, device="cpu")
     return whole(name, value, 0)

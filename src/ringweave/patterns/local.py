@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import PatternError, message, shown
+from ..errors import PatternError, shown
 from .base import Derived, Lookback, Pattern
 from .declared import declare
 from .global_tokens import Sinks
@@ -85,10 +85,10 @@ class SlidingWindow(Pattern):
         if isinstance(self.left, (tuple, list)) and len(self.left) == 2:
             remedy = f"Pass two numbers: SlidingWindow({', '.join(map(shown, self.left))})."
             remedy += " They count keys before and after the query, as flash-attn's window_size=(left, right) does."
-            raise PatternError(message("left", shown(self.left), "an int", remedy))
+            raise PatternError("left", shown(self.left), "an int", remedy)
         for name in ("left", "right"):
             if type(width := getattr(self, name)) is int and width == -1:
-                raise PatternError(message(name, width, "at least 0", _NO_LIMIT))
+                raise PatternError(name, width, "at least 0", _NO_LIMIT)
         whole_fields(self, left=0, right=0)
         super().__post_init__()
 
@@ -192,12 +192,10 @@ class Neighborhood(Pattern):
     def check(self, nq: int, nk: int, q_offset: int) -> None:
         if nk != self.tokens or q_offset + nq > nk:
             raise PatternError(
-                message(
-                    "Neighborhood",
-                    f"a pattern for {self.tokens} tokens with {nk} keys and queries up to position {q_offset + nq}",
-                    f"{self.tokens} keys, and every query among them",
-                    f"Build it with tokens={nk}.",
-                )
+                "Neighborhood",
+                f"a pattern for {self.tokens} tokens with {nk} keys and queries up to position {q_offset + nq}",
+                f"{self.tokens} keys, and every query among them",
+                f"Build it with tokens={nk}.",
             )
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:

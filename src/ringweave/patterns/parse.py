@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..cache import PATTERNS, fact
-from ..errors import PatternError, message, shown
+from ..errors import PatternError, shown
 from ..names import nearest
 from .algebra import And, Or, join
 from .base import Pattern
@@ -64,11 +64,9 @@ def parse(text: str) -> Pattern:
         (SlidingWindow(2) | Sinks(1)) & Causal()
     """
     if not isinstance(text, str):
-        raise PatternError(message("text", shown(text), "the text of a pattern", "Pass a str."))
+        raise PatternError("text", shown(text), "the text of a pattern", "Pass a str.")
     if len(text) > _LONGEST:
-        raise PatternError(
-            message("text", f"{len(text)} characters", f"at most {_LONGEST}", "Build the pattern in Python.")
-        )
+        raise PatternError("text", f"{len(text)} characters", f"at most {_LONGEST}", "Build the pattern in Python.")
     return _Reader(text, names() | _OLD, iter(())).read()
 
 
@@ -408,4 +406,4 @@ class _Reader:
         remedy: str = "Write a pattern such as (SlidingWindow(1024) | Sinks(64)) & Causal().",
     ) -> PatternError:
         name = f"pattern {shown(self.text)}"
-        return PatternError(message(name, f"{got}, at column {self._column(self.begin)}", wanted, remedy))
+        return PatternError(name, f"{got}, at column {self._column(self.begin)}", wanted, remedy)

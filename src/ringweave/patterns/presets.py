@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from ..errors import PatternError, message, shown
+from ..errors import PatternError, shown
 from .algebra import Or, join
 from .base import Pattern
 from .block_sets import draw
@@ -96,23 +96,17 @@ def random_blocks(
     density, seed = number("density", density), whole("seed", seed, 0, 2**63 - 1)
     diagonal = flag("diagonal", diagonal)
     if batch is not None and heads is None:
-        raise PatternError(
-            message("batch", shown(batch), "heads beside it", "Pass heads= too, 1 for one table per element.")
-        )
+        raise PatternError("batch", shown(batch), "heads beside it", "Pass heads= too, 1 for one table per element.")
     lead = tuple(whole(name, n, 1) for name, n in (("batch", batch), ("heads", heads)) if n is not None)
     side = -(-tokens // block_size)
     total = round(density * side * side)
     if not 0 < density <= 1 or (diagonal and total < side):
         least = 1 / side if diagonal else 0.0
-        raise PatternError(
-            message("density", density, f"at most 1 and at least {least:g} for {side} rows", "Raise it.")
-        )
+        raise PatternError("density", density, f"at most 1 and at least {least:g} for {side} rows", "Raise it.")
     # a mask is drawn if the share is large, else a list of the rounded share for each row
     places = math.prod(lead) * side * (side if total >= side * side / 8 else total // side + 1)
     if places > _DRAWN:
-        raise PatternError(
-            message("tokens, density", f"{places} blocks to draw", f"at most {_DRAWN}", "Raise block_size.")
-        )
+        raise PatternError("tokens, density", f"{places} blocks to draw", f"at most {_DRAWN}", "Raise block_size.")
     table = BlockTable.of(draw(lead, side, total, seed=seed, diagonal=diagonal), (block_size, block_size))
     return _noted(table, "random_blocks", tokens)
 
@@ -177,7 +171,7 @@ def sparse_transformer_fixed(block: int = 128, summary: int = 32, *, causal: boo
     """
     summary, block, causal = whole("summary", summary, 1), whole("block", block, 1), flag("causal", causal)
     if summary > block:
-        raise PatternError(message("summary", summary, f"at most block = {block}", "Lower it."))
+        raise PatternError("summary", summary, f"at most block = {block}", "Lower it.")
     pattern = Segments(block) | Periodic(block, block - summary, block)
     return pattern & Causal() if causal else pattern
 
@@ -219,12 +213,12 @@ def variable(
     sizes = np.minimum(listed, -(-tokens // block_size)) * block_size
     blocks = np.array(integers("global_blocks", global_blocks, 0), np.int64)
     if not len(sizes):
-        raise PatternError(message("local_blocks", "[]", "at least one size", "Pass sizes such as (4,)."))
+        raise PatternError("local_blocks", "[]", "at least one size", "Pass sizes such as (4,).")
     # the last size repeats to the end
     repeats = max(0, -(-(tokens - int(sizes.sum())) // int(sizes[-1])))
     if repeats + len(sizes) + len(blocks) * block_size > _LISTED:
         raise PatternError(
-            message("tokens", f"{tokens} in windows of {sizes[-1]}", f"at most {_LISTED} windows", "Raise block_size.")
+            "tokens", f"{tokens} in windows of {sizes[-1]}", f"at most {_LISTED} windows", "Raise block_size."
         )
     bounds = np.minimum(np.concatenate([sizes, np.repeat(sizes[-1:], repeats)]).cumsum(), tokens)
     documents = Documents(cu_seqlens=torch.from_numpy(np.unique(np.append(bounds, 0))))
@@ -271,7 +265,7 @@ def dilated_blocks(window: int, rates: Sequence[int]) -> Pattern:
     """
     listed = integers("rates", rates, 1)
     if not listed:
-        raise PatternError(message("rates", "[]", "at least one rate", "Pass rates such as [1, 4, 16]."))
+        raise PatternError("rates", "[]", "at least one rate", "Pass rates such as [1, 4, 16].")
     return join(Or, *(SlidingWindow(window, window) if rate == 1 else Dilated(window, rate) for rate in listed))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import PatternError, ShapeError, message, shown
+from ..errors import PatternError, ShapeError, shown
 from .base import Composite, Full, Pattern
 from .batch_axis import ELEMENT_BITS, Bounds, rows_of
 from .tiles import Int64, Ranges, Tiles
@@ -56,7 +56,7 @@ class Offsets(Bounds, Full):
             side, b = divmod(int(wrong.argmax()), now.shape[1])
             got = f"{now[side, b]}" + (f" in batch element {b}" if now.shape[1] > 1 else "")
             wanted = f"0 to {last[side, 0]}"
-            raise ShapeError(message(_SIDES[side], got, wanted, "Positions count from 0: pad, or shift both sides."))
+            raise ShapeError(_SIDES[side], got, wanted, "Positions count from 0: pad, or shift both sides.")
 
     def most(self) -> tuple[int, int]:
         """Return the largest offsets of queries and of keys over the batch; sizes are checked against them."""
@@ -98,7 +98,7 @@ class Shifted(Composite):
         if not pattern.combinable:
             got = f"{pattern!r} with a tensor, or a k_offset"
             remedy = "A LongNet selects tokens by their place: pass an int q_offset and all keys."
-            raise PatternError(message("q_offset, k_offset", got, "a relation", remedy))
+            raise PatternError("q_offset, k_offset", got, "a relation", remedy)
         self.pattern, self.offsets = pattern, offsets
         nest(self, 1 + pattern.depth, pattern.leaves + 1)
         self.__post_init__()
@@ -199,10 +199,10 @@ def checked_offset(name: str, value: int | Tensor, batch: int) -> int | Tensor:
             return value.detach()
         wanted = f"an int, or an integer tensor () or ({shown(batch)},)"
         remedy = f"Pass one number for all, or one for each of the {shown(batch)} batch elements."
-        raise ShapeError(message(name, shown(value), wanted, remedy))
+        raise ShapeError(name, shown(value), wanted, remedy)
     remedy = "Pass 'end' for a decode step." if name == "q_offset" else "Pass the number of keys that were dropped."
     if isinstance(value, int) and value < 0:
-        raise ShapeError(message(name, shown(value), "an int of at least 0", remedy))
+        raise ShapeError(name, shown(value), "an int of at least 0", remedy)
     # a symbolic number stays symbolic, so that decoding steps do not recompile
     if isinstance(value, torch.SymInt):
         return value

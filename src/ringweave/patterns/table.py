@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import PatternError, message, shown
+from ..errors import PatternError, shown
 from ..torch_compat import require
 from .base import Pattern
 from .block_sets import BlockSet, ListedBlocks, MaskBlocks, ascending
@@ -71,12 +71,12 @@ class BlockTable(Pattern):
         heads: str = "query",
     ):
         if (mask is None) == (indices is None):
-            raise PatternError(message("mask, indices", "neither or both", "exactly one", "Pass mask= or indices=."))
+            raise PatternError("mask, indices", "neither or both", "exactly one", "Pass mask= or indices=.")
         if mask is not None and (counts is not None or key_blocks is not None):
-            raise PatternError(message("counts, key_blocks", "a mask beside them", "indices", "Leave them out."))
+            raise PatternError("counts, key_blocks", "a mask beside them", "indices", "Leave them out.")
         sides = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
         if len(sides) != 2:
-            raise PatternError(message("block_size", shown(sides), "one side or two", "Pass (queries, keys)."))
+            raise PatternError("block_size", shown(sides), "one side or two", "Pass (queries, keys).")
         self.block_size = whole("block_size", sides[0], 1), whole("block_size", sides[1], 1)
         self.blocks: BlockSet = _of_indices(indices, counts, key_blocks) if mask is None else _of_mask(mask)
         # query heads for each head of the table; None until the number of heads of the call is known
@@ -137,14 +137,12 @@ class BlockTable(Pattern):
             of_keys = "" if kv_heads is None else f" over {kv_heads} key heads"
             wanted = "a table for each key head, and query heads that are a multiple of them"
             got = f"tables of {made} key heads for {heads} query heads{of_keys}"
-            raise PatternError(message("BlockTable", got, wanted, "Make it for the call."))
+            raise PatternError("BlockTable", got, wanted, "Make it for the call.")
         return BlockTable.of(self.blocks, self.block_size, heads // made)
 
     def select(self, b: int, h: int) -> Pattern:
         if self.group is None:
-            raise PatternError(
-                message("BlockTable", "tables per key head", "a call's heads", "Call bound(heads) first.")
-            )
+            raise PatternError("BlockTable", "tables per key head", "a call's heads", "Call bound(heads) first.")
         one = self.blocks.one(b, h // self.group)
         return self if one is self.blocks else BlockTable.of(one, self.block_size)
 
@@ -154,9 +152,7 @@ class BlockTable(Pattern):
         count, rest = divmod(self.blocks.shape[-3], ranks)
         if rest:
             wanted = f"a multiple of {ranks}, so that each rank has whole tables"
-            raise PatternError(
-                message("BlockTable", f"tables of {self.blocks.shape[-3]} heads", wanted, "Repeat them.")
-            )
+            raise PatternError("BlockTable", f"tables of {self.blocks.shape[-3]} heads", wanted, "Repeat them.")
         some = self.blocks.some(slice(rank * count, (rank + 1) * count))
         # a single table is for all heads of the rank
         return BlockTable.of(some, self.block_size, self.group if count > 1 else 1)
@@ -171,12 +167,10 @@ class BlockTable(Pattern):
                 cut = f"mask[..., :{wanted[0]}, :{wanted[1]}]"
                 remedy = f"Pass the blocks that the call reaches, counted from position 0: {cut}."
             raise PatternError(
-                message(
-                    "BlockTable",
-                    f"a table of {self.blocks.shape[-2:]} blocks of {self.block_size}{made_by(self)}",
-                    f"{wanted} blocks for queries up to position {q_offset + nq} and {nk} keys",
-                    made_again(self, nk) or remedy,
-                )
+                "BlockTable",
+                f"a table of {self.blocks.shape[-2:]} blocks of {self.block_size}{made_by(self)}",
+                f"{wanted} blocks for queries up to position {q_offset + nq} and {nk} keys",
+                made_again(self, nk) or remedy,
             )
 
     @property
@@ -235,25 +229,23 @@ class BlockTable(Pattern):
 def _of_mask(mask: Tensor) -> BlockSet:
     if not _is_table(mask, (torch.bool,)) or 0 in mask.shape:
         wanted = "a bool tensor (q, k), (heads, q, k) or (batch, heads, q, k)"
-        raise PatternError(message("mask", _said(mask), wanted, "Convert it with .bool()."))
+        raise PatternError("mask", _said(mask), wanted, "Convert it with .bool().")
     return MaskBlocks(mask.detach().clone(memory_format=torch.contiguous_format), mask.shape[-1])
 
 
 def _of_indices(indices: Tensor | None, counts: Tensor | None, key_blocks: int | None) -> BlockSet:
     if not isinstance(indices, Tensor) or not _is_table(indices, _WHOLE) or 0 in indices.shape[:-1]:
         wanted = "an integer tensor (q, n), (heads, q, n) or (batch, heads, q, n)"
-        raise PatternError(message("indices", _said(indices), wanted, "List the key blocks of each query block."))
+        raise PatternError("indices", _said(indices), wanted, "List the key blocks of each query block.")
     shape, device = indices.shape[:-1], indices.device
     fits = isinstance(counts, Tensor) and counts.dtype in _WHOLE and counts.shape == shape and counts.device == device
     if not isinstance(counts, Tensor) or not fits or key_blocks is None:
         got = _said(counts) if isinstance(counts, Tensor) and counts.dtype not in _WHOLE else _shape_of(counts)
         raise PatternError(
-            message(
-                "counts, key_blocks",
-                f"{got}, {shown(key_blocks)}",
-                f"integer counts of shape {tuple(shape)} on {device} and the number of key blocks",
-                "Pass both beside indices.",
-            )
+            "counts, key_blocks",
+            f"{got}, {shown(key_blocks)}",
+            f"integer counts of shape {tuple(shape)} on {device} and the number of key blocks",
+            "Pass both beside indices.",
         )
     key_blocks = whole("key_blocks", key_blocks, 1)
     # a narrower type may not be able to hold the number of blocks
@@ -266,11 +258,11 @@ def _of_indices(indices: Tensor | None, counts: Tensor | None, key_blocks: int |
         require(~uncounted.any(), f"counts: one is not in 0..{indices.shape[-1]}")
     elif uncounted.any():
         got = f"{int(counts.min())}..{int(counts.max())}"
-        raise PatternError(message("counts", got, f"0..{indices.shape[-1]}", "Correct the counts."))
+        raise PatternError("counts", got, f"0..{indices.shape[-1]}", "Correct the counts.")
     elif wrong.any():
         used = indices[listed]
         raise PatternError(
-            message("indices", f"{int(used.min())}..{int(used.max())}", f"0..{key_blocks - 1}", "Correct the indices.")
+            "indices", f"{int(used.min())}..{int(used.max())}", f"0..{key_blocks - 1}", "Correct the indices."
         )
     return ListedBlocks(ascending(indices, counts, key_blocks), key_blocks)
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import PatternError, RingweaveError, ShapeError, UnsupportedError, message, shown
+from ..errors import PatternError, RingweaveError, ShapeError, UnsupportedError, shown
 from .base import Pattern, provide
 from .declared import DECLARED
 
@@ -49,14 +49,14 @@ def whole(
     """
     if type(value) is not int:
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-            raise error(message(name, shown(value), "an int", remedy or f"Pass a whole number, such as int({name})."))
+            raise error(name, shown(value), "an int", remedy or f"Pass a whole number, such as int({name}).")
         value = value.item() if isinstance(value, np.integer) else int.__int__(value)
     if settled:
         value = operator.index(value)
     if value < least:
-        raise error(message(name, shown(value), f"at least {least}", remedy or f"Raise {name} to {least} or more."))
+        raise error(name, shown(value), f"at least {least}", remedy or f"Raise {name} to {least} or more.")
     if value > most:
-        raise error(message(name, shown(value), f"at most {most}", f"Lower {name}."))
+        raise error(name, shown(value), f"at most {most}", f"Lower {name}.")
     return value
 
 
@@ -69,7 +69,7 @@ def whole_fields(pattern: Pattern, **least: int) -> None:
 def flag(name: str, value: object, error: type[RingweaveError] = PatternError) -> bool:
     """Check True or False; values that are only truthy or falsy are refused."""
     if not isinstance(value, (bool, np.bool_)):
-        raise error(message(name, shown(value), "True or False", "Pass a bool."))
+        raise error(name, shown(value), "True or False", "Pass a bool.")
     return bool(value)
 
 
@@ -83,16 +83,16 @@ def number(
 ) -> float:
     """Check a finite number in least..most and return it as a float."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise error(message(name, shown(value), "a number", f"Pass a number, such as float({name})."))
+        raise error(name, shown(value), "a number", f"Pass a number, such as float({name}).")
     if isinstance(value, int) and value.bit_length() > 64:
-        raise error(message(name, shown(value), "a finite number", f"Correct {name}."))
+        raise error(name, shown(value), "a finite number", f"Correct {name}.")
     # ldexp returns the same number, and makes a symbolic one of a trace constant
     value = math.ldexp(value, 0)
     if not math.isfinite(value):
-        raise error(message(name, shown(value), "a finite number", f"Correct {name}."))
+        raise error(name, shown(value), "a finite number", f"Correct {name}.")
     if not least <= value <= most:
         wanted, remedy = (f"at least {least:g}", "Raise") if value < least else (f"at most {most:g}", "Lower")
-        raise error(message(name, shown(value), wanted, f"{remedy} {name}."))
+        raise error(name, shown(value), wanted, f"{remedy} {name}.")
     return value
 
 
@@ -105,7 +105,7 @@ def one_of(name: str, value: object, names: Sequence[str], wanted: str = "") -> 
     """Check that a value is one of some names; ``wanted`` begins the error's list of accepted values."""
     if isinstance(value, str) and value in names:
         return value
-    raise UnsupportedError(message(name, shown(value), f"{wanted}one of {', '.join(names)}", f"Use {names[0]!r}."))
+    raise UnsupportedError(name, shown(value), f"{wanted}one of {', '.join(names)}", f"Use {names[0]!r}.")
 
 
 def integers(name: str, value: object, least: int = -LONGEST) -> list[int]:
@@ -121,13 +121,13 @@ def integers(name: str, value: object, least: int = -LONGEST) -> list[int]:
         listed: list[int] = value.tolist()
         return listed
     if not isinstance(value, (list, tuple, range, set, frozenset)):
-        raise PatternError(message(name, shown(value), "a list of ints", f"Pass {name} as a list."))
+        raise PatternError(name, shown(value), "a list of ints", f"Pass {name} as a list.")
     try:
         length = len(value)
     except OverflowError:
         length = _LISTED + 1
     if length > _LISTED:
-        raise PatternError(message(name, f"more than {_LISTED} numbers", "a shorter list", f"List fewer {name}."))
+        raise PatternError(name, f"more than {_LISTED} numbers", "a shorter list", f"List fewer {name}.")
     return [whole(name, each, least) for each in value]
 
 
@@ -145,7 +145,7 @@ def check_sizes(
     heads, batch = _size("heads", heads), _size("batch", batch)
     _size("q_offset + nq", q_offset + nq)
     if heads * batch > _GROUPS:
-        raise ShapeError(message("batch, heads", f"{batch} x {heads}", f"at most {_GROUPS} in all", "Split the batch."))
+        raise ShapeError("batch, heads", f"{batch} x {heads}", f"at most {_GROUPS} in all", "Split the batch.")
     return nq, nk, heads, batch, q_offset
 
 
@@ -162,7 +162,7 @@ def named_device(device: object) -> torch.device:
             return torch.device(device)
         except RuntimeError:
             pass
-    raise ShapeError(message("device", shown(device), "a device's name", "Pass 'cpu' or 'cuda'."))
+    raise ShapeError("device", shown(device), "a device's name", "Pass 'cpu' or 'cuda'.")
 
 
 def check_device(device: object) -> torch.device:
@@ -178,7 +178,7 @@ def check_device(device: object) -> torch.device:
         here = False
     if not here:
         wanted = "a device of this machine that holds values"
-        raise ShapeError(message("device", shown(device), wanted, "Pass 'cpu', or 'cuda' where there is a GPU."))
+        raise ShapeError("device", shown(device), wanted, "Pass 'cpu', or 'cuda' where there is a GPU.")
     return place
 
 
@@ -186,9 +186,9 @@ def nest(pattern: Pattern, depth: int, number: int) -> None:
     """Set a pattern's ``depth`` and ``leaves``; raise PatternError if the parser and planner would refuse it."""
     remedy = "Write chosen tokens as one Sinks([...]), and other unions as a BlockTable or from_mask_mod."
     if depth > _DEPTH:
-        raise PatternError(message("pattern", f"operators nested {depth} deep", f"at most {_DEPTH}", remedy))
+        raise PatternError("pattern", f"operators nested {depth} deep", f"at most {_DEPTH}", remedy)
     if number > _LEAVES:
-        raise PatternError(message("pattern", f"{number} patterns combined", f"at most {_LEAVES}", remedy))
+        raise PatternError("pattern", f"{number} patterns combined", f"at most {_LEAVES}", remedy)
     object.__setattr__(pattern, "depth", depth)
     object.__setattr__(pattern, "leaves", number)
 
@@ -196,7 +196,7 @@ def nest(pattern: Pattern, depth: int, number: int) -> None:
 def refuse(value: object, name: str = "pattern") -> NoReturn:
     """Raise PatternError for a value that is not a pattern, and say how to make a pattern of it."""
     got = f"the function {value.__name__}" if isinstance(value, types.FunctionType) else shown(value)
-    raise PatternError(message(name, got, "a ringweave pattern", _way(value)))
+    raise PatternError(name, got, "a ringweave pattern", _way(value))
 
 
 def _way(value: object) -> str:
@@ -308,9 +308,7 @@ def check_dense(nq: int, nk: int, heads: int, batch: int) -> None:
     """Raise ShapeError if a dense relation would be too large."""
     pairs = nq * nk * heads * batch
     if pairs > _DENSE:
-        raise ShapeError(
-            message("to_dense", f"{pairs} pairs", f"at most {_DENSE}", "Ask for a plan, or for the density.")
-        )
+        raise ShapeError("to_dense", f"{pairs} pairs", f"at most {_DENSE}", "Ask for a plan, or for the density.")
 
 
 def check_extents(pattern: Pattern, batch: int, heads: int, *, read: bool = True) -> None:
@@ -329,18 +327,14 @@ def check_extents(pattern: Pattern, batch: int, heads: int, *, read: bool = True
     ):
         if made is not None and made != got:
             raise PatternError(
-                message(
-                    f"pattern {pattern!r}",
-                    f"a call with {name} = {got}",
-                    f"{name} = {made}, which the pattern is made for",
-                    f"Pass tensors with {made} {what}, or build the pattern for {got}.",
-                )
+                f"pattern {pattern!r}",
+                f"a call with {name} = {got}",
+                f"{name} = {made}, which the pattern is made for",
+                f"Pass tensors with {made} {what}, or build the pattern for {got}.",
             )
     if read and any(table.device.type == "meta" for table in pattern.tables):
         raise PatternError(
-            message(
-                f"pattern {pattern!r}", "a table on the meta device", "values", "Build it from a table with values."
-            )
+            f"pattern {pattern!r}", "a table on the meta device", "values", "Build it from a table with values."
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from ..errors import PatternError, message, shown
+from ..errors import PatternError, shown
 from .algebra import Combined, Not, PerHead
 from .base import Composite, Pattern, provide
 from .batch_axis import ELEMENT, Bounds, Shared, bounds_in
@@ -61,13 +61,13 @@ class Within(Composite):
         if not isinstance(bounds, (KeyPadding, Documents)):
             got = repr(bounds) if isinstance(bounds, Pattern) else shown(bounds)
             remedy = called(bounds) or "Combine other patterns with &."
-            raise PatternError(message("bounds", got, "Documents or KeyPadding", remedy))
+            raise PatternError("bounds", got, "Documents or KeyPadding", remedy)
         if not pattern.combinable:
             remedy = "A LongNet selects tokens by their place in the whole sequence: use Dilated or Segments."
-            raise PatternError(message("pattern", repr(pattern), "a relation", remedy))
+            raise PatternError("pattern", repr(pattern), "a relation", remedy)
         if _has_table(pattern):
             remedy = "The blocks of a table count from the start of the whole sequence: combine it with & instead."
-            raise PatternError(message("pattern", repr(pattern), "one without a block table", remedy))
+            raise PatternError("pattern", repr(pattern), "one without a block table", remedy)
         self.pattern, self.bounds = pattern, bounds
         nest(self, 1 + pattern.depth, pattern.leaves + 1)
         self.__post_init__()
@@ -101,7 +101,7 @@ class Within(Composite):
         if len(longer) and _looks_up(self.pattern):
             got = f"document {longer[0]} of {queries[longer[0]]} queries and {lengths[longer[0]]} keys"
             wanted = "no more queries than keys: the pattern looks positions up, and the first queries are before key 0"
-            raise PatternError(message("documents", got, wanted, "Write the pattern by rules, such as Causal()."))
+            raise PatternError("documents", got, wanted, "Write the pattern by rules, such as Causal().")
         if lengths.any():
             # two lengths are enough: a pattern that is made for one length fits no second one
             for length in {int(lengths[lengths > 0].min()), int(lengths.max())}:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..errors import PatternError, message
+from ..errors import PatternError
 from ..patterns.tiles import Int64
 from .block_plan import BlockPlan
 from .cuda_sync import waits
@@ -113,7 +113,7 @@ def _side_by_side(sets: list[RowSet], q_tiles: int) -> tuple[Int64, Int64, NDArr
 def limit(tiles: int) -> None:
     """Raise PatternError if the number of tiles does not fit in 32 bits."""
     if tiles >= 2**31:
-        raise PatternError(message("pattern", f"{tiles} tiles", "fewer than 2**31", "Use larger tiles or less."))
+        raise PatternError("pattern", f"{tiles} tiles", "fewer than 2**31", "Use larger tiles or less.")
 
 
 def _offsets(place: Int64, sets: int, lines: int) -> Int64:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError, message
+from ..errors import UnsupportedError
 
 # for each object: the stream that made it, an event after its making, and the streams that have waited for the event
 _made: weakref.WeakKeyDictionary[Any, tuple[Any, Any, set[Any]]] = weakref.WeakKeyDictionary()
@@ -30,7 +30,7 @@ def waits(device: torch.device | str) -> None:
     """
     if capturing(device):
         wanted = "a plan from an earlier call, since the host cannot make one during the capture"
-        raise UnsupportedError(message("plan", "none yet, while a CUDA graph is captured", wanted, "Call it before."))
+        raise UnsupportedError("plan", "none yet, while a CUDA graph is captured", wanted, "Call it before.")
 
 
 def made(thing: object, device: torch.device) -> bool:

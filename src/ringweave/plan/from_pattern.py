@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..cache import PATTERNS
-from ..errors import PatternError, ShapeError, message, shown
+from ..errors import PatternError, ShapeError, shown
 from ..patterns import BlockTable, Pattern, check_extents, rebuild
 from ..patterns.batch_axis import Shared
 from ..patterns.block_sets import ListedBlocks
@@ -52,7 +52,7 @@ def check_tile(tile: object) -> tuple[int, int]:
     sides = tile if isinstance(tile, (tuple, list)) else (tile, tile)
     if len(sides) == 2 and all(_is_side(side) for side in sides):
         return int(sides[0]), int(sides[1])
-    raise ShapeError(message("tile", shown(tuple(sides)), "multiples of 16 from 16 to 1024, one or two", "Use 128."))
+    raise ShapeError("tile", shown(tuple(sides)), "multiples of 16 from 16 to 1024, one or two", "Use 128.")
 
 
 def _is_side(side: object) -> bool:
@@ -203,11 +203,9 @@ def _check(
     tiles = max(-(-nq // tile[0]), -(-nk // tile[1]))
     if tiles > MOST_IN_A_LINE:
         got = f"{tiles} tiles in a line"
-        raise ShapeError(message("tile", got, f"at most {MOST_IN_A_LINE}", "Use larger tiles, or shorter sequences."))
+        raise ShapeError("tile", got, f"at most {MOST_IN_A_LINE}", "Use larger tiles, or shorter sequences.")
     if not pattern.combinable:
-        raise PatternError(
-            message("pattern", repr(pattern), "a relation", "A LongNet has one plan per branch: see explain().")
-        )
+        raise PatternError("pattern", repr(pattern), "a relation", "A LongNet has one plan per branch: see explain().")
     kind = torch.device(device).type
     if kind not in ("cpu", "meta"):
         check_device(device)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..errors import PatternError, message
+from ..errors import PatternError
 from ..patterns import BlockTable, Pattern, from_mask_mod
 
 if TYPE_CHECKING:
@@ -72,9 +72,7 @@ def from_block_mask(block_mask: Any) -> Pattern:
 
     if not isinstance(block_mask, BlockMask):
         raise PatternError(
-            message(
-                "block_mask", type(block_mask).__name__, "a FlexAttention BlockMask", "Build it with create_block_mask."
-            )
+            "block_mask", type(block_mask).__name__, "a FlexAttention BlockMask", "Build it with create_block_mask."
         )
     size = block_mask.BLOCK_SIZE
     nk = block_mask.seq_lengths[1]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import ShapeError, message
+from ..errors import ShapeError
 
 Call = Callable[[], object]
 #: Function (call, times) that returns the mean seconds of this number of consecutive calls.
@@ -72,7 +72,7 @@ def ratio(numerator: Timing, denominator: Timing) -> Ratio:
     """
     if len(numerator.seconds) != len(denominator.seconds):
         got = f"{len(numerator.seconds)} and {len(denominator.seconds)} rounds"
-        raise ShapeError(message("timings", got, "timings of one interleaved run", "Time them together."))
+        raise ShapeError("timings", got, "timings of one interleaved run", "Time them together.")
     pairs = [a / b for a, b in zip(numerator.seconds, denominator.seconds, strict=True)]
     return Ratio(numerator.median / denominator.median, statistics.median(pairs), min(pairs), max(pairs))
 
@@ -169,7 +169,7 @@ def interleaved(
         [3, 3]
     """
     if rounds < 1 or warmup < 0:
-        raise ShapeError(message("rounds, warmup", (rounds, warmup), "at least 1 and 0", "Time at least one round."))
+        raise ShapeError("rounds, warmup", (rounds, warmup), "at least 1 and 0", "Time at least one round.")
     once = timer or (by_events if torch.device(device).type == "cuda" else by_clock)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     with on_device(device):

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError, UnsupportedError, in_a_line, message
+from ..errors import ShapeError, UnsupportedError, in_a_line
 from ..patterns import Pattern
 from ..torch_compat import version
 from .measure import Call, Timer, Timing, interleaved, on_device, replayed
@@ -205,7 +205,7 @@ class Session:
             if versions != [version(x) for x in self.inputs]:
                 # stop: later peers would be checked on the modified inputs
                 got = "a peer that writes to its inputs"
-                raise ShapeError(message(peer.name, got, "a peer that does not modify them", "Copy the inputs in it."))
+                raise ShapeError(peer.name, got, "a peer that does not modify them", "Copy the inputs in it.")
             excess = accuracy.excess(oracle.limit)
             known = {
                 "computes": repr(built.function),

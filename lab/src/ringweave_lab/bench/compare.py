@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-from ringweave.errors import ShapeError, UnsupportedError, message
+from ringweave.errors import ShapeError, UnsupportedError
 from ringweave.tune.measure import Timing, ratio
 from ringweave.tune.problem import BOTH, DIRECTIONS, FORWARD, Problem, Sample
 from ringweave.tune.session import Entry, Peer, Say, Session, in_turn, silent
@@ -144,7 +144,7 @@ def _check_names(entries: Sequence[Entry]) -> None:
     names = [(entry.problem, entry.peer) for entry in entries]
     if not names or len(set(names)) < len(names):
         got = ", ".join(name for _, name in names) or "none"
-        raise ShapeError(message("peers", got, "one or more, of different names", "Give each its own name."))
+        raise ShapeError("peers", got, "one or more, of different names", "Give each its own name.")
 
 
 def compare(

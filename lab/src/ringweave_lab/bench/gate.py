@@ -25,7 +25,7 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave import files
-from ringweave.errors import UnsupportedError, message
+from ringweave.errors import UnsupportedError
 from ringweave.plan.from_pattern import build
 from ringweave.tune.measure import Call, Timer, by_processor, interleaved, ratio
 from ringweave.tune.problem import BOTH, FORWARD, Drawn, Problem
@@ -77,7 +77,7 @@ def _checked(problem: Problem, direction: str, name: str, say: Say) -> Call:
     (peer,) = peers(name)
     entry = Session(problem.inputs(), say).check(problem, peer, direction)
     if entry.call is None:
-        raise UnsupportedError(message(peer.name, entry.reason, "a right result", "Mend that first."))
+        raise UnsupportedError(peer.name, entry.reason, "a right result", "Mend that first.")
     return entry.call
 
 
@@ -319,7 +319,7 @@ def update(path: Path, say: Say = silent, *, headlines: Sequence[Headline] | Non
         apart = sorted(abs(each / middle - 1) for each in found)[-2]
         if apart > 1 - _MOST / CAUGHT:
             got = f"runs from {min(found):.3g} to {max(found):.3g}"
-            raise UnsupportedError(message(headline.name, got, "runs that agree", "Try again when others rest."))
+            raise UnsupportedError(headline.name, got, "runs that agree", "Try again when others rest.")
         held[headline.name] = Held(round(middle, 4), round(min(max(1 + _WIDTH * apart, _LEAST), _MOST), 3))
     whole = _file(path)
     whole[kind()] = {name: asdict(each) for name, each in held.items()}
@@ -353,7 +353,7 @@ def _file(path: Path) -> dict[str, Any]:
 
 
 def _no_baseline(path: Path, got: str) -> UnsupportedError:
-    return UnsupportedError(message(f"--gate {path}", got, "a file that --update wrote", "Write it again."))
+    return UnsupportedError(f"--gate {path}", got, "a file that --update wrote", "Write it again.")
 
 
 @contextmanager

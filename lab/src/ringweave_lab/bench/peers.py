@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ringweave as rw
 from ringweave.backends import BACKENDS
-from ringweave.errors import RingweaveError, UnsupportedError, message
+from ringweave.errors import RingweaveError, UnsupportedError
 from ringweave.patterns import BlockTable, LongNet
 from ringweave.plan import BlockPlan, branches, unpack_masks
 from ringweave.program import PREFERENCE, compiled, describe
@@ -43,7 +43,7 @@ def peers(*names: str) -> list[Peer]:
     known = PEERS | VENDORS
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise UnsupportedError(message("peer", repr(unknown[0]), f"one of {', '.join(PEERS)}", "Name one of them."))
+        raise UnsupportedError("peer", repr(unknown[0]), f"one of {', '.join(PEERS)}", "Name one of them.")
     return [known[name] for name in names]
 
 
@@ -187,7 +187,7 @@ def _flex(problem: Problem, inputs: Sample, **options: bool) -> Built:
     except RuntimeError as error:  # dynamo's and inductor's errors derive from it
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise UnsupportedError(
-            message("peer", "'flex'", "a compiler that works", f"{type(error).__name__}: {first[:160]}")
+            "peer", "'flex'", "a compiler that works", f"{type(error).__name__}: {first[:160]}"
         ) from error
     return Built(attend, pattern, built.how, time.perf_counter() - start)
 

@@ -13,7 +13,7 @@ from jinja2 import Environment as Templates
 from jinja2 import PackageLoader, StrictUndefined
 
 from ringweave import files
-from ringweave.errors import ShapeError, message
+from ringweave.errors import ShapeError
 from ringweave.tune.measure import Ratio, Timing
 from ringweave.units import nbytes, percent
 
@@ -122,7 +122,7 @@ def read_lines(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for path in map(Path, paths):
         if not path.is_file():
-            raise ShapeError(message("lines", str(path), "files of JSON lines", "ringweave bench CASE --out FILE."))
+            raise ShapeError("lines", str(path), "files of JSON lines", "ringweave bench CASE --out FILE.")
         found += files.json_lines(path)
     return found
 
@@ -158,7 +158,7 @@ def case_pages(lines: Iterable[Mapping[str, Any]]) -> list[CasePage]:
             cases.setdefault(line["case"], {})[_same(record)] = record
             machines.setdefault(line["case"], {})[_machine(line["environment"])] = None
     if not cases:
-        raise ShapeError(message("lines", "none of a case", "lines of ringweave bench", "bench CASE --out FILE.jsonl."))
+        raise ShapeError("lines", "none of a case", "lines of ringweave bench", "bench CASE --out FILE.jsonl.")
     return [
         CasePage(case, tuple(machines[case]), tuple(found.values()), tuple(_charts(list(found.values()))))
         for case, found in cases.items()

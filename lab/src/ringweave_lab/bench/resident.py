@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
-from ringweave.errors import RingweaveError, message
+from ringweave.errors import RingweaveError
 from ringweave.memory.peak import resident
 from ringweave.memory.pressure import to_system
 
@@ -157,7 +157,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         want = (q[:, :, mine].double() @ some_k.mT * DIM**-0.5).softmax(-1) @ some_v
         lost = float((out[:, :, mine].double() - want).norm() / want.norm())
         if not lost <= 2**-7:
-            raise RingweaveError(message("out", f"row {row}, off by {lost:.1%}", "what float64 gives", "Report it."))
+            raise RingweaveError("out", f"row {row}, off by {lost:.1%}", "what float64 gives", "Report it.")
 
 
 def _let_go(array: Any) -> None:

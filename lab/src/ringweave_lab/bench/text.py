@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ringweave.errors import UnsupportedError, message
+from ringweave.errors import UnsupportedError
 from ringweave.tune.problem import Attend, Sample
 
 LAYERS = 2
@@ -66,7 +66,7 @@ def standard_library(limit: int = 4 * 2**20) -> Corpus:
             break
     if len(text) < 2**16:
         got = f"{len(text)} bytes of *.py files in {root}"
-        raise UnsupportedError(message("standard library", got, "at least 64 KiB", "Use a Python with its sources."))
+        raise UnsupportedError("standard library", got, "at least 64 KiB", "Use a Python with its sources.")
     return Corpus(torch.frombuffer(text[:limit], dtype=torch.uint8).clone(), files, str(root))
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ringweave import files
 from ringweave.backends import tuning
-from ringweave.errors import RingweaveError, message
+from ringweave.errors import RingweaveError
 
 from .units import UNITS
 
@@ -132,7 +132,7 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     ended = read(folder)
     if ended and not resume:
-        raise RingweaveError(message("out", str(folder), "an empty folder", "Pass --resume to go on from it."))
+        raise RingweaveError("out", str(folder), "an empty folder", "Pass --resume to go on from it.")
     known, start = {each.unit for each in ended}, clock()
     for unit in todo:
         left = seconds - (clock() - start)

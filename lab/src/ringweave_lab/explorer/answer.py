@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ringweave.cells import Picture, picture
-from ringweave.errors import RingweaveError, ShapeError, UnsupportedError, message, shown
+from ringweave.errors import RingweaveError, ShapeError, UnsupportedError, shown
 from ringweave.explanation import explain
 from ringweave.parallel.planning.cost import Estimate, Machine
 from ringweave.parallel.planning.placement import Placement
@@ -88,7 +88,7 @@ def answer(asked: Asked) -> dict[str, Any]:
     kv_heads = _whole("key heads", asked.kv_heads, _HEADS) if asked.kv_heads else heads
     head_dim, cells = _whole("head dim", asked.head_dim, 2**12), _whole("cells", asked.cells, _CELLS)
     if asked.dtype not in _TYPES:
-        raise ShapeError(message("dtype", shown(asked.dtype), f"one of {', '.join(_TYPES)}", "Name one of them."))
+        raise ShapeError("dtype", shown(asked.dtype), f"one of {', '.join(_TYPES)}", "Name one of them.")
     dtype = _TYPES[asked.dtype]
     relation.check(tokens, tokens, 0)
     _check_size(relation, tokens, heads, batch or 1)
@@ -114,7 +114,7 @@ def answer(asked: Asked) -> dict[str, Any]:
 
 def _whole(name: str, text: str, most: int) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most):
-        raise ShapeError(message(name, shown(text), f"a whole number from 1 to {most}", "Write one."))
+        raise ShapeError(name, shown(text), f"a whole number from 1 to {most}", "Write one.")
     return int(text)
 
 
@@ -124,7 +124,7 @@ def _length(text: str) -> int:
     except ValueError:
         tokens = 0
     if not 1 <= tokens <= _TOKENS:
-        raise ShapeError(message("tokens", shown(text), f"1 to {_TOKENS}, such as 65536, 64K or 1M", "Write a length."))
+        raise ShapeError("tokens", shown(text), f"1 to {_TOKENS}, such as 65536, 64K or 1M", "Write a length.")
     return tokens
 
 
@@ -134,7 +134,7 @@ def _number(name: str, text: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise ShapeError(message(name, shown(text), "a number", "Write one."))
+        raise ShapeError(name, shown(text), "a number", "Write one.")
     return value
 
 
@@ -149,7 +149,7 @@ def _check_size(relation: Pattern, tokens: int, heads: int, batch: int) -> None:
             f"about {tiles / 1e6:.0f} million tiles a head",
             f"at most {_TILES / 1e6:.0f} million here",
         )
-        raise UnsupportedError(message("pattern", got, wanted, "Take fewer tokens, or ask ringweave explain."))
+        raise UnsupportedError("pattern", got, wanted, "Take fewer tokens, or ask ringweave explain.")
 
 
 # ---- numbers as they are shown ---------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def _machine(asked: Asked, usual: dict[str, str]) -> Machine:
     texts = {name: getattr(asked, name) or text for name, text in usual.items()}
     if not all(texts.values()):
         remedy = "Enter all three: the page has no defaults for this device."
-        raise UnsupportedError(message(f"{asked.device} rank", "no figures", "TFLOP/s, GB/s and us / message", remedy))
+        raise UnsupportedError(f"{asked.device} rank", "no figures", "TFLOP/s, GB/s and us / message", remedy)
     return Machine(
         _number("TFLOP/s", texts["tflops"]) * 1e12,
         _number("GB/s", texts["gbytes"]) * 1e9,

@@ -15,7 +15,7 @@ import typer
 
 from ringweave import __version__
 from ringweave.cli import terminal
-from ringweave.errors import PatternError, RingweaveError, UnsupportedError, message
+from ringweave.errors import PatternError, RingweaveError, UnsupportedError
 from ringweave.patterns.declared import DECLARED
 from ringweave.patterns.parse import parse
 
@@ -158,7 +158,7 @@ def explore(
         server = Server(port)
     except OSError as error:
         remedy = "Choose another with --port, or 0 for any free port."
-        raise UnsupportedError(message("--port", port, "a free port", f"{error.strerror}. {remedy}")) from None
+        raise UnsupportedError("--port", port, "a free port", f"{error.strerror}. {remedy}") from None
     with server:
         terminal.out().print(f"{server.url}  (Ctrl+C ends it)", soft_wrap=True)
         if browser:

@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import ringweave as rw
 from ringweave import api, program
 from ringweave.backends import BACKENDS, cpu
-from ringweave.errors import UnsupportedError, message
+from ringweave.errors import UnsupportedError
 from ringweave.parallel import ContextParallel, Transport
 from ringweave.parallel.execution import executor
 from ringweave.parallel.transport import transport
@@ -83,7 +83,7 @@ def profiled(case: str, options: Options, path: Path, say: Say = silent) -> Prof
         UnsupportedError: The case is unknown, the device of a ring is not the CPU, or the file cannot be written.
     """
     if case not in PROBLEMS:
-        raise UnsupportedError(message("case", repr(case), f"one of {', '.join(PROBLEMS)}", "Name one of them."))
+        raise UnsupportedError("case", repr(case), f"one of {', '.join(PROBLEMS)}", "Name one of them.")
     problem = options.of(PROBLEMS[case])
     if options.quick and options.tokens is None:
         problem = dataclasses.replace(problem, tokens=problem.tokens // 8)
@@ -92,11 +92,11 @@ def profiled(case: str, options: Options, path: Path, say: Say = silent) -> Prof
         path.touch()
     except OSError as error:
         got = f"{path}: {error.strerror}"
-        raise UnsupportedError(message("--out", got, "a file that can be written", "Name another.")) from None
+        raise UnsupportedError("--out", got, "a file that can be written", "Name another.") from None
     if case != "ring":
         return _profile(problem, functools.partial(rw.attention, pattern=problem.pattern), path)
     if torch.device(problem.device).type != "cpu":
-        raise UnsupportedError(message("--device", problem.device, "cpu for a ring", "Leave it out."))
+        raise UnsupportedError("--device", problem.device, "cpu for a ring", "Leave it out.")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "problem").write_bytes(pickle.dumps((problem, path.resolve())))
         words = torchrun(2, "-m", "ringweave_lab.profile.profile", folder)

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ringweave.cli import terminal
 from ringweave.cli.terminal import PatternText, Tokens
-from ringweave.errors import UnsupportedError, message
+from ringweave.errors import UnsupportedError
 from ringweave.parallel.planning.cost import Estimate, Machine
 from ringweave.patterns import parse
 from ringweave.units import nbytes, parse_size
@@ -59,7 +59,7 @@ def simulated(
             plot(rows, out, title=f"{pattern}, {tokens} tokens")
         except OSError as error:
             raise UnsupportedError(
-                message("--plot", repr(out), "a file that can be written", f"{error.strerror or error}.")
+                "--plot", repr(out), "a file that can be written", f"{error.strerror or error}."
             ) from None
         if not as_json:
             console.print(f"wrote {out}", markup=False, soft_wrap=True)
@@ -150,7 +150,7 @@ def _range(text: str) -> list[int]:
 def plot(rows: Sequence[Row], path: str, *, title: str) -> None:
     """Draw the efficiency and received bytes of four systems over the number of GPUs, into an .svg or .png file."""
     if not path.lower().endswith(_SUFFIXES):
-        raise UnsupportedError(message("--plot", repr(path), "a name that ends in .svg or .png", "Rename it."))
+        raise UnsupportedError("--plot", repr(path), "a name that ends in .svg or .png", "Rename it.")
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

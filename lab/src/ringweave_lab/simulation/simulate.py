@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ringweave.errors import ShapeError, message, shown
+from ringweave.errors import ShapeError, shown
 from ringweave.parallel.planning.choice import choose
 from ringweave.parallel.planning.cost import Estimate, Machine
 from ringweave.parallel.planning.placement import Placement, block_for
@@ -81,11 +81,11 @@ def simulate(
     relations, heads = patterns_of(patterns), pair_of_heads(heads)
     tokens = whole("tokens", tokens, 1, error=ShapeError)
     if not isinstance(ranks, Sequence) or isinstance(ranks, str) or not ranks:
-        raise ShapeError(message("ranks", shown(ranks), "numbers of ranks", "Pass such as [8, 16]."))
+        raise ShapeError("ranks", shown(ranks), "numbers of ranks", "Pass such as [8, 16].")
     most = max(tokens // 16, 1)
     ranks = [whole("ranks", number, 1, most, error=ShapeError) for number in ranks]
     if machine is not None and not isinstance(machine, Machine):
-        raise ShapeError(message("machine", type(machine).__name__, "a Machine", "Leave it out for the default."))
+        raise ShapeError("machine", type(machine).__name__, "a Machine", "Leave it out for the default.")
     calls = [branches(relation, tokens, tokens, heads=heads[0]) for relation in relations]
     workload = Workload(calls, tokens, heads, Widths.of(head_dim, itemsize))
     machine = machine or Machine()

@@ -17,7 +17,7 @@ from triton.errors import TritonError
 from ...cache import fact
 from ...call import Operands
 from ...environment import interpreted
-from ...errors import UnsupportedError, message
+from ...errors import UnsupportedError
 from ...kv_cache import Pages
 from ...plan import BlockPlan, Branch
 from ...precision import Scales
@@ -172,7 +172,7 @@ def explained() -> Iterator[None]:
     except TritonError as error:
         said = " ".join(str(error).split())[-300:]
         raise UnsupportedError(
-            message("backend", f"'triton' ({type(error).__name__}: {said})", "a kernel for this GPU", "Name another.")
+            "backend", f"'triton' ({type(error).__name__}: {said})", "a kernel for this GPU", "Name another."
         ) from error
 
 

@@ -13,7 +13,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ...api import attention, paged_attention
-from ...errors import PatternError, ShapeError, UnsupportedError, message, shown
+from ...errors import PatternError, ShapeError, UnsupportedError, shown
 from ...patterns import Causal, Documents, Full, Pattern, SlidingWindow, parse
 from ...patterns.validate import refuse
 from ...terms import Bias, Softcap, Term
@@ -89,7 +89,7 @@ def attend(
         check(kwargs)
     if hasattr(module, "keep_window_size"):
         # Doge ignores its own mask if the library's mask is a BlockMask
-        raise UnsupportedError(message("layer", type(module).__name__, "one that chooses no keys by content", OTHER))
+        raise UnsupportedError("layer", type(module).__name__, "one that chooses no keys by content", OTHER)
     paged = key if isinstance(key, PagedStates) else None
     batch, nq = query.shape[0], query.shape[2]
     sizes = key.shape if paged is None else paged.sizes
@@ -110,7 +110,7 @@ def attend(
         pattern, q_offset = mask.pattern, mask.q_offset
         if mask.sizes[2:] != (nq, nk):
             wanted = f"({nq}, {nk}), the queries and keys of {type(module).__name__}"
-            raise ShapeError(message("attention mask", f"one of {mask.sizes[2:]}", wanted, OTHER))
+            raise ShapeError("attention mask", f"one of {mask.sizes[2:]}", wanted, OTHER)
     documents = None
     if not DOCUMENTS.isdisjoint(kwargs):
         pattern, documents = apart(pattern, kwargs, mask, (batch, nq, nk), q_offset)
@@ -134,10 +134,10 @@ def attend(
         if isinstance(attention_mask, Tensor) or position_bias is not None or begins != paged.seen - nq:
             got = "a mask or bias of numbers, or no mask for several queries after cached tokens"
             remedy = f"Pass {CACHE}=DynamicCache()."
-            raise UnsupportedError(message(CACHE, got, "a mask (B, tokens) with keys in pages", remedy))
+            raise UnsupportedError(CACHE, got, "a mask (B, tokens) with keys in pages", remedy)
         if output_attentions:
             remedy = f"Pass {CACHE}=DynamicCache()."
-            raise UnsupportedError(message("output_attentions", "keys in pages", "another cache", remedy))
+            raise UnsupportedError("output_attentions", "keys in pages", "another cache", remedy)
         out = paged_attention(query, paged.pages, pattern, scale=scaling, terms=terms, sink_logits=sink_logits)
         return out.transpose(1, 2).contiguous(), None
     context = None if mask is None else mask.context
@@ -148,7 +148,7 @@ def attend(
         if dropout or context is not None:
             got = f"dropout of {dropout}" if dropout else "a sharded batch"
             wanted = "evaluation on one device"
-            raise UnsupportedError(message("output_attentions", got, wanted, "Call model.eval(), without shard()."))
+            raise UnsupportedError("output_attentions", got, wanted, "Call model.eval(), without shard().")
         weights = _weights(query, key, pattern, options)
     return out.transpose(1, 2).contiguous(), weights
 
@@ -183,9 +183,7 @@ def _unmade(
     nq, nk = query.shape[2], key.shape[2]
     if isinstance(mask, Tensor):
         if getattr(module, ATTRIBUTE, None) is not None:
-            raise UnsupportedError(
-                message("attention mask", shown(mask), "none, or (B, tokens), with a pattern", OTHER)
-            )
+            raise UnsupportedError("attention mask", shown(mask), "none, or (B, tokens), with a pattern", OTHER)
         if mask.ndim == 4 and mask.shape[2] == 1 < nq == nk and not torch.compiler.is_compiling():
             _warn_of_own_mask(module, nk)
         if mask.dtype == torch.bool:
@@ -193,7 +191,7 @@ def _unmade(
         terms.append(_bias(mask, query, key))
         return Full(), 0
     if mask is not None:
-        raise UnsupportedError(message("attention mask", shown(mask), "a mask of 4 dimensions", OTHER))
+        raise UnsupportedError("attention mask", shown(mask), "a mask of 4 dimensions", OTHER)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # as in transformers: a single query is the last position
     pattern: Pattern = Causal() if nq > 1 and causal else Full()
@@ -239,7 +237,7 @@ def _counted(own: Pattern, mask: PatternMask | None, documents: Documents | None
     """Return a layer's pattern, counted from the first token of each sequence or document."""
     if mask is not None and mask.k_offset:
         got = f"a cache that has dropped its first {mask.k_offset} keys"
-        raise UnsupportedError(message("pattern", got, "one that keeps all keys", f"Pass {CACHE}=DynamicCache()."))
+        raise UnsupportedError("pattern", got, "one that keeps all keys", f"Pass {CACHE}=DynamicCache().")
     rows = documents if documents is not None or mask is None else mask.rows
     return own if rows is None or _of_the_batch(own) else own.within(rows)
 
@@ -253,7 +251,7 @@ def _bias(table: Tensor, query: Tensor, key: Tensor) -> Bias:
     sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     if table.ndim != 4 or any(side not in (1, size) for side, size in zip(table.shape, sizes, strict=True)):
         wanted = f"one that broadcasts to {sizes}"
-        raise ShapeError(message("attention mask or bias", shown(table), wanted, OTHER))
+        raise ShapeError("attention mask or bias", shown(table), wanted, OTHER)
     return Bias(table.expand(-1, -1, *sizes[2:]))
 
 
@@ -344,7 +342,7 @@ def _relation(pattern: object) -> Pattern | None:
         if pattern == "eager" or pattern in ALL_ATTENTION_FUNCTIONS.valid_keys():
             got = f"{pattern!r}, the name of an attention implementation"
             remedy = f"Call model.set_attn_implementation({pattern!r}), or patch(model) for ringweave."
-            raise PatternError(message("pattern", got, "a pattern or its text", remedy))
+            raise PatternError("pattern", got, "a pattern or its text", remedy)
         pattern = parse(pattern)
     if pattern is None:
         return None
@@ -352,9 +350,7 @@ def _relation(pattern: object) -> Pattern | None:
         refuse(pattern)
     if not pattern.combinable:
         wanted = "a relation, such as SlidingWindow(1024) | Sinks(4)"
-        raise PatternError(
-            message("pattern", shown(pattern), wanted, "A mixture is not a mask: use rw.longnet_attention.")
-        )
+        raise PatternError("pattern", shown(pattern), wanted, "A mixture is not a mask: use rw.longnet_attention.")
     return pattern
 
 
@@ -369,7 +365,7 @@ def _layers(model: nn.Module, layers: Sequence[int] | None) -> dict[str, Any]:
         got = f"{type(model).__name__}, which has no attention layer" + (
             "" if layers is None else f" numbered {list(layers)}"
         )
-        raise UnsupportedError(message("model", got, "layers with a layer_idx", "Name layers that the model has."))
+        raise UnsupportedError("model", got, "layers with a layer_idx", "Name layers that the model has.")
     return found
 
 
@@ -381,7 +377,7 @@ def require(config: Any) -> None:
     """
     if config._attn_implementation != NAME:
         got = repr(config._attn_implementation)
-        raise UnsupportedError(message("attn_implementation", got, repr(NAME), "Call patch(model) first."))
+        raise UnsupportedError("attn_implementation", got, repr(NAME), "Call patch(model) first.")
 
 
 def patch(model: M, pattern: Pattern | str | None = None, layers: Sequence[int] | None = None) -> M:
@@ -410,12 +406,10 @@ def patch(model: M, pattern: Pattern | str | None = None, layers: Sequence[int] 
         {'pattern': 'SlidingWindow(128) | Sinks(4)'}
     """
     if not isinstance(model, transformers.PreTrainedModel):
-        raise UnsupportedError(
-            message("model", shown(model), "a PreTrainedModel", "Use ringweave.nn for other modules.")
-        )
+        raise UnsupportedError("model", shown(model), "a PreTrainedModel", "Use ringweave.nn for other modules.")
     if not model._can_set_attn_implementation():
         got = f"{type(model).__name__}, which does not call attention through transformers' interface"
-        raise UnsupportedError(message("model", got, "one that does", "Replace its attention with rw.attention."))
+        raise UnsupportedError("model", got, "one that does", "Replace its attention with rw.attention.")
     pattern = _relation(pattern)
     modules = {} if pattern is None else _layers(model, layers)
     whole = outermost(model)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import ShapeError, UnsupportedError, message, shown
+from ...errors import ShapeError, UnsupportedError, shown
 from ...patterns import Documents, Full, Pattern
 from ...torch_compat import version
 from .masks import PatternMask
@@ -65,7 +65,7 @@ def check(given: Mapping[str, Any]) -> None:
         if value is None or value is False or name in READ:
             continue
         if name in REFUSED:
-            raise UnsupportedError(message(name, REFUSED[name], "none", OTHER))
+            raise UnsupportedError(name, REFUSED[name], "none", OTHER)
         if not torch.compiler.is_compiling():
             wanted = "a keyword that ringweave's attention function reads"
             remedy = "Attention does not depend on it here; check that another implementation does not read it either."
@@ -97,14 +97,14 @@ def apart(
     name = "seq_idx" if q is None and k is None else "cu_seq_lens_q, cu_seq_lens_k"
     if mask is not None and mask.context is not None:
         remedy = "Pass position_ids to shard(): the sharded batch then holds the documents."
-        raise UnsupportedError(message(name, "documents beside a sharded batch", "none", remedy))
+        raise UnsupportedError(name, "documents beside a sharded batch", "none", remedy)
     if not (nq == nk and isinstance(q_offset, int) and q_offset == 0) and pattern != Full():
         got = f"documents for {nq} queries over {nk} keys, of which some are cached"
-        raise UnsupportedError(message(name, got, "documents in a call without cached keys", "Pass use_cache=False."))
+        raise UnsupportedError(name, got, "documents in a call without cached keys", "Pass use_cache=False.")
     known = mask is not None and isinstance(mask.rows, Documents)
     if not known and "Documents(" in pattern.spec:
         got = f"documents beside a mask that counts from the first token of the row, {pattern}"
-        raise UnsupportedError(message(name, got, "a mask of windows and padding", _POSITIONS))
+        raise UnsupportedError(name, got, "a mask of windows and padding", _POSITIONS)
     documents = _shared(name, q, k, numbers, mask, sizes)
     if known or (mask is not None and mask.rows is not None):
         # the mask has bounds already, which a pattern inside the documents could not have
@@ -120,7 +120,7 @@ def _shared(
     for each, key in zip(tensors, name.split(", "), strict=True):
         if not isinstance(each, Tensor):
             wanted = "an integer tensor, as its counterpart" if len(tensors) > 1 else "an integer tensor"
-            raise ShapeError(message(key, shown(each), wanted, "Pass it, or neither."))
+            raise ShapeError(key, shown(each), wanted, "Pass it, or neither.")
     if torch.compiler.is_compiling() or mask is None:
         return _documents(name, tensors, sizes)
     # the tensors are compared by identity and version, and the mask keeps them alive
@@ -135,7 +135,7 @@ def _documents(name: str, tensors: list[Tensor], sizes: tuple[int, int, int]) ->
     if name == "seq_idx":
         numbers = tensors[0]
         if numbers.shape not in ((batch, nk), (1, nk)) or nq != nk:
-            raise ShapeError(message(name, shown(numbers), f"({batch}, {nk})", "Number each token of the call."))
+            raise ShapeError(name, shown(numbers), f"({batch}, {nk})", "Number each token of the call.")
         return Documents(ids=numbers if len(numbers) == batch else numbers.expand(batch, -1))
     q, k = tensors
     same = q is k or (not torch.compiler.is_compiling() and torch.equal(q, k))
@@ -143,11 +143,11 @@ def _documents(name: str, tensors: list[Tensor], sizes: tuple[int, int, int]) ->
         return Documents(cu_seqlens=q) if same else Documents(cu_seqlens_q=q, cu_seqlens_k=k)
     if torch.compiler.is_compiling() or not same or nq != nk:
         got = f"bounds of {batch} batch elements, compiled or different for queries and keys"
-        raise UnsupportedError(message(name, got, "bounds of one row", "Pass all documents in one row."))
+        raise UnsupportedError(name, got, "bounds of one row", "Pass all documents in one row.")
     ends = torch.arange(batch + 1, device=q.device) * nq
     if int(q[0]) != 0 or int(q[-1]) != batch * nq or not bool(torch.isin(ends, q).all()):
         got = f"bounds {q.tolist() if len(q) < 9 else shown(q)}"
         wanted = f"bounds from 0 to {batch * nq}, {nq} tokens in each of {batch} rows, without a document across rows"
-        raise ShapeError(message(name, got, wanted, "Pass all documents in one row."))
+        raise ShapeError(name, got, wanted, "Pass all documents in one row.")
     places = torch.arange(batch * nq, device=q.device)
     return Documents(ids=torch.bucketize(places, q[1:], right=True).view(batch, nq))

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import masking_utils
 from transformers.masking_utils import causal_mask_function
 
-from ...errors import ShapeError, UnsupportedError, in_a_line, message
+from ...errors import ShapeError, UnsupportedError, in_a_line
 from ...patterns import Documents, KeyPadding, Pattern
 from .mask_reading import All, Chunks, Distances, Relation, Same, Unread, read
 from .positions import Place, bounds_of, joined
@@ -68,7 +68,7 @@ class _Carried:
         if name.startswith("__"):
             raise AttributeError(name)
         # an AttributeError, so that hasattr returns False
-        raise AttributeError(message("mask", f"a use of .{name}", _WANTED, _REMEDY))
+        raise AttributeError("mask", f"a use of .{name}", _WANTED, _REMEDY)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -141,7 +141,7 @@ _REMEDY = "This model reads the values of its mask: use attn_implementation='sdp
 
 
 def _refuse_values(what: str) -> NoReturn:
-    raise UnsupportedError(message("attention mask", what, _WANTED, _REMEDY))
+    raise UnsupportedError("attention mask", what, _WANTED, _REMEDY)
 
 
 class ShardMask(_Carried):
@@ -210,7 +210,7 @@ class ShardMask(_Carried):
         if (batch, queries, keys) != (self.sizes[0], local, local):
             wanted = f"{self.sizes[0]} x {local} queries and keys, this rank's share of {n}"
             remedy = "Pass the model everything that shard() returned, and no cache."
-            raise ShapeError(message("tokens", f"{batch} x {queries} queries, {keys} keys", wanted, remedy))
+            raise ShapeError("tokens", f"{batch} x {queries} queries, {keys} keys", wanted, remedy)
         try:
             relation = read(mask_function or causal_mask_function)
         except _RAISED as why:
@@ -271,9 +271,7 @@ class ShardMask(_Carried):
 
 
 def _unshared(got: str) -> UnsupportedError:
-    return UnsupportedError(
-        message("context", got, "windows, chunks, packing and padding", "Run this model on one device.")
-    )
+    return UnsupportedError("context", got, "windows, chunks, packing and padding", "Run this model on one device.")
 
 
 def pattern_mask(
@@ -309,7 +307,7 @@ def pattern_mask(
     if cache_position is not None:
         q_length, q_offset = cache_position.shape[0], cache_position[0]
     if q_length is None:
-        raise UnsupportedError(message("mask", "neither q_length nor cache_position", "one", "Use transformers 5."))
+        raise UnsupportedError("mask", "neither q_length nor cache_position", "one", "Use transformers 5.")
     if isinstance(attention_mask, ShardMask):
         return attention_mask.whole(batch_size, q_length, kv_length, mask_function)
     sizes = batch_size, q_length, kv_length

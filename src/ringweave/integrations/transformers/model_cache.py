@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from transformers.masking_utils import create_causal_mask
 
-from ...errors import ShapeError, UnsupportedError, message, shown
+from ...errors import ShapeError, UnsupportedError, shown
 from ...kv_cache import SIZES, PagedCache
 from ...names import renamed, warn_renamed
 from ...patterns.validate import whole
@@ -67,10 +67,10 @@ class ModelCache(Cache):
         if length is not None:
             warn_renamed("ModelCache(length=)", "ModelCache(max_tokens=)")
             if max_tokens is not None:
-                raise ShapeError(message("length", shown(length), "max_tokens alone", "Leave out the old name."))
+                raise ShapeError("length", shown(length), "max_tokens alone", "Leave out the old name.")
             max_tokens = length
         if page not in SIZES:
-            raise ShapeError(message("page", shown(page), "16, 32, 64, 128 or 256", "Choose one of these."))
+            raise ShapeError("page", shown(page), "16, 32, 64, 128 or 256", "Choose one of these.")
         if max_tokens is not None:
             max_tokens = -(-whole("max_tokens", max_tokens, 1, error=ShapeError) // page) * page
         self.max_tokens, self.page = max_tokens, page
@@ -223,7 +223,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             rows = torch.arange(self.batch_size, device="cpu")[torch.as_tensor(indices, device="cpu")]
             if rows.ndim != 1 or not len(rows):
                 remedy = "Call reset() to forget all sequences."
-                raise ShapeError(message("indices", shown(indices), "one sequence or more", remedy))
+                raise ShapeError("indices", shown(indices), "one sequence or more", remedy)
             if len(rows) == self.batch_size:
                 old.fork(rows.tolist(), range(self.batch_size))
             else:
@@ -241,7 +241,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             got = f"{self.max_tokens}, with {self.seen} tokens in the cache and {tokens} more"
             wanted = f"at least {self.seen + tokens}: the tokens of a prompt + max_new_tokens"
             remedy = "Leave max_tokens out for a cache that grows; call reset() before another conversation."
-            raise ShapeError(message("max_tokens", got, wanted, remedy))
+            raise ShapeError("max_tokens", got, wanted, remedy)
         self.length = self._room(self.seen + tokens)
         self._select(list(range(self.batch_size)))
 
@@ -271,7 +271,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             UnsupportedError: Always.
         """
         remedy = "Pass precision=Precision(kv=torch.int8) for less memory, or DynamicCache(offloading=True)."
-        raise UnsupportedError(message("cache", "a layer to move to the host", "pages that stay", remedy))
+        raise UnsupportedError("cache", "a layer to move to the host", "pages that stay", remedy)
 
     prefetch = offload
 
@@ -288,7 +288,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             tokens_to_remove = min(0, tokens_to_remove - self.seen)
         if not -self.seen <= tokens_to_remove <= 0:
             wanted = f"a number from {-self.seen} to 0"
-            raise ShapeError(message("tokens_to_remove", tokens_to_remove, wanted, "Pass a negative number of tokens."))
+            raise ShapeError("tokens_to_remove", tokens_to_remove, wanted, "Pass a negative number of tokens.")
         if tokens_to_remove and self.pages is not None:
             every = range(self.batch_size)
             self.pages.fork(every, every, self.seen + tokens_to_remove)
@@ -348,7 +348,7 @@ def _grown(x: Tensor, pages: int) -> Tensor:
 
 def _used(name: str) -> UnsupportedError:
     got = f"a use of keys in pages ({name})"
-    return UnsupportedError(message(CACHE, got, "keys that go to attention as they are", _REMEDY))
+    return UnsupportedError(CACHE, got, "keys that go to attention as they are", _REMEDY)
 
 
 _KNOWN = (Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.requires_grad, Tensor.is_cuda)

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from transformers.masking_utils import create_masks_for_generate, find_packed_sequence_indices
 
 from ...cache import LRUCache
-from ...errors import ShapeError, UnsupportedError, message, shown
+from ...errors import ShapeError, UnsupportedError, shown
 from ...parallel import ContextParallel
 from ...parallel.transport.protocol import Counters
 from ...patterns import Full, Pattern
@@ -54,12 +54,12 @@ class ModelContext:
     def __init__(self, model: nn.Module, mesh: DeviceMesh | ProcessGroup | None = None, **options: Any):
         inner: Any = getattr(model, "module", model)
         if not hasattr(inner, "config"):
-            raise UnsupportedError(message("model", shown(model), "one of transformers", "Pass it, or DDP around it."))
+            raise UnsupportedError("model", shown(model), "one of transformers", "Pass it, or DDP around it.")
         require(inner.config.get_text_config())
         takes = inspect.signature(inner.forward).parameters
         if inner.config.is_encoder_decoder or not {"attention_mask", "position_ids"} <= takes.keys():
             wanted = "one sequence, with attention_mask and position_ids"
-            raise UnsupportedError(message("model", type(inner).__name__, wanted, "Run this model on one device."))
+            raise UnsupportedError("model", type(inner).__name__, wanted, "Run this model on one device.")
         self._begin(uuid.uuid4().hex, inner.config.get_text_config(), options, mesh)
 
     def _begin(self, name: str, config: Any, options: dict[str, Any], mesh: Any) -> None:
@@ -126,7 +126,7 @@ class ModelContext:
         batch, n = input_ids.shape
         for name, x in (("labels", labels), ("attention_mask", attention_mask), ("position_ids", position_ids)):
             if x is not None and (x.ndim != 2 or x.shape[1] != n or x.shape[0] not in (1, batch)):
-                raise ShapeError(message(name, tuple(x.shape), f"{(batch, n)}", "Pass the whole batch."))
+                raise ShapeError(name, tuple(x.shape), f"{(batch, n)}", "Pass the whole batch.")
         context = self.context(n)
         packed = None
         if position_ids is not None:
@@ -171,7 +171,7 @@ class ModelContext:
         context = self._root
         if logits.shape[:2] != targets.shape:
             wanted = f"{tuple(targets.shape)} and a vocabulary, as the targets"
-            raise ShapeError(message("logits", tuple(logits.shape), wanted, "Pass the logits of the same batch."))
+            raise ShapeError("logits", tuple(logits.shape), wanted, "Pass the logits of the same batch.")
         total = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
         mine = torch.stack([total.detach().double(), (targets != IGNORED).sum().double()])
         with context.call.calling(context._tag, shape="loss", dtype="float64") as call:
@@ -193,7 +193,7 @@ class ModelContext:
         """
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else batch
         if not isinstance(mask, ShardMask) or mask.owner is not self:
-            raise UnsupportedError(message("batch", shown(mask), "a result of shard() of this context", "Pass it."))
+            raise UnsupportedError("batch", shown(mask), "a result of shard() of this context", "Pass it.")
         return mask.context.unshard(x, dim)
 
     def collate(self, inner: Callable[[Any], Mapping[str, Tensor]]) -> Callable[[Any], dict[str, Any]]:
@@ -226,7 +226,7 @@ class _Elsewhere:
     def using(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuse a call."""
         wanted, remedy = "the process that made it", "Shard the batch in the process that computes."
-        raise UnsupportedError(message("context", "a call of another process", wanted, remedy))
+        raise UnsupportedError("context", "a call of another process", wanted, remedy)
 
     agree = exchange = using
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 
-from ...errors import message
-
 #: Keys of the warnings that were logged.
 SAID: set[str] = set()
 _log = logging.getLogger("ringweave")
@@ -32,4 +30,4 @@ def warn_once(key: str, name: str, got: str, wanted: str, remedy: str) -> None:
     """
     if key not in SAID:
         SAID.add(key)
-        _log.warning(message(name, got, wanted, remedy))
+        _log.warning(name, got, wanted, remedy)

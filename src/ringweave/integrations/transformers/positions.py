@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...cache import PATTERNS
-from ...errors import PatternError, UnsupportedError, in_a_line, message, shown
+from ...errors import PatternError, UnsupportedError, in_a_line, shown
 from ...patterns import Causal, Documents, Full, KeyPadding, Pattern, Sinks, SlidingWindow, from_mask_mod
 from ...patterns.algebra import And
 from .mask_reading import All, Any_, Chunks, Distances, Known, NotNegative, Relation, Same, Unread
@@ -36,7 +36,7 @@ class Place:
             if nq != 1:
                 got = f"{nq} queries at a position that is a tensor"
                 remedy = "Do not compile the prefill, or give it a cache that knows its length."
-                raise UnsupportedError(message("q_offset", got, "an int, or one query", remedy))
+                raise UnsupportedError("q_offset", got, "an int, or one query", remedy)
             # one query: the pattern is bounds of keys, which may stay on the device; any query index will do
             self.row = q_offset - kv_offset
             self.first = nk - 1
@@ -164,7 +164,7 @@ class Place:
         """
         if mask.ndim != 2 or (mask.shape[0] != 1 and mask.shape[0] != self.batch):
             wanted = f"({self.batch}, tokens)"
-            raise PatternError(message("attention_mask", shown(mask), wanted, "Pass the padding of each element."))
+            raise PatternError("attention_mask", shown(mask), wanted, "Pass the padding of each element.")
         missing = self.kv_offset + self.nk - mask.shape[1]
         mask = mask[:, self.kv_offset : self.kv_offset + self.nk].bool()
         if missing > 0:
@@ -190,7 +190,7 @@ class Place:
         if torch.compiler.is_compiling() or self.row is not None:
             got = f"a function that cannot be read as a pattern ({in_a_line(why)})"
             remedy = "Compile the model without fullgraph, or write the mask with comparisons of indices only."
-            raise UnsupportedError(message("mask_function", got, "comparisons of indices and of tables", remedy))
+            raise UnsupportedError("mask_function", got, "comparisons of indices and of tables", remedy)
         offset = self.kv_offset
 
         def of_places(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...errors import PatternError, UnsupportedError, in_a_line, message, shown
+from ...errors import PatternError, UnsupportedError, in_a_line, shown
 from ...patterns import Pattern, parse
 from .notices import warn_once
 
@@ -92,7 +92,7 @@ def first_use(module: nn.Module) -> Pattern | None:
         return getattr(module, ATTRIBUTE, None)
     if torch.compiler.is_compiling():
         got = "a pattern in the config of a model that torch.compile traces before ringweave has read it"
-        raise UnsupportedError(message("config.ringweave", got, "a patched model", "Call patch(model) first."))
+        raise UnsupportedError("config.ringweave", got, "a patched model", "Call patch(model) first.")
     restore(outermost(module))
     pattern: Pattern | None = getattr(module, ATTRIBUTE, None)
     return pattern

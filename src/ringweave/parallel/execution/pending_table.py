@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import ShapeError, message
+from ...errors import ShapeError
 from ...patterns import BlockTable
 from ...patterns.validate import whole
 from ..planning.placement import Placement
@@ -65,7 +65,7 @@ def block_numbers(placement: Placement, rank: int, block_size: int) -> np.ndarra
     if placement.views > 1 or placement.block % block_size:
         got = f"{block_size} with a {placement.name} placement of {placement.block} tokens"
         wanted = "a divisor of the placement's block, in token order"
-        raise ShapeError(message("block_size", got, wanted, "Use placement='contiguous'."))
+        raise ShapeError("block_size", got, wanted, "Use placement='contiguous'.")
     return positions[::block_size] // block_size
 
 
@@ -75,7 +75,7 @@ def rows_of(rows: Tensor, placement: Placement, rank: int, block_size: int) -> T
     keys = -(-placement.tokens // block_size)
     wanted = f"bool (..., {blocks}, {keys})"
     if not isinstance(rows, Tensor):
-        raise ShapeError(message("rows", type(rows).__name__, wanted, "Pass one row per local block."))
+        raise ShapeError("rows", type(rows).__name__, wanted, "Pass one row per local block.")
     if rows.dtype != torch.bool or rows.ndim not in (2, 3, 4) or tuple(rows.shape[-2:]) != (blocks, keys):
-        raise ShapeError(message("rows", f"{rows.dtype} {tuple(rows.shape)}", wanted, "Pass one row per local block."))
+        raise ShapeError("rows", f"{rows.dtype} {tuple(rows.shape)}", wanted, "Pass one row per local block.")
     return rows

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...cache import PLACEMENTS
-from ...errors import ShapeError, message
+from ...errors import ShapeError
 from ...patterns import Pattern
 from ...patterns.function import holders
 from ...plan import Branch, branches
@@ -64,7 +64,7 @@ def place(
     if isinstance(asked, Placement):
         if (asked.tokens, asked.ranks) != (tokens, ranks):
             got, wanted = f"{asked.tokens} tokens on {asked.ranks} ranks", f"{tokens} on {ranks}"
-            raise ShapeError(message("placement", got, wanted, "Create one for this context."))
+            raise ShapeError("placement", got, wanted, "Create one for this context.")
         return asked
     calls = [branches(p, tokens, tokens, heads=heads[0], batch=p.extents()[0] or 1) for p in patterns]
     # a strided view of a mixture may contain no token, and then has no branches

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import ShapeError, message
+from ...errors import ShapeError
 from ...patterns.validate import whole
 
 Int64 = NDArray[np.int64]
@@ -50,7 +50,7 @@ class Placement:
             object.__setattr__(self, name, whole(name, getattr(self, name), 1, error=ShapeError))
         owner = np.asarray(self.owner)
         if owner.ndim != 1 or not np.issubdtype(owner.dtype, np.integer):
-            raise ShapeError(message("owner", f"{owner.dtype} {owner.shape}", "ints (blocks,)", "Name block owners."))
+            raise ShapeError("owner", f"{owner.dtype} {owner.shape}", "ints (blocks,)", "Name block owners.")
         # a read-only copy, so that later writes to the caller's array do not change the placement
         kept = owner.astype(np.int32)
         kept.setflags(write=False)
@@ -58,17 +58,15 @@ class Placement:
         inside = len(owner) > 0 and bool((owner >= 0).all() and (owner < self.ranks).all())
         if not inside or len(np.unique(np.bincount(owner, minlength=self.ranks))) > 1:
             wanted = f"the same number of blocks for each of {self.ranks} ranks"
-            raise ShapeError(message("owner", f"{len(owner)} blocks", wanted, "Name a rank for each block."))
+            raise ShapeError("owner", f"{len(owner)} blocks", wanted, "Name a rank for each block.")
         if len(owner) * self.block < self.tokens:
             got = f"{len(owner)} blocks of {self.block} tokens"
-            raise ShapeError(
-                message("owner", got, f"{self.tokens} tokens or more", "Add blocks: padding is at the end.")
-            )
+            raise ShapeError("owner", got, f"{self.tokens} tokens or more", "Add blocks: padding is at the end.")
         # the blocks of one view are consecutive in the layout
         by_view = owner.reshape(self.views, -1) if self.ranks % self.views == 0 else owner[None]
         if self.views > 1 and sum(len(np.unique(view)) for view in by_view) != len(by_view) * self.ranks // self.views:
             wanted = f"a divisor of {self.ranks} ranks, and each rank's blocks in one view"
-            raise ShapeError(message("views", self.views, wanted, "Use views=1 for token order."))
+            raise ShapeError("views", self.views, wanted, "Use views=1 for token order.")
 
     @property
     def local(self) -> int:
@@ -149,7 +147,7 @@ def blocks_for(tokens: int, ranks: int, block: int) -> int:
     """Return the number of blocks that covers a sequence, a multiple of ``ranks``; both numbers must be positive."""
     if tokens < 1 or ranks < 1:
         got = f"{tokens}, {ranks}"
-        raise ShapeError(message("tokens, ranks", got, "at least 1 each", "Pass positive numbers."))
+        raise ShapeError("tokens, ranks", got, "at least 1 each", "Pass positive numbers.")
     return -(-tokens // (block * ranks)) * ranks
 
 
@@ -181,7 +179,7 @@ def residues(tokens: int, ranks: int, block: int, views: int | None = None) -> P
     """
     views = ranks if views is None else views
     if views < 1 or ranks % views:
-        raise ShapeError(message("views", views, f"a divisor of {ranks} ranks", "Use gcd(rate, ranks)."))
+        raise ShapeError("views", views, f"a divisor of {ranks} ranks", "Use gcd(rate, ranks).")
     return dataclasses.replace(contiguous(tokens, ranks, block), name="residue", views=views)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from ...errors import PatternError, ShapeError, message, shown
+from ...errors import PatternError, ShapeError, shown
 from ...patterns import Pattern
 from ...patterns.validate import whole
 from ...plan import Branch
@@ -91,7 +91,7 @@ def patterns_of(asked: Pattern | Sequence[Pattern]) -> tuple[Pattern, ...]:
     patterns = tuple(asked) if isinstance(asked, Iterable) else (asked,)
     if not patterns or not all(isinstance(pattern, Pattern) for pattern in patterns):
         got = [type(pattern).__name__ for pattern in patterns]
-        raise PatternError(message("pattern", got, "a pattern or several", "Pass ringweave patterns."))
+        raise PatternError("pattern", got, "a pattern or several", "Pass ringweave patterns.")
     return patterns
 
 
@@ -103,8 +103,8 @@ def pair_of_heads(heads: object) -> tuple[int, int]:
     """
     wanted = "query heads, a multiple of key heads"
     if not isinstance(heads, Sequence) or isinstance(heads, str) or len(heads) != 2:
-        raise ShapeError(message("heads", shown(heads), wanted, "Pass (Hq, Hkv)."))
+        raise ShapeError("heads", shown(heads), wanted, "Pass (Hq, Hkv).")
     of_queries, of_keys = (whole("heads", count, 1, 2**20, error=ShapeError) for count in heads)
     if of_queries % of_keys:
-        raise ShapeError(message("heads", (of_queries, of_keys), wanted, "Pass (Hq, Hkv)."))
+        raise ShapeError("heads", (of_queries, of_keys), wanted, "Pass (Hq, Hkv).")
     return of_queries, of_keys

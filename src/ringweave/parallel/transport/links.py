@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import ShapeError, UnsupportedError, first_line, message
+from ...errors import ShapeError, UnsupportedError, first_line
 from ...torch_compat import coalescing, set_timeout
 from .lifelines import Lifelines
 from .protocol import Tensors
@@ -111,7 +111,7 @@ class NcclLink:
         if calls is None:
             got = f"CUDA tensors, with torch {torch.__version__}"
             wanted = "a torch that starts NCCL's messages together"
-            raise UnsupportedError(message("context", got, wanted, "Install a torch that pyproject.toml allows."))
+            raise UnsupportedError("context", got, wanted, "Install a torch that pyproject.toml allows.")
         self._begin, self._end = calls
 
     def post(self, sends: list[Tagged], receives: list[Tagged]) -> list[tuple[int, Any]]:
@@ -284,7 +284,7 @@ class Connection:
     def _link(self, devices: set[str]) -> Link:
         (device,) = devices if len(devices) == 1 else ("several",)
         if device not in ("cpu", "cuda"):
-            raise ShapeError(message("tensors", f"device {sorted(devices)}", "all on cpu or on cuda", "Move them."))
+            raise ShapeError("tensors", f"device {sorted(devices)}", "all on cpu or on cuda", "Move them.")
         if device not in self._links:
             store = dist.PrefixStore("nccl", self._store)
             self._links[device] = NcclLink(store, self.rank, self.size, self.deadline)

@@ -7,7 +7,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
-from ...errors import UnsupportedError, first_line, message
+from ...errors import UnsupportedError, first_line
 from ...torch_compat import default_group_was_made, flat
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def group_of(mesh: DeviceMesh | ProcessGroup | None) -> tuple[ProcessGroup | Non
     """
     if mesh is None and _was_destroyed():
         remedy = "Create the groups again; to compute on one rank, pass ringweave.parallel.Transport(None)."
-        raise UnsupportedError(message("mesh", "None after destroy_process_group()", _WANTED, remedy))
+        raise UnsupportedError("mesh", "None after destroy_process_group()", _WANTED, remedy)
     if mesh is None or not hasattr(mesh, "mesh_dim_names"):
         return mesh, None
     mesh = cast("DeviceMesh", mesh)
@@ -39,12 +39,12 @@ def group_of(mesh: DeviceMesh | ProcessGroup | None) -> tuple[ProcessGroup | Non
         if mesh.ndim != 2 or not bool((ranks.diff() > 0).all()):
             got = f"{mesh.ndim} dimensions, ranks {ranks.tolist()}"
             wanted = "one dimension, or two with ranks ascending"
-            raise UnsupportedError(message("mesh", got, wanted, "Slice it: mesh['cp'] or mesh['node', 'cp']."))
+            raise UnsupportedError("mesh", got, wanted, "Slice it: mesh['cp'] or mesh['node', 'cp'].")
     try:
         group = mesh.get_group() if mesh.ndim == 1 else _flat_group(mesh)
     except (RuntimeError, KeyError, ValueError) as error:
         got = f"a mesh without a group ({first_line(error)})"
-        raise UnsupportedError(message("mesh", got, _WANTED, "Create the mesh again on all ranks.")) from error
+        raise UnsupportedError("mesh", got, _WANTED, "Create the mesh again on all ranks.") from error
     if mesh.ndim == 1:
         return group, None
     nodes, per_node = mesh.shape
@@ -74,14 +74,14 @@ def check_group(group: object) -> None:
         nobody = dist.GroupMember.NON_GROUP_MEMBER
         outside = type(group) is type(nobody) and group == nobody
         got = "a group that this process is no member of" if outside else type(group).__name__
-        raise UnsupportedError(message("mesh", got, _WANTED, "Create the context only on the group's members."))
+        raise UnsupportedError("mesh", got, _WANTED, "Create the context only on the group's members.")
     _SEEN.set()
     try:
         dist.get_process_group_ranks(group)
     except (KeyError, ValueError, RuntimeError):
         # its store's keys may already belong to a new group of the same size, so do not use it any further
         raise UnsupportedError(
-            message("mesh", "a process group that is destroyed", _WANTED, "Create the group again on all ranks.")
+            "mesh", "a process group that is destroyed", _WANTED, "Create the group again on all ranks."
         ) from None
 
 

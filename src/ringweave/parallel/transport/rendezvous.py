@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from ...errors import RingError, ShapeError, UnsupportedError, first_line, message
+from ...errors import RingError, ShapeError, UnsupportedError, first_line
 from ...patterns.validate import seconds, whole
 
 T = TypeVar("T")
@@ -147,7 +147,7 @@ def regroup(
 
     if store is None:
         if not dist.is_initialized():
-            raise UnsupportedError(message("store", None, "the store of the failed group", "Pass this store."))
+            raise UnsupportedError("store", None, "the store of the failed group", "Pass this store.")
         store = _world().get_group_store()
     shared = store
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ...cache import interrupted
-from ...errors import RingError, ShapeError, UnsupportedError, first_line, in_a_line, message
+from ...errors import RingError, ShapeError, UnsupportedError, first_line, in_a_line
 from ...patterns.validate import seconds, whole
 from .lifelines import Lifelines
 from .mesh import check_group
@@ -146,7 +146,7 @@ class Transport:
         """
         if self.size > 1 and interrupted(self._use):
             got = "a call during another call of the same thread, such as from a signal handler"
-            raise UnsupportedError(message("context", got, "one call at a time", "Set a flag there and call later."))
+            raise UnsupportedError("context", got, "one call at a time", "Set a flag there and call later.")
         if not self._use.acquire(blocking=self.size == 1):
             raise self._end(
                 f"two threads of rank {self.rank} in one context concurrently",
@@ -183,7 +183,7 @@ class Transport:
         """Gather every rank's header; see :class:`Communicator`."""
         if header.dtype != torch.int64 or header.dim() != 1 or header.device.type != "cpu":
             got = f"{header.dtype} {tuple(header.shape)} on {header.device.type}"
-            raise ShapeError(message("header", got, "int64 (k,) on the CPU", "Convert the header."))
+            raise ShapeError("header", got, "int64 (k,) on the CPU", "Convert the header.")
         self.step += 1
         table = torch.empty(self.size, header.numel() + 1, dtype=torch.int64, device="cpu")
         table[self.rank, 0] = self._reached()
@@ -201,9 +201,9 @@ class Transport:
             for peer, tensor in messages:
                 if not tensor.is_contiguous():
                     got = f"strides {tensor.stride()}"
-                    raise ShapeError(message(name, got, "contiguous tensors", "Call .contiguous() first."))
+                    raise ShapeError(name, got, "contiguous tensors", "Call .contiguous() first.")
                 if peer == self.rank or not 0 <= peer < self.size:
-                    raise ShapeError(message(name, f"peer {peer}", f"another rank below {self.size}", "Omit it."))
+                    raise ShapeError(name, f"peer {peer}", f"another rank below {self.size}", "Omit it.")
         return self._start(_Messages(self, sends, receives, what, stage))
 
     def close(self) -> None:
@@ -215,11 +215,11 @@ class Transport:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise UnsupportedError(message("transport", "a call after close()", "an open transport", "Create another."))
+            raise UnsupportedError("transport", "a call after close()", "an open transport", "Create another.")
         if self.size > 1 and os.getpid() != self._process:
             # the forked process would mix its messages with the parent's on the same connections
             got, wanted = "a call of a forked process", "the process that created it"
-            raise UnsupportedError(message("transport", got, wanted, "Create groups and contexts after the fork."))
+            raise UnsupportedError("transport", got, wanted, "Create groups and contexts after the fork.")
 
     def _end(self, cause: str, *, wanted: str, remedy: str) -> Failure:
         """End the transport on all ranks, for a failure that no message would reveal."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ringweave.errors import UnsupportedError, message
+from ringweave.errors import UnsupportedError
 from ringweave.tune.session import Say, silent
 
 from ..peak import aside
@@ -93,7 +93,7 @@ def run_case(
         'window + sinks'
     """
     if name not in CASES:
-        raise UnsupportedError(message("case", repr(name), f"one of {', '.join(CASES)}", "See ringweave bench --list."))
+        raise UnsupportedError("case", repr(name), f"one of {', '.join(CASES)}", "See ringweave bench --list.")
     start = time.perf_counter()
     case, records = CASES[name], []
     with aside(options.device):

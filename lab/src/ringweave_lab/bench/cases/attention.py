@@ -13,7 +13,7 @@ from torch import Tensor
 import ringweave as rw
 from ringweave.backends import BACKENDS, cpu
 from ringweave.call import Operands
-from ringweave.errors import UnsupportedError, message
+from ringweave.errors import UnsupportedError
 from ringweave.plan.branches import Branch
 from ringweave.plan.from_pattern import build
 from ringweave.plan.subplan import CutBranch
@@ -171,7 +171,7 @@ def ordering(options: Options, say: Say) -> Measuring:
             return f"No kernel of ringweave's runs on {options.device} here."
         first, second = (call() for call in calls.values())
         if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
-            raise UnsupportedError(message(name, "other bits in another order", "the same", "Report it."))
+            raise UnsupportedError(name, "other bits in another order", "the same", "Report it.")
         timings = interleaved(calls, rounds=options.rounds or (3 if options.quick else 15), device=options.device)
         ratios.append(timings["rows in order"].median / timings["longest first"].median)
         size = f"{problem.tokens:,} tokens, {problem.heads} heads, {torch.get_num_threads()} threads"

@@ -15,7 +15,7 @@ from torch import Tensor
 import ringweave as rw
 from ringweave.backends import cpu
 from ringweave.call import Call
-from ringweave.errors import UnsupportedError, message
+from ringweave.errors import UnsupportedError
 from ringweave.precision import STORED, store, widened
 from ringweave.torch_ops import attend
 from ringweave.tune.measure import interleaved, ratio
@@ -36,7 +36,7 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16, *STORED)
 def measure(options: Options, say: Say) -> Measuring:
     """Time each type of cache in turn with reading and with SDPA, and measure the errors of each policy."""
     if cpu.module() is None:
-        raise UnsupportedError(message("decode", "no native kernel", "one", "Install ringweave with a C++ compiler."))
+        raise UnsupportedError("decode", "no native kernel", "one", "Install ringweave with a C++ compiler.")
     said = []
     for (heads, kv_heads, dim), usual in _QUICK if options.quick else _SHAPES:
         tokens = (options.tokens or usual) // _PAGE * _PAGE

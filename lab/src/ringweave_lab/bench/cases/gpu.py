@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 import ringweave as rw
-from ringweave.errors import UnsupportedError, message
+from ringweave.errors import UnsupportedError
 from ringweave.patterns import Pattern
 from ringweave.tune.measure import interleaved
 from ringweave.tune.problem import BACKWARD, BOTH, FORWARD, Drawn, Problem, Sample
@@ -43,7 +43,7 @@ def _with_turns(problem: Problem, inputs: Sample) -> Built:
     blocks = dataclasses.replace(asked.usual, m=128, n=128, warps=8, resident=1, described=True, pingpong=True)
     why = asked.misfit(blocks)
     if why is not None:
-        raise UnsupportedError(message("peer", f"{OWN}:pingpong", "tiles of 128 on Hopper", why))
+        raise UnsupportedError("peer", f"{OWN}:pingpong", "tiles of 128 on Hopper", why)
     return Direct.of(Candidate("triton", blocks=((asked.key, blocks),)), own, problem)
 
 
@@ -191,7 +191,7 @@ def asked(options: Options) -> list[Comparison]:
         UnsupportedError: The part is unknown.
     """
     if options.part is not None and options.part not in PARTS:
-        raise UnsupportedError(message("part", repr(options.part), f"one of {', '.join(PARTS)}", "Name one of them."))
+        raise UnsupportedError("part", repr(options.part), f"one of {', '.join(PARTS)}", "Name one of them.")
     parts = list(PARTS.values()) if options.part is None else [PARTS[options.part]]
     parts = list(QUICK) if options.quick else parts
     rounds = options.rounds or (5 if options.quick else 10)
@@ -211,7 +211,7 @@ def measure(options: Options, say: Say, clock: Callable[[], float] = time.perf_c
     """
     if not torch.cuda.is_available():
         raise UnsupportedError(
-            message("device", repr(options.device), "a CUDA device", "Run it where torch.cuda.is_available().")
+            "device", repr(options.device), "a CUDA device", "Run it where torch.cuda.is_available()."
         )
     dtype = options.dtype or torch.bfloat16
     start, peak = clock(), 0.0

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ringweave.audit.targets import library
-from ringweave.errors import UnsupportedError, message
+from ringweave.errors import UnsupportedError
 from ringweave.tune.measure import interleaved, ratio
 from ringweave.tune.session import Say
 from ringweave.units import nbytes
@@ -83,7 +83,7 @@ def measure(options: Options, say: Say) -> Measuring:
             results = {name: each() for name, each in calls.items()}
             for name, result in results.items():
                 if not torch.allclose(result, results["ringweave"], atol=1e-3, rtol=1e-3):
-                    raise UnsupportedError(message("models", f"another result from {name}", "the same", "Report it."))
+                    raise UnsupportedError("models", f"another result from {name}", "the same", "Report it.")
             peaks = {name: peak_memory(each, device=options.device, warm=False).nbytes for name, each in calls.items()}
             rounds = options.rounds or (3 if options.quick else 5)
             timings = interleaved(calls, rounds=rounds, warmup=0, device=options.device, budget=240)

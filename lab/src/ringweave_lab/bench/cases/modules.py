@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import ringweave as rw
-from ringweave.errors import UnsupportedError, message
+from ringweave.errors import UnsupportedError
 from ringweave.tune.measure import interleaved, ratio
 from ringweave.tune.problem import DIRECTIONS, FORWARD
 from ringweave.tune.session import Say
@@ -35,7 +35,7 @@ def measure(options: Options, say: Say) -> Measuring:
         say(f"module, {tokens:,} tokens, {direction}")
         calls = {name: _call(attend, layer, x, direction) for name, attend in (("parts", _parts), ("module", _module))}
         if not all(map(torch.equal, *(call() for call in calls.values()))):
-            raise UnsupportedError(message("module", "another result", "that of its parts", "Report it."))
+            raise UnsupportedError("module", "another result", "that of its parts", "Report it.")
         timings = interleaved(calls, rounds=options.rounds or (3 if options.quick else 9), device=device)
         cost = ratio(timings["module"], timings["parts"]).medians
         size = f"{tokens} tokens, {heads} heads"

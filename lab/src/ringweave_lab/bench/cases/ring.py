@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import ringweave as rw
-from ringweave.errors import UnsupportedError, message
+from ringweave.errors import UnsupportedError
 from ringweave.parallel.planning.choice import Choice, choose
 from ringweave.parallel.planning.cost import Machine
 from ringweave.parallel.planning.placement import block_for
@@ -77,7 +77,7 @@ def measure(options: Options, say: Say) -> Measuring:
         UnsupportedError: The device is not the CPU.
     """
     if options.device != "cpu":
-        raise UnsupportedError(message("device", repr(options.device), "'cpu'", "The ring is measured over Gloo."))
+        raise UnsupportedError("device", repr(options.device), "'cpu'", "The ring is measured over Gloo.")
     targets: list[Target] = []
     for record in _records(options, say):
         targets += [record] if isinstance(record, Target) else []

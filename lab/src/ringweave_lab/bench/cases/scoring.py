@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
-from ringweave.errors import UnsupportedError, message
+from ringweave.errors import UnsupportedError
 from ringweave.tune.measure import interleaved, ratio
 from ringweave.tune.problem import DIRECTIONS, FORWARD, Problem
 from ringweave.tune.session import Say
@@ -83,4 +83,4 @@ def _check(problem: Problem, kinds: dict[str, dict[str, Any]]) -> None:
         got, wanted = results
         error = float((got - wanted).norm() / wanted.norm())
         if not error <= 8 * torch.finfo(problem.dtype).eps:
-            raise UnsupportedError(message(kind, f"an error of {error:.1e}", "the reference's result", "Report it."))
+            raise UnsupportedError(kind, f"an error of {error:.1e}", "the reference's result", "Report it.")
