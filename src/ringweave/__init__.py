@@ -54,7 +54,6 @@ from .patterns import (
 from .patterns import (
     Pattern as Pattern,
 )
-from .patterns.base import provide
 from .plan import BlockPlan as BlockPlan
 from .plan import PlanCache as PlanCache
 from .plan import plan
@@ -73,9 +72,6 @@ if TYPE_CHECKING:
     from .weights import attention_weights
 
 __version__ = "0.1.0"
-
-# imported with the first picture
-provide(plot="ringweave.picture:plot")
 
 
 __all__ = [

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from .call import Arguments, Operands, pack
+from .checks import flag
 from .errors import ShapeError, UnsupportedError, shown
 from .kv_cache import PagedCache, Pages
 from .merge import merge, with_sinks
 from .oom_retry import check_on_oom, sparsified
 from .patterns import Causal, Documents, Full, Grid, GridNeighborhood, LongNet, Pattern
-from .patterns.validate import flag
 from .precision import NATIVE, Precision, as_precision
 from .program import find, find_paged, keep, keep_paged
 from .terms import Term, as_terms

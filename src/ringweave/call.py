@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,7 @@ from .plan import pattern_of
 from .precision import Precision, Scales, widened
 from .terms import Dropout, Term, TermOperands, tables_in, terms_of, written
 from .torch_compat import require
-from .types import acc_dtype
-
-if TYPE_CHECKING:
-    from .parallel import ContextParallel
+from .types import Context, acc_dtype
 
 
 class Arguments(NamedTuple):
@@ -37,7 +34,7 @@ class Arguments(NamedTuple):
     q_offset: int | Tensor | str = 0
     backend: str = "auto"
     k_offset: int | Tensor = 0
-    context: ContextParallel | None = None
+    context: Context | None = None
     terms: Term | Sequence[Term] | None = ()
     sink_logits: Tensor | None = None
     dropout: float = 0.0

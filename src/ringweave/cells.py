@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from .checks import whole
 from .errors import ShapeError
 from .patterns import Causal, Full, LongNet, Pattern
+from .patterns.fitting import fitting, refuse
 from .patterns.tiles import EMPTY, FULL, Int64, Tiles, mix
-from .patterns.validate import fitting, refuse, whole
-from .plan import causality
 from .plan.branches import branches
+from .plan.causality import causality
 from .units import count, percent
 
 Shares = NDArray[np.float64]

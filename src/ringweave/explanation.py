@@ -17,16 +17,17 @@ from . import program
 from .backends import BACKENDS
 from .backends.backend import RENAMED, Backend
 from .call import Call
+from .checks import flag, named_device, whole
 from .errors import ShapeError, UnsupportedError, shown
 from .names import renamed_value
 from .patterns import Pattern
 from .patterns.alignment import first_of_sizes
+from .patterns.fitting import fitting
 from .patterns.shifted import Shifted, first_positions, placed
-from .patterns.validate import fitting, flag, named_device, whole
 from .plan import BlockPlan, Branch, branches
-from .plan.causality import Causality, causality
+from .plan.causality import causality
 from .terms import Term, as_terms
-from .types import DTYPES, acc_dtype
+from .types import DTYPES, Causality, acc_dtype
 from .units import count, flops, nbytes, percent
 from .validate import checked_dropout, features
 

@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from .adaptive.pooling import block_means
 from .api import attention, attention_with_lse
 from .call import Arguments
+from .checks import flag, one_of, whole
 from .errors import ShapeError, shown
 from .merge import merge
 from .patterns import BlockTable, Causal, Full, SlidingWindow
 from .patterns.block_sets import ListedBlocks, ascending
-from .patterns.validate import flag, one_of, whole
 from .torch_compat import transforming
 from .types import AttentionOutput, acc_dtype
 from .validate import autocast, checked

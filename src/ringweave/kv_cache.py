@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .checks import check_device, whole
 from .errors import PageError, PatternError, ShapeError, UnsupportedError, shown
 from .patterns import KeyPadding, Pattern
 from .patterns.alignment import ends_at_query
 from .patterns.shifted import placed
-from .patterns.validate import check_device, whole
 from .precision import STORED, Precision, Scales, as_precision, store
 from .torch_compat import version
 from .types import DTYPES

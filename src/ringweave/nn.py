@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from .api import attention, longnet_attention, neighborhood_attention
 from .call import Arguments
+from .checks import flag, number, one_of, whole
 from .errors import PatternError, ShapeError, UnsupportedError, shown
 from .hierarchical import COMBINATIONS, hierarchical_attention
 from .names import only, suggest
 from .patterns import Causal, Full, LongNet, Pattern
 from .patterns.alignment import first_query
-from .patterns.validate import flag, number, one_of, refuse, whole
+from .patterns.fitting import refuse
 from .precision import NATIVE, Precision, as_precision
 from .terms import Bias, Term, as_terms
 from .validate import checked_dropout

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .checks import one_of
 from .errors import UnsupportedError, shown
-from .patterns.validate import one_of
 
 #: Formats in which keys and values may be sent between ranks.
 WIRES = ("native", "bf16", "int8")

@@ -18,9 +18,9 @@ from typing import ClassVar, NamedTuple, final
 import torch
 from torch import Tensor
 
+from .checks import flag, number, whole
 from .errors import ShapeError, UnsupportedError, shown
 from .names import only
-from .patterns.validate import flag, number, whole
 
 
 class Pairs(NamedTuple):

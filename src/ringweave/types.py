@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +31,78 @@ class AttentionOutput(NamedTuple):
 
     out: Tensor
     lse: Tensor
+
+
+class Context(Protocol):
+    """Ranks that share a sequence, as calls use them: :class:`ringweave.ContextParallel`."""
+
+    @property
+    def seq_len(self) -> int:
+        """Number of tokens of the whole sequence."""
+        ...
+
+    @property
+    def options(self) -> Any:
+        """Options of the context, such as the number format of messages, ``wire``."""
+        ...
+
+    def check(
+        self, q: Tensor, k: Tensor, pattern: Any, q_offset: int, backend: str, features: frozenset[str] = frozenset()
+    ) -> None:
+        """Raise an error unless a call on these shards fits the context."""
+        ...
+
+    def attend(
+        self, call: Any, inputs: tuple[Tensor, Tensor, Tensor], tensors: Sequence[Tensor], given: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Compute this rank's shard of (out, lse) of a checked call."""
+        ...
+
+
+class Offender(NamedTuple):
+    """A pair that sees the future.
+
+    Attributes:
+        query: Position of the query (q_offset counts).
+        key: Position of the key.
+        batch: Batch element.
+        head: Query head.
+    """
+
+    query: int
+    key: int
+    batch: int
+    head: int
+
+
+class Causality(NamedTuple):
+    """The number of pairs of a pattern that see the future, and the first of them.
+
+    Attributes:
+        pairs: Number of pairs with a key after the query's position, over batch and heads (and the branches of a
+            LongNet).
+        first: The first of them, by query, key, batch element and head; None without such pairs.
+        many: Whether there are several batch elements, and several heads; the text then names them.
+    """
+
+    pairs: int
+    first: Offender | None
+    many: tuple[bool, bool] = (False, False)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no pair sees the future."""
+        return self.pairs == 0
+
+    def __str__(self) -> str:
+        if self.first is None:
+            return "causal"
+        query, key, batch, head = self.first
+        number = "1 pair sees the future" if self.pairs == 1 else f"{self.pairs} pairs see the future, the first"
+        where = ("" if not self.many[0] else f", batch element {batch}") + (
+            "" if not self.many[1] else f", head {head}"
+        )
+        return f"not causal: {number}{':' if self.pairs == 1 else ' is'} query {query}, key {key}{where}"
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:

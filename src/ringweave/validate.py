@@ -25,9 +25,9 @@ from .kv_cache import PagedCache
 from .names import renamed_value
 from .patterns import Pattern, check_extents
 from .patterns.alignment import END, ends_at_query, first_query, padded_keys
+from .patterns.fitting import refuse
 from .patterns.parse import of_call
 from .patterns.shifted import placed
-from .patterns.validate import refuse
 from .precision import as_precision, store
 from .program import compiled, names
 from .terms import Term, as_terms, rounded, threshold_of

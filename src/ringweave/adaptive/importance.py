@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..checks import flag, number, whole
 from ..errors import ShapeError, shown
 from ..patterns import BlockTable, Causal, Pattern
 from ..patterns.block_sets import ListedBlocks, MaskBlocks
-from ..patterns.validate import flag, number, whole
 from .mass import tile_mass
 from .pooling import block_means, stretches
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..checks import one_of, whole
 from ..errors import ShapeError
 from ..patterns import BlockTable
-from ..patterns.validate import one_of, whole
 from ..types import acc_dtype
 from ..validate import check_tensors
 from .mass import TileMass

@@ -11,11 +11,11 @@ from torch import Tensor
 from ..backends import cpu, dense_batched
 from ..backends.backend import RENAMED, readable
 from ..call import Arguments, Call, Operands
+from ..checks import one_of
 from ..errors import PatternError, ShapeError, UnsupportedError, shown
 from ..names import renamed_value
 from ..patterns import LongNet, Pattern
 from ..patterns.shifted import first_positions
-from ..patterns.validate import one_of
 from ..plan import BlockPlan, Branch, plan
 from ..terms import Term, TermOperands
 from ..torch_compat import mapped, wrapped

@@ -15,8 +15,8 @@ from ..types import acc_dtype
 if TYPE_CHECKING:
     from ..parallel import ContextParallel
 
+from ..checks import whole
 from ..errors import ShapeError
-from ..patterns.validate import whole
 
 # elements that a CPU reduces in one step
 _AT_ONCE = 2**18

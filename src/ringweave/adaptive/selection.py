@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..checks import flag, number, one_of, whole
 from ..errors import PatternError, ShapeError, shown
 from ..patterns import BlockTable
 from ..patterns.block_sets import ListedBlocks
-from ..patterns.validate import flag, number, one_of, whole
 from ..types import acc_dtype
 from ..validate import check_tensors
 from .pooling import KeyBounds, block_means, by_block, largest, least

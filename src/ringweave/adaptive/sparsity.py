@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from ..checks import number, one_of, whole
 from ..errors import PatternError, shown
 from ..patterns import Pattern
-from ..patterns.validate import number, one_of, whole
 
 #: Progress from start to end (0 to 1), by the elapsed share of the ramp.
 _SHAPES: dict[str, Callable[[float], float]] = {

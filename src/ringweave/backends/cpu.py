@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ from ..terms import KINDS, Term, TermOperands
 from . import forks
 from .backend import Backend, Upstream, readable
 from .overflow import may_overflow, spoil
-
-if TYPE_CHECKING:
-    from .._cpu import Prepared
 
 #: Environment variable that selects a lower instruction set than the machine's best, for tests and comparisons.
 VARIANT = "RINGWEAVE_CPU_VARIANT"
@@ -146,7 +143,7 @@ def prepared(
     columns: bool = False,
     spacing: Spacing | None = None,
     dtype: torch.dtype | None = None,
-) -> Prepared:
+) -> Any:
     """Return the checked kernel arguments and work list for calls with inputs like these, without terms.
 
     ``columns`` adds the column lists, which backward needs. ``dtype`` is that of the output, q's or float32.
@@ -161,7 +158,7 @@ def prepared(
     call = native.Prepared(*args, *pages, spacing=spacing or (), wide=wide, scaled=scaled)
     if columns:
         call.columns(plan.col_ptr, plan.row, plan.mask_id_t)
-    return call  # type: ignore[no-any-return]
+    return call
 
 
 def backward(
@@ -400,7 +397,7 @@ class PreparedCall:
         self._lse = torch.empty(1, dtype=torch.float32, device="cpu").expand(q.shape[:3])
         self._threads, self._first, self._branch = torch.get_num_threads(), first, branch
         self.plans, self._forward = (plan,), prepared(operands, plan, spacing=branch.spacing, dtype=dtype)
-        self._backward: Prepared | None = None
+        self._backward: Any = None
 
     def _in_view(self, x: Tensor) -> Tensor:
         return x if self._keys is None else x[:, :, self._keys]

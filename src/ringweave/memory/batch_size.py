@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from ..checks import named_device, whole
 from ..errors import ShapeError, UnsupportedError, is_out_of_memory, shown
-from ..patterns.validate import named_device, whole
 from . import peak
 from .pressure import pressure, to_system, trim
 

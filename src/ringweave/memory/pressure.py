@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import cache
-from ..patterns.validate import named_device
+from ..checks import named_device
 
 _UNLIMITED = 2**60
 

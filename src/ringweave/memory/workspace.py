@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..cache import enlist, interrupted
+from ..checks import named_device
 from ..errors import ShapeError, shown
-from ..patterns.validate import named_device
 from ..torch_compat import dispatched, transforming
 from .pressure import pressure
 

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from ..backends import BACKENDS
 from ..call import Arguments, Call, Operands
+from ..checks import one_of, whole
 from ..errors import PatternError, RingError, ShapeError, UnsupportedError
 from ..patterns import BlockTable, Pattern, check_extents
+from ..patterns.fitting import refuse
 from ..patterns.parse import of_call
-from ..patterns.validate import one_of, refuse, whole
 from ..precision import Precision, as_precision
 from ..program import Program, names
 from ..torch_compat import transforming

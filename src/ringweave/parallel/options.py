@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..checks import number, one_of, seconds, whole
 from ..errors import ShapeError
 from ..names import renamed_value
-from ..patterns.validate import number, one_of, seconds, whole
 from .execution.wire import FORMATS
 from .planning.placement import NAMED, Placement
 

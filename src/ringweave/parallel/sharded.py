@@ -14,7 +14,7 @@ from torch import Tensor
 from ..call import PER_HEAD, Arguments
 from ..errors import PatternError, ShapeError, UnsupportedError
 from ..patterns import Pattern
-from ..patterns.validate import refuse
+from ..patterns.fitting import refuse
 from ..terms import Term, as_terms
 from ..validate import check_sinks, check_tensors
 

@@ -8,6 +8,7 @@ from .base import Full, Pattern
 from .boxes import Grid
 from .dilated import Dilated, LongNet, Strided, StridedView
 from .documents import Documents
+from .fitting import check_extents
 from .function import MaskMod, TokenMask, from_mask_mod
 from .global_tokens import Global, Periodic, Sinks
 from .grids import GridNeighborhood, GridWindows
@@ -25,7 +26,6 @@ from .presets import (
     variable,
 )
 from .table import BlockTable
-from .validate import check_extents
 from .within import Within
 
 __all__ = [

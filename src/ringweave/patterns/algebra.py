@@ -10,12 +10,13 @@ from typing import ClassVar, Self
 import numpy as np
 from torch import Tensor
 
+from ..checks import whole
 from ..errors import PatternError, shown
-from .base import Composite, Lookback, Pattern, provide
+from .base import Composite, Lookback, Pattern
 from .declared import declare
+from .fitting import called, nest, refuse
 from .global_tokens import Sinks
 from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, intersect, mix
-from .validate import called, nest, refuse, whole
 
 
 class _Operator(Composite):
@@ -359,12 +360,11 @@ def shard(pattern: Pattern, rank: int, ranks: int, heads: int | None) -> Pattern
     return bound.bound(heads, None, rank, ranks)
 
 
-def _intersection(a: Pattern, b: Pattern) -> Pattern:
+def intersection(a: Pattern, b: Pattern) -> Pattern:
+    """Return the pattern ``a & b``."""
     return join(And, a, b)
 
 
-def _union(a: Pattern, b: Pattern) -> Pattern:
+def union(a: Pattern, b: Pattern) -> Pattern:
+    """Return the pattern ``a | b``."""
     return join(Or, a, b)
-
-
-provide(intersection=_intersection, union=_union, complement=Not, shard=shard)

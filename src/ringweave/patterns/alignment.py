@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..checks import check_sizes
 from ..errors import ShapeError, shown
 from .algebra import And, Or, PerHead
 from .base import Pattern
 from .dilated import LongNet
+from .fitting import refuse
 from .key_padding import KeyPadding
 from .local import Causal, SlidingWindow
 from .shifted import checked_offset
-from .validate import check_sizes, refuse
 from .within import Within
 
 #: The value of ``q_offset`` that makes the queries the last tokens.

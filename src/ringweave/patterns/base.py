@@ -11,17 +11,15 @@ It answers three questions, from cheap to exact:
 Every pattern is also text: ``spec`` is a Python expression that :func:`ringweave.patterns.parse` reads back, with an
 underscore in place of each tensor of ``tables``. Text and tensors can cross ``torch.library`` ops, objects cannot.
 
-This module imports no other module about patterns. Some methods of patterns (operators, plans, pictures) are computed
-by other modules, which register their functions here when they load (:func:`provide`).
+Operators, plans and pictures of patterns are made by modules that import this one, so their methods import them late.
 """
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Self
@@ -30,33 +28,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..checks import check_dense
 from ..errors import PatternError
+from ..types import Causality
 from .cache_key import CacheKey, TableId
 from .declared import declare
 from .tiles import FULL, Int64, Ranges, Tiles
 
 if TYPE_CHECKING:
     from ..plan.block_plan import BlockPlan
-    from ..plan.causality import Causality
 
 # attributes that a pattern derives from the others; they are not pickled
 _WRITTEN = ("_spec", "_follows", "_spelled_anew", "_fixed")
 _NUMBER = re.compile(r"TokenMask\(\d+")
-# functions of other modules by name; "module:function" names a module that is imported at the first use
-_provided: dict[str, Callable[..., Any] | str] = {}
-
-
-def provide(**functions: Callable[..., Any] | str) -> None:
-    """Register the functions behind methods of patterns: callables, or "module:function" to import at the first use."""
-    _provided.update(functions)
-
-
-def _function(name: str) -> Any:
-    found = _provided[name]
-    if isinstance(found, str):
-        module, _, attribute = found.partition(":")
-        found = _provided[name] = getattr(importlib.import_module(module), attribute)
-    return found
 
 
 class Lookback(NamedTuple):
@@ -311,22 +295,26 @@ class Pattern(ABC):
         return self.spec
 
     def __and__(self, other: Pattern) -> Pattern:
-        joined: Pattern = _function("intersection")(self, other)
-        return joined
+        from .algebra import intersection
+
+        return intersection(self, other)
 
     def __or__(self, other: Pattern) -> Pattern:
-        joined: Pattern = _function("union")(self, other)
-        return joined
+        from .algebra import union
+
+        return union(self, other)
 
     def __rand__(self, other: object) -> NoReturn:
-        refuse: Callable[..., NoReturn] = _function("refuse")
+        from .fitting import refuse
+
         refuse(other, "operand")
 
     __ror__ = __rand__
 
     def __invert__(self) -> Pattern:
-        inverse: Pattern = _function("complement")(self)
-        return inverse
+        from .algebra import Not
+
+        return Not(self)
 
     def __bool__(self) -> NoReturn:
         # `a and b` would be b, and `not a` False: a wrong pattern without an error
@@ -349,8 +337,9 @@ class Pattern(ABC):
                     [1, 0, 0],
                     [0, 0, 1]], dtype=torch.int32)
         """
-        inside: Pattern = _function("within")(self, bounds)
-        return inside
+        from .within import Within
+
+        return Within(self, bounds)
 
     def shard(self, rank: int, ranks: int, heads: int | None = None) -> Pattern:
         """Return the pattern of one rank's heads, when heads are distributed over ranks in order (tensor parallelism).
@@ -367,8 +356,9 @@ class Pattern(ABC):
             >>> rw.PerHead([rw.Causal(), rw.Full(), rw.SlidingWindow(1), rw.Sinks(1)]).shard(1, 2)
             PerHead([SlidingWindow(1), Sinks(1)])
         """
-        some: Pattern = _function("shard")(self, rank, ranks, heads)
-        return some
+        from .algebra import shard
+
+        return shard(self, rank, ranks, heads)
 
     # ---- views of the relation, computed by the layers above ---------------------------------------------------------
 
@@ -391,8 +381,10 @@ class Pattern(ABC):
             tensor([[[[ True, False],
                       [ True,  True]]]])
         """
-        pattern, nq, nk, heads, batch, q_offset = _function("fitting")(self, nq, nk, heads, batch, q_offset)
-        _function("check_dense")(nq, nk, heads, batch)
+        from .fitting import fitting
+
+        pattern, nq, nk, heads, batch, q_offset = fitting(self, nq, nk, heads, batch, q_offset)
+        check_dense(nq, nk, heads, batch)
         q = torch.arange(q_offset, q_offset + nq, device="cpu")[:, None]
         k = torch.arange(nk, device="cpu")[None, :]
         dense = torch.zeros(batch, heads, nq, nk, dtype=torch.bool, device="cpu")
@@ -420,10 +412,9 @@ class Pattern(ABC):
             >>> rw.SlidingWindow(128).plan(1024).nnz
             15
         """
-        planned: BlockPlan = _function("plan")(
-            self, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=tile, device=device
-        )
-        return planned
+        from ..plan import plan
+
+        return plan(self, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=tile, device=device)
 
     def density(self, nq: int, nk: int | None = None, *, heads: int = 1, batch: int = 1, q_offset: int = 0) -> float:
         """Return the share of allowed pairs, counted exactly from the tiles (never N x N work).
@@ -432,8 +423,9 @@ class Pattern(ABC):
             >>> rw.Causal().density(3)
             0.6666666666666666
         """
-        share: float = _function("density")(self, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
-        return share
+        from ..plan import density
+
+        return density(self, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
 
     def is_causal(self, nq: int, nk: int | None = None, *, heads: int = 1, batch: int = 1, q_offset: int = 0) -> bool:
         """Return whether no query attends a key after its own position, counted exactly from the tiles.
@@ -455,8 +447,9 @@ class Pattern(ABC):
             >>> str(rw.Sinks(32).causality(1024))
             'not causal: 496 pairs see the future, the first is query 0, key 1'
         """
-        found: Causality = _function("causality")(self, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
-        return found
+        from ..plan.causality import causality
+
+        return causality(self, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
 
     def plot(self, tokens: int = 1024, *, heads: int = 1, path: str | Path | None = None) -> str:
         """Draw the relation as SVG text, and write it to ``path`` if given (.svg, or .png with matplotlib).
@@ -465,8 +458,9 @@ class Pattern(ABC):
             >>> rw.Causal().plot(256).startswith("<svg")
             True
         """
-        svg: str = _function("plot")(self, tokens, heads=heads, path=path)
-        return svg
+        from ..picture import plot
+
+        return plot(self, tokens, heads=heads, path=path)
 
     def _repr_svg_(self) -> str:
         batch, heads = self.extents()

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ..cache import PATTERNS
+from ..checks import LONGEST, integers, whole
 from ..errors import PatternError, ShapeError, shown
 from .tiles import Int64, mix
-from .validate import LONGEST, integers, whole
 
 # Tokens of a default box. In the native kernel a pair in a tile of 32 takes 1.08 times as long as in a tile of 64, and
 # 1.16 times as long as in one of 128; but boxes of 64 and 128 tokens compute 1.1 to 2.8 times as many pairs (windows

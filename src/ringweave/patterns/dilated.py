@@ -10,12 +10,13 @@ from typing import ClassVar, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from ..checks import LONGEST, check_dense, flag, integers, whole, whole_fields
 from ..errors import PatternError, shown
 from .base import Derived, Full, Lookback, Pattern
 from .declared import declare
+from .fitting import fitting
 from .local import Causal, Segments, SlidingWindow
 from .tiles import Int64, Ranges, Tiles, classes, multiples
-from .validate import LONGEST, check_dense, fitting, flag, integers, whole, whole_fields
 
 
 @declare("Strided(8)", "By residue", tokens=64, hostile="Strided(2**30)")

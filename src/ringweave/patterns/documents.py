@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..checks import INTEGERS, LONGEST, integers, whole
 from ..errors import PatternError, shown
 from .base import Full, Pattern
 from .batch_axis import ELEMENT, ELEMENT_BITS, Bounds, Spans, rows_of
 from .declared import declare
+from .fitting import made_again, made_by
 from .tiles import Int64, Ranges, Tiles, mix
-from .validate import INTEGERS, LONGEST, integers, made_again, made_by, whole
 
 _LISTS = ("lengths", "cu_seqlens", "ids", "cu_seqlens_q", "cu_seqlens_k")
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ..cache import LRUCache
+from ..checks import whole
 from ..errors import PatternError, in_a_line, shown
 from ..torch_compat import uncompiled, wrapped
 from .algebra import PerHead
@@ -35,7 +36,6 @@ from .base import Pattern
 from .cache_key import CacheKey, TableId, content_key
 from .declared import declare
 from .tiles import Int64, Ranges, Tiles, mix
-from .validate import whole
 
 V = TypeVar("V")
 # positions of the first query and the first key, at which a function is tried

@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..checks import integers, whole, whole_fields
 from ..errors import PatternError, shown
 from .base import Lookback, Pattern
 from .batch_axis import ELEMENT, ELEMENT_BITS, Bounds
 from .declared import declare
 from .tiles import Int64, Ranges, Tiles, classes
-from .validate import integers, whole, whole_fields
 
 # the most first tokens that are listed one by one to be joined with others
 _WRITTEN_OUT = 1024

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..checks import flag
 from ..errors import PatternError, shown
 from .base import Pattern
 from .boxes import Grid, Pieces, axes_text, coordinates, per_axis, token_runs
 from .declared import declare
 from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, classes
-from .validate import flag
 
 _SMALLEST, _LARGEST = 32, 128  # sides of tiles
 _COMPARED = 256  # pairs of boxes that a tile may have; a tile with more gets a class of its own

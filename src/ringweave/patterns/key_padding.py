@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..checks import INTEGERS, integers, whole
 from ..errors import PatternError, shown
 from .base import Pattern
 from .batch_axis import ELEMENT, ELEMENT_BITS, Bounds, Spans, rows_of
 from .declared import declare
 from .tiles import Int64, Ranges, Tiles, classes
-from .validate import INTEGERS, integers, whole
 
 
 @declare("KeyPadding(832, 192)", "By position", hostile="KeyPadding(n, n - 1)")

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..checks import whole, whole_fields
 from ..errors import PatternError, shown
 from .base import Derived, Lookback, Pattern
 from .declared import declare
 from .global_tokens import Sinks
 from .tiles import Int64, Ranges, Tiles, classes, intersect, multiples
-from .validate import whole, whole_fields
 
 _NO_LIMIT = (
     "For flash-attn's window_size, where -1 means no limit, write Causal() for (-1, 0), Full() for (-1, -1), and the "

@@ -13,6 +13,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from ..checks import flag, integers, number, whole
 from ..errors import PatternError, shown
 from .algebra import Or, join
 from .base import Pattern
@@ -23,7 +24,6 @@ from .documents import Documents
 from .global_tokens import Global, Periodic
 from .local import Causal, Neighborhood, Segments, SlidingWindow
 from .table import BlockTable
-from .validate import flag, integers, number, whole
 
 # the most blocks that a preset draws; the most windows and chosen tokens that it lists
 _DRAWN, _LISTED = 2**28, 2**24

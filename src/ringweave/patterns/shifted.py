@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..checks import INTEGERS, LONGEST, whole
 from ..errors import PatternError, ShapeError, shown
 from .base import Composite, Full, Pattern
 from .batch_axis import ELEMENT_BITS, Bounds, rows_of
+from .fitting import nest, refuse
 from .tiles import Int64, Ranges, Tiles
-from .validate import INTEGERS, LONGEST, nest, refuse, whole
 
 _SIDES = ("q_offset", "k_offset")
 

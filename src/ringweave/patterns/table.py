@@ -9,13 +9,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..checks import one_of, whole
 from ..errors import PatternError, shown
 from ..torch_compat import require
 from .base import Pattern
 from .block_sets import BlockSet, ListedBlocks, MaskBlocks, ascending
 from .declared import declare
+from .fitting import made_again, made_by
 from .tiles import Int64, Ranges, Tiles, classes
-from .validate import made_again, made_by, one_of, whole
 
 P = TypeVar("P", Tensor, NDArray[np.int64])
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

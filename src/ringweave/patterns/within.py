@@ -9,17 +9,17 @@ from torch import Tensor
 
 from ..errors import PatternError, shown
 from .algebra import Combined, Not, PerHead
-from .base import Composite, Pattern, provide
+from .base import Composite, Pattern
 from .batch_axis import ELEMENT, Bounds, Shared, bounds_in
 from .declared import declare
 from .documents import Documents
+from .fitting import called, nest, refuse
 from .function import TokenMask
 from .grids import OnGrid
 from .key_padding import KeyPadding
 from .shifted import Shifted
 from .table import BlockTable
 from .tiles import Int64, Ranges, Tiles, distinct, mix
-from .validate import called, nest, refuse
 
 
 @declare(
@@ -190,6 +190,3 @@ def elements(pattern: Pattern, batch: int) -> tuple[Int64, Int64]:
         return np.zeros(1, np.int64), np.zeros(batch, np.int64)
     first, like = distinct(mix(*numbers))
     return first * ELEMENT, like
-
-
-provide(within=Within)

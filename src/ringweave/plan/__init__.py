@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ..checks import check_device
 from ..names import only
 from ..patterns import Pattern
 from ..patterns.alignment import first_of_sizes
-from ..patterns.base import provide
+from ..patterns.fitting import fitting
 from ..patterns.shifted import placed
-from ..patterns.validate import check_device, fitting
+from ..types import Causality
 from .block_plan import BlockPlan, pack_masks, unpack_masks
 from .branches import Branch, Sizes, Spacing, branches, mixture, summands, tile_sides
 from .cache import CacheStatistics, PlanCache, pattern_of, plan_cache, step_plan
-from .causality import Causality, causality
+from .causality import causality
 
 if TYPE_CHECKING:
     from .interop import from_block_mask
@@ -105,6 +106,3 @@ def density(
     pattern, nq, nk, heads, batch, q_offset = fitting(pattern, nq, nk, heads, batch, q_offset)
     program = branches(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset)
     return sum(branch.pairs() for branch in program) / (batch * heads * nq * nk)
-
-
-provide(plan=plan, density=density, causality=causality)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks import check_device
 from ..names import renamed
-from ..patterns.validate import check_device
 from ..torch_compat import register_pytree
 
 _TENSORS = ("row_ptr", "col", "mask_id", "col_ptr", "row", "mask_id_t", "mask_words", "row_set", "order")

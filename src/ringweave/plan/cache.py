@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from ..cache import PATTERNS, PLANS, STEPS, LRUCache
+from ..checks import check_sizes, named_device, whole
 from ..patterns import Pattern, rebuild
 from ..patterns.cache_key import CacheKey
+from ..patterns.fitting import refuse
 from ..patterns.function import changed, holders
 from ..patterns.parse import of_call
-from ..patterns.validate import check_sizes, named_device, refuse, whole
 from .block_plan import BlockPlan, Extent
 from .cuda_sync import made, used
 from .decode_plans import gathered

@@ -3,62 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import torch
 
 from ..patterns import Causal, Pattern
+from ..patterns.fitting import fitting
 from ..patterns.shifted import Shifted, first_positions
-from ..patterns.validate import fitting
+from ..types import Causality, Offender
 from .block_plan import BlockPlan, unpack_masks
 from .branches import Branch, branches
 from .from_pattern import build
-
-
-class Offender(NamedTuple):
-    """A pair that sees the future.
-
-    Attributes:
-        query: Position of the query (q_offset counts).
-        key: Position of the key.
-        batch: Batch element.
-        head: Query head.
-    """
-
-    query: int
-    key: int
-    batch: int
-    head: int
-
-
-class Causality(NamedTuple):
-    """The number of pairs of a pattern that see the future, and the first of them.
-
-    Attributes:
-        pairs: Number of pairs with a key after the query's position, over batch and heads (and the branches of a
-            LongNet).
-        first: The first of them, by query, key, batch element and head; None without such pairs.
-        many: Whether there are several batch elements, and several heads; the text then names them.
-    """
-
-    pairs: int
-    first: Offender | None
-    many: tuple[bool, bool] = (False, False)
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether no pair sees the future."""
-        return self.pairs == 0
-
-    def __str__(self) -> str:
-        if self.first is None:
-            return "causal"
-        query, key, batch, head = self.first
-        number = "1 pair sees the future" if self.pairs == 1 else f"{self.pairs} pairs see the future, the first"
-        where = ("" if not self.many[0] else f", batch element {batch}") + (
-            "" if not self.many[1] else f", head {head}"
-        )
-        return f"not causal: {number}{':' if self.pairs == 1 else ' is'} query {query}, key {key}{where}"
 
 
 def causality(

@@ -17,13 +17,13 @@ import torch
 from numpy.typing import NDArray
 
 from ..cache import PATTERNS
+from ..checks import LONGEST
 from ..patterns import And, KeyPadding, Pattern, rebuild
 from ..patterns.algebra import join
 from ..patterns.base import Lookback
 from ..patterns.batch_axis import rows_of
 from ..patterns.shifted import Offsets, Shifted
 from ..patterns.tiles import Int64
-from ..patterns.validate import LONGEST
 from .block_plan import BlockPlan, Extent
 from .csr import RowSet, assemble
 from .cuda_sync import waits

@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 
 from ..cache import PATTERNS
+from ..checks import check_device
 from ..errors import PatternError, ShapeError, shown
 from ..patterns import BlockTable, Pattern, check_extents, rebuild
 from ..patterns.batch_axis import Shared
 from ..patterns.block_sets import ListedBlocks
 from ..patterns.tiles import EMPTY, FULL, Int64, Ranges, Tiles, distinct
-from ..patterns.validate import check_device
 from ..patterns.within import batched, by_head, check_bounds, elements
 from .block_plan import BlockPlan, Extent
 from .csr import RowSet, assemble, limit

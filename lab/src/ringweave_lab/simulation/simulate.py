@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ringweave.checks import whole
 from ringweave.errors import ShapeError, shown
 from ringweave.parallel.planning.choice import choose
 from ringweave.parallel.planning.cost import Estimate, Machine
 from ringweave.parallel.planning.placement import Placement, block_for
 from ringweave.parallel.planning.workload import Widths, Workload, pair_of_heads, patterns_of
 from ringweave.patterns import Pattern
-from ringweave.patterns.validate import whole
 from ringweave.plan import Branch, branches
 from ringweave.plan.from_pattern import estimate_tiles
 

@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from ...api import attention, paged_attention
 from ...errors import PatternError, ShapeError, UnsupportedError, shown
 from ...patterns import Causal, Documents, Full, Pattern, SlidingWindow, parse
-from ...patterns.validate import refuse
+from ...patterns.fitting import refuse
 from ...terms import Bias, Softcap, Term
 from .keywords import DOCUMENTS, OTHER, READ, apart, check
 from .masks import PatternMask, pattern_mask, positions_of_the_call

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from transformers.masking_utils import create_causal_mask
 
+from ...checks import whole
 from ...errors import ShapeError, UnsupportedError, shown
 from ...kv_cache import SIZES, PagedCache
 from ...names import renamed, warn_renamed
-from ...patterns.validate import whole
 from ...precision import NATIVE, Precision, Scales, as_precision
 
 #: Name of the argument of models and of ``generate`` that takes a cache; before transformers 5.24 past_key_values.

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...checks import whole
 from ...errors import ShapeError
 from ...patterns import BlockTable
-from ...patterns.validate import whole
 from ..planning.placement import Placement
 from .agreement import Agreement
 

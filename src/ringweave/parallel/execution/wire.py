@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...patterns.validate import one_of
+from ...checks import one_of
 from ...precision import WIRES, scale_of
 
 FORMATS = WIRES

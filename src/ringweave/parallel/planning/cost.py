@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...checks import number
 from ...errors import ShapeError
-from ...patterns.validate import number
 from .demand import Bools, Demand
 from .movement import Float64, Moves, edges, keys_only, movement
 from .placement import Int64, Placement

@@ -15,8 +15,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from ...checks import whole
 from ...errors import ShapeError
-from ...patterns.validate import whole
 
 Int64 = NDArray[np.int64]
 Int32 = NDArray[np.int32]

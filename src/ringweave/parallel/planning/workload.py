@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from ...checks import whole
 from ...errors import PatternError, ShapeError, shown
 from ...patterns import Pattern
-from ...patterns.validate import whole
 from ...plan import Branch
 
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from ...checks import seconds, whole
 from ...errors import RingError, ShapeError, UnsupportedError, first_line
-from ...patterns.validate import seconds, whole
 
 T = TypeVar("T")
 

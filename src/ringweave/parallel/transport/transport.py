@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from ...cache import interrupted
+from ...checks import seconds, whole
 from ...errors import RingError, ShapeError, UnsupportedError, first_line, in_a_line
-from ...patterns.validate import seconds, whole
 from .lifelines import Lifelines
 from .mesh import check_group
 from .protocol import Counters, Event, Pending, Tensors
