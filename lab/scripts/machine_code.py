@@ -27,10 +27,7 @@ import triton.language as tl
 from kernel_resources import compiled, of_cubin
 from kernel_shapes import TARGETS, WIDE, Extras, Shape
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.language import NVMMASharedLayout
 
-from ringweave.backends.triton import kernels
 from ringweave.backends.triton.kernels.extras import DISTANCE, SOFTCAP
 
 PAGE = Path(__file__).parents[1] / "notes" / "machine-code.md"
@@ -225,30 +222,12 @@ def compiled_reference(dim: int, listed: bool) -> tuple[Any, int]:
     return triton.compile(source, target=TARGETS["sm_90"].triton, options=options), n
 
 
-def compiled_pingpong(dim: int, masked: bool) -> Any:
-    """Compile the kernel whose groups of warps take turns, with two stages."""
-    names, layout = kernels.pingpong.arg_names, NVMMASharedLayout(128, 16, rank=4)
-    constants = {"D": dim, "DV": dim, "KV_TILE": 128, "STAGES": 2, "MASKED": masked, "RAGGED": masked}
-    tiles = {name: f"tensordesc<bf16[1,1,{64 if name == 'q' else 128},{dim}],{layout!r}>" for name in "qkv"}
-    lists = ("records", "col", "bits", "masks")
-    rest = {"out": "*bf16", "lse": "*fp32", "scale": "fp32", **dict.fromkeys(lists, "*i32")}
-    signature = {name: "constexpr" if name in constants else (tiles | rest).get(name, "i32") for name in names}
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("out", "lse", *lists)}
-    values = {(names.index(name),): x for name, x in constants.items()}
-    source = GluonASTSource(kernels.pingpong, signature, values, aligned)
-    options = {"num_warps": 4, "enable_fp_fusion": True}
-    return triton.compile(source, target=TARGETS["sm_90"].triton, options=options)
-
-
 def rows(dims: list[int]) -> Iterator[tuple[str, list[str]]]:
     """The lines of the table, and what is wrong with each."""
     for dim in dims:
         for listed in (False, True):
             made, n = compiled_reference(dim, listed)
             yield _row("reference", dim, "listed" if listed else "in turn", f"128 x {n}", made, 2)
-        for masked in (False, True) if dim <= 128 else ():
-            case = "masks, in turns" if masked else "no masks, in turns"
-            yield _row("pingpong", dim, case, "128 x 128", compiled_pingpong(dim, masked), 2)
         for kernel, products in (("forward", 2), ("backward_q", 3), ("backward_kv", 4)):
             for case, shape, extras in CASES:
                 if dim != 128 and extras.there:
@@ -282,8 +261,7 @@ Written by `python lab/scripts/machine_code.py`, a part by each compiler; compil
 *full* and *all*: instructions of a warp in one turn of the loop over tiles, past all branches (a tile without a mask)
 and in all; *wgmma*: those that multiply matrices; *narrow*: asynchronous copies of fewer than 16 bytes; *stack*: bytes
 spilled; -: too few rows for wgmma. *reference*: the forward loop as others write it, over whole tiles in turn
-(FlashAttention-2) or of a list (FlexAttention), by the same compiler. *in turns*: of 64 of the 128 queries, which one
-of two groups of warps has; its registers are those at entry, of which a group then has 240.
+(FlashAttention-2) or of a list (FlexAttention), by the same compiler.
 """
 _HEAD = """| kernel | D | case | blocks | registers | stack | full | all | wgmma | narrow |
 |---|---|---|---|---|---|---|---|---|---|"""

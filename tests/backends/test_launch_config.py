@@ -75,27 +75,15 @@ def test_what_the_table_says_suits(kernel: str, device: Device) -> None:
         ({"warps": 3}, "warps is 3, which is not one of 1, 2, 4, 8, 16"),
         ({"stages": 0}, "stages is 0"),
         ({"resident": -1}, "resident is -1"),
-        ({"pingpong": True}, "forward on Hopper with m 128, n 128, described, warps 8 and resident 1"),
-        ({"pingpong": True, "resident": 1, "stages": 1}, "pingpong needs at least 2 stages"),
-        ({"pingpong": True, "resident": 1, "stages": 7}, r"tiles need \d+ bytes of shared memory"),
         ({"stages": 7}, r"tiles need \d+ bytes of shared memory, and \d+ of 232448 are available"),
     ],
 )
-def test_what_does_not_suit_says_why(changes: dict[str, int], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_compiler", lambda: (3, 7))
+def test_what_does_not_suit_says_why(changes: dict[str, int], said: str) -> None:
     assert misfit(USUAL, "forward", 64, 64, 2, (128, 128), HOPPER) is None
     found = misfit(dataclasses.replace(USUAL, **changes), "forward", 64, 64, 2, (128, 128), HOPPER)  # type: ignore[arg-type]
     assert found is not None
     with pytest.raises(ValueError, match=said):
         raise ValueError(found)
-
-
-def test_an_older_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = dataclasses.replace(USUAL, resident=1, pingpong=True)
-    for version, said in (((3, 6), None), ((3, 5), "needs Triton 3.6 or newer, and this is 3.5")):
-        monkeypatch.setattr(module, "_compiler", lambda version=version: version)
-        found = misfit(turns, "forward", 64, 64, 2, (128, 128), HOPPER)
-        assert found is None if said is None else found is not None and found.endswith(said)
 
 
 def test_descriptors_need_the_device() -> None:
@@ -127,7 +115,7 @@ def test_what_was_measured_is_taken_for_the_same_kernel_and_tiles_alone() -> Non
     [
         (LaunchConfig(256, 32, 4, 3), "m is 256"),
         (LaunchConfig(128, 128, 8, 7), "bytes of shared memory"),
-        ({"m": 64, "n": 32}, "their fields are not m, n, warps, stages, resident, described, pingpong"),
+        ({"m": 64, "n": 32}, "their fields are not m, n, warps, stages, resident, described"),
         (dataclasses.asdict(SMALL) | {"cluster": 2}, "their fields are not"),
     ],
 )
@@ -174,8 +162,7 @@ def test_what_people_see_of_it() -> None:
         [], [entry(SMALL, where=tuning.where("cpu")), entry(SMALL, where=tuning.where("cpu"), dims=[128, 64])]
     )
     assert module.measured(case) == [
-        "forward on partial tiles of 128 x 128: m 64, n 32, warps 4, stages 3, resident 0, described False, "
-        "pingpong False"
+        "forward on partial tiles of 128 x 128: m 64, n 32, warps 4, stages 3, resident 0, described False"
     ]
 
 

@@ -157,7 +157,7 @@ def test_a_stored_backend_that_cannot_run_is_left_alone(name: str) -> None:
 ENTRY = {"kind": "x", "density": 0, "backend": "cpu", "tile": None}
 KERNEL = {
     "kernel": "forward", "where": "x", "dtype": "bfloat16", "dims": [64, 64], "tile": [128, 128], "masked": True,
-    "blocks": {"m": 64, "n": 64, "warps": 4, "stages": 2, "resident": 0, "described": False, "pingpong": False},
+    "blocks": {"m": 64, "n": 64, "warps": 4, "stages": 2, "resident": 0, "described": False},
 }  # fmt: skip
 
 

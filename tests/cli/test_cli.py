@@ -455,7 +455,7 @@ def test_tune_has_a_line_for_each_choice_of_blocks(capsys: pytest.CaptureFixture
     Console(width=140).print(_blocks(Tuned(kind, descent, 2.0, best)))
     title, head, first, second, third = (line.split() for line in capsys.readouterr().out.splitlines())
     assert " ".join(title) == "triton, forward, 128 x 128, full tiles"
-    assert head == ["m", "n", "warps", "stages", "resident", "described", "pingpong", "time"]
+    assert head == ["m", "n", "warps", "stages", "resident", "described", "time"]
     assert first == ["128", "32", "4", "3", "0", "yes", "chosen", "1", "ms"]
     assert second == ["128", "64", "8", "2", "0", "usual", "2", "ms"]
     assert " ".join(third) == "64 64 8 2 0 not timed: OutOfResources: shared memory"

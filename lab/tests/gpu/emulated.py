@@ -30,7 +30,7 @@ from ringweave.backends.triton import arguments, launch
 from ringweave.backends.triton.launch_config import LaunchConfig
 from tests.cases import MIXTURES, PATTERNS
 from tests.dropped import kept, next_seed
-from tests.oracle import NAMES, Inputs, errors
+from tests.oracle import NAMES, Inputs
 from tests.test_conformance import Wanted, run
 from tests.test_terms import HEADS, check, dense, make, ours
 
@@ -357,103 +357,6 @@ def chosen(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
         return dataclasses.replace(config, **fields) if kernel == "forward" else config
 
     monkeypatch.setattr(launch, "choose", other)
-
-
-TABLE = rw.BlockTable(torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1]], dtype=torch.bool), 128)
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-@pytest.mark.parametrize(
-    ("pattern", "tokens", "dim", "heads"),
-    [(TABLE, 340, 64, 1), (rw.Causal(), 300, 64, 2), pytest.param(rw.Causal(), 190, 128, 1, marks=pytest.mark.long)],
-    ids=["empty rows", "causal", "causal, D 128"],
-)
-def test_groups_that_take_turns(
-    pattern: rw.Pattern, tokens: int, dim: int, heads: int, late: bool, device: Emulated,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """One loads, two multiply: items in turn, by two programs, of heads that share keys."""
-    chosen(monkeypatch, resident=1, pingpong=True)
-    of_driver = launch._of_driver
-    monkeypatch.setattr(launch, "_device", lambda device: dataclasses.replace(of_driver(), units=2))
-    # of the last four one loads, and the others have nothing to do
-    device.late, device.together = late, (4, 4, 1, 1, 1, 1)
-    x = Inputs.random(tokens, heads=heads, kv_heads=1, dim=dim, dtype=torch.bfloat16)
-    device.taken()
-    with torch.no_grad():
-        out, lse = rw.attention_with_lse(x.q, x.k, x.v, pattern, backend="triton")
-    (only,) = device.taken()
-    assert (device.compiled()[only.function].metadata.name, only.grid[0]) == ("pingpong", 2)
-    want = Wanted.of(x, pattern, 0, None, floored=True)
-    got = errors({"out": out, "lse": lse}, {name: want.results[name] for name in ("out", "lse")})
-    assert all(got[name] <= want.bounds[name] for name in got), got
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("dtype", "dim", "value_dim"),
-    [(torch.float16, 64, 64), (torch.bfloat16, 64, 128)],
-)
-def test_groups_that_take_turns_on_other_types_and_sides(
-    dtype: torch.dtype, dim: int, value_dim: int, device: Emulated, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen(monkeypatch, resident=1, pingpong=True)
-    device.late, device.together = True, (4, 4, 1, 1, 1, 1)
-    x = Inputs.random(130, heads=1, dim=dim, value_dim=value_dim, dtype=dtype)
-    device.taken()
-    with torch.no_grad():
-        out, lse = rw.attention_with_lse(x.q, x.k, x.v, rw.Causal(), backend="triton")
-    (only,) = device.taken()
-    assert device.compiled()[only.function].metadata.name == "pingpong"
-    want = Wanted.of(x, rw.Causal(), 0, None, floored=True)
-    got = errors({"out": out, "lse": lse}, {name: want.results[name] for name in ("out", "lse")})
-    assert all(got[name] <= want.bounds[name] for name in got), got
-
-
-def test_keys_that_no_query_attends_reach_no_group_that_takes_turns(
-    device: Emulated, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The groups multiply whole tiles of values: a NaN in a key that the mask excludes for all would reach all rows."""
-    chosen(monkeypatch, resident=1, pingpong=True)
-    x = Inputs.random(150, heads=1, dim=64, dtype=torch.bfloat16)
-    pattern = ~rw.patterns.Periodic(1000, 20, 31) & rw.Causal()
-    device.taken()
-    with torch.no_grad():
-        want = rw.attention(x.q, x.k, x.v, pattern, backend="triton")
-        x.v[:, :, 20:31] = torch.nan
-        assert torch.equal(rw.attention(x.q, x.k, x.v, pattern, backend="triton"), want)
-    assert {device.compiled()[each.function].metadata.name for each in device.taken()} == {"forward"}
-
-
-#: what is changed in that kernel -> what the emulator says
-UNORDERED = {
-    "wait for tiles and turns": (
-        r"(?s)\{\s*\.reg \.pred complete;.*?\}",
-        "",
-        "more arrivals|still to write|no barrier between",
-    ),
-    "arrivals after barriers": (r"bar\.sync \t?[02], 128;", "", "no barrier between|may still read|nobody goes on"),
-    "buffers given back": (r"@%p\d+ mbarrier\.arrive\.shared::cta\.b64 _[^;]*;", "", "nobody goes on"),
-}
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in UNORDERED])
-def test_what_breaks_groups_that_take_turns(name: str, device: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    what, instead, said = UNORDERED[name]
-    changed = 0
-
-    def edit(ptx: str) -> str:
-        nonlocal changed
-        edited, changed = re.subn(what, instead, ptx)
-        return edited
-
-    chosen(monkeypatch, resident=1, pingpong=True)
-    # warps one by one: those of a group go on alone
-    device.late, device.together, device.edit = True, 1, edit
-    x = Inputs.random(512, heads=1, dim=64, dtype=torch.bfloat16)
-    with pytest.raises(PtxError, match=said), torch.no_grad():
-        rw.attention(x.q, x.k, x.v, rw.Full(), backend="triton")
-    assert changed
 
 
 @pytest.mark.long

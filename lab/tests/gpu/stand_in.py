@@ -32,7 +32,7 @@ DEVICES = (
     Device("cdna", 64 * 1024, 304),
 )
 _CAPABILITIES = ((9, 0), (8, 0), (10, 0))
-NAMES = ("forward", "pingpong", "join", "delta", "backward_q", "backward_kv")
+NAMES = ("forward", "join", "delta", "backward_q", "backward_kv")
 
 
 @dataclass(frozen=True)

@@ -62,22 +62,14 @@ class Tuned:
 
 
 def candidates(best: LaunchConfig, asked: Asked) -> Iterator[tuple[str, list[LaunchConfig]]]:
-    """Yield for each field the supported blocks that differ from the best in this field, nearest values first.
-
-    The ``pingpong`` field, with which groups of warps take turns, also sets the other fields to the values it requires.
-    """
+    """Yield for each field the supported blocks that differ from the best in this field, nearest values first."""
     held, streamed = ("n", "m") if asked.key.kernel == "backward_kv" else ("m", "n")
     for name, values in (
         (held, _HELD), (streamed, _STREAMED), ("warps", _WARPS), ("stages", _STAGES), ("resident", _RESIDENT),
-        ("described", (False, True)), ("pingpong", (False, True)),
+        ("described", (False, True)),
     ):  # fmt: skip
         now = getattr(best, name)
         changes: list[dict[str, Any]] = [{name: value} for value in values if value != now]
-        if name == "pingpong" and not now:
-            changes = [{"m": 128, "n": 128, "warps": 8, "resident": 1, "described": True}]
-            changes = [change | {"pingpong": True, "stages": max(2, best.stages)} for change in changes]
-        elif name not in ("stages", "pingpong") and best.pingpong:
-            changes = [change | {"pingpong": False} for change in changes]
         changes.sort(key=lambda change: abs(change[name] - now))
         found = [dataclasses.replace(best, **change) for change in changes]
         yield name, [blocks for blocks in found if asked.misfit(blocks) is None]

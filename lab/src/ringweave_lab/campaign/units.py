@@ -306,7 +306,7 @@ def tuned(name: str, job: Job) -> Iterator[Target]:
     for each in (kernel for finding in found for kernel in finding.kernels):
         best = each.chosen
         said = f"{size}, {each.key.kernel}: {best.m} x {best.n}, {best.warps} warps, {best.stages} stages"
-        said += ", programs that stay" * bool(best.resident) + ", groups of warps that take turns" * best.pingpong
+        said += ", programs that stay" * bool(best.resident)
         yield Target(what, said, each.gain, None, True)
 
 

@@ -23,7 +23,7 @@ from ...plan import BlockPlan, Branch
 from ...precision import Scales
 from ..backend import Upstream
 from ..tuning import where
-from . import arguments, kernels, launch_pingpong, queues
+from . import arguments, kernels, queues
 from .launch_config import Device, LaunchConfig, Packing, Traits, choose, goes_past_masks, padded
 from .pairing import Rows, paired, single
 
@@ -56,13 +56,6 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
     dead = described and queues.masks(plan).dead_keys
     plan, channels = lists.plan, max(padded(q.shape[3]), padded(dim))
     keys, values = (arguments.described(x, config.n) if described else x for x in (k, v))
-    # the pingpong kernel multiplies every value of a tile, even by a weight of 0, so a NaN there would spread
-    turns = described and not dead and scoring is None
-    if turns and launch_pingpong.takes(config, q, k, v, plan, packing, queue, scale):
-        with torch.cuda.device_of(q):
-            units = _device(q.device).units
-            launch_pingpong.launch(config, (q, k, v, out, lse), plan, queue, scale * _LOG2_E, units, _OPTIONS)
-        return out, lse
     extras = arguments.of(scoring, q.device)
     sums, tops = _partial(queue, config.m * packing.parts, dim, out), _partial(queue, config.m * packing.parts, 1, lse)
     step, steps = arguments.strides(q, k, v)

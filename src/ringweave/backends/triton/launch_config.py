@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import logging
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -62,9 +61,6 @@ class LaunchConfig:
         resident: Number of persistent programs per multiprocessor, which take items of the queue in turn. 0 launches
             one program per item, in the order of the queue.
         described: Whether tiles are loaded by tensor descriptors, if strides and masks permit it.
-        pingpong: Whether to use the Gluon kernel in which one warp loads and two groups of warps multiply in turn.
-            It is for forward on Hopper with blocks of 128 x 128. A call that it does not support uses the other
-            kernel with the same blocks.
     """
 
     m: int
@@ -73,7 +69,6 @@ class LaunchConfig:
     stages: int
     resident: int = 0
     described: bool = False
-    pingpong: bool = False
 
 
 @dataclass(frozen=True)
@@ -252,32 +247,9 @@ def misfit(
         return "descriptors need a 16-bit type, on Hopper or Blackwell"
     held, streamed = (config.n, config.m) if kernel == "backward_kv" else (config.m, config.n)
     needed, usable = _shared(kernel, held, streamed, config.stages, dim, value_dim, itemsize, device), _usable(device)
-    if config.pingpong:
-        wanted = ("forward", "hopper", 128, 128, 8, 1, True)
-        if wanted != (
-            kernel, device.generation, config.m, config.n, config.warps, config.resident, config.described,
-        ):  # fmt: skip
-            return "pingpong needs forward on Hopper with m 128, n 128, described, warps 8 and resident 1"
-        if _compiler() < (3, 6):
-            return f"pingpong needs Triton 3.6 or newer, and this is {'.'.join(map(str, _compiler()))}"
-        if config.stages < 2 or not {padded(dim), padded(value_dim)} <= {64, 128}:
-            return "pingpong needs at least 2 stages, and 64 or 128 channels"
-        # the next item's queries have a separate buffer; besides the tiles only barriers are in shared memory
-        needed += config.m * padded(dim) * itemsize
-        usable = device.shared - 1024
     if needed > usable:
         return f"tiles need {needed} bytes of shared memory, and {usable} of {device.shared} are available"
     return None
-
-
-@fact
-def _compiler() -> tuple[int, ...]:
-    """Return Triton's version as (major, minor) without importing it; (0,) if it is not installed."""
-    try:
-        said = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return (0,)
-    return tuple(int(part) for part in said.split(".")[:2])
 
 
 class Asked(NamedTuple):

@@ -18,9 +18,8 @@ import ringweave as rw
 from ringweave.errors import UnsupportedError
 from ringweave.patterns import Pattern
 from ringweave.tune.measure import interleaved
-from ringweave.tune.problem import BACKWARD, BOTH, FORWARD, Drawn, Problem, Sample
-from ringweave.tune.search import Candidate, Direct, Search
-from ringweave.tune.session import FAILURES, Built, Peer, Say, Session
+from ringweave.tune.problem import BACKWARD, BOTH, FORWARD, Drawn, Problem
+from ringweave.tune.session import FAILURES, Peer, Say
 
 from ..compare import Comparison, outcomes
 from ..record import Measuring, Options, Outcome, Rule, Target, over_first, targets
@@ -30,29 +29,6 @@ _ALL = (OWN, "flex", "flex:tma", "ringweave:flash")
 _DENSE = ("sdpa:cudnn", "sdpa:flash")
 #: Seconds after which no further comparison starts; the last ones are large, and the whole case ends in ten minutes.
 BUDGET = 440.0
-
-
-def _with_turns(problem: Problem, inputs: Sample) -> Built:
-    """Prepare the Triton kernel in which groups of warps take turns.
-
-    Raises:
-        UnsupportedError: The kernel does not support this device or these sizes.
-    """
-    own = Candidate("triton")
-    (asked,) = Search(problem, Session(inputs), FORWARD).asked(own)
-    blocks = dataclasses.replace(asked.usual, m=128, n=128, warps=8, resident=1, described=True, pingpong=True)
-    why = asked.misfit(blocks)
-    if why is not None:
-        raise UnsupportedError("peer", f"{OWN}:pingpong", "tiles of 128 on Hopper", why)
-    return Direct.of(Candidate("triton", blocks=((asked.key, blocks),)), own, problem)
-
-
-def _forward_alone(problem: Problem, backward: bool) -> str | None:
-    return "its backward is the other one's" if backward else None
-
-
-#: The Triton kernel in which one warp loads and two groups of warps take turns to multiply.
-PINGPONG = Peer(f"{OWN}:pingpong", "groups of warps take turns", _forward_alone, _with_turns)
 
 
 def part(
@@ -84,14 +60,13 @@ def _series(densities: Sequence[float], tokens: int) -> Comparison:
     return dataclasses.replace(of, entries=[*of.entries, *((each, (OWN,)) for each in rest)])
 
 
-_CAUSAL = (*_ALL, PINGPONG)
 #: Comparisons by the names that ``ringweave bench kernels --part`` accepts.
 PARTS = {
-    "16K": part(_problem("stage A", Drawn(0.1), 16384), _CAUSAL, dense=True),
-    "32K": part(_problem("stage A", Drawn(0.1), 32768), _CAUSAL, dense=True),
-    "65K": part(_problem("stage A", Drawn(0.1), 65536), _CAUSAL),
-    "causal": part(_problem("causal", rw.Causal(), 16384), _CAUSAL),
-    "window": part(_problem("window", rw.SlidingWindow(1023, 0), 65536), _CAUSAL),
+    "16K": part(_problem("stage A", Drawn(0.1), 16384), _ALL, dense=True),
+    "32K": part(_problem("stage A", Drawn(0.1), 32768), _ALL, dense=True),
+    "65K": part(_problem("stage A", Drawn(0.1), 65536), _ALL),
+    "causal": part(_problem("causal", rw.Causal(), 16384), _ALL),
+    "window": part(_problem("window", rw.SlidingWindow(1023, 0), 65536), _ALL),
     "documents": part(_problem("documents", rw.Documents([2731] * 24) & rw.Causal(), 24 * 2731)),
     "sinks": part(_problem("sinks", (rw.SlidingWindow(1023, 0) | rw.Global(4)) & rw.Causal(), 65536)),
     "densities": _series((0.5, 0.25, 0.1, 0.05, 0.02, 0.01), 32768),

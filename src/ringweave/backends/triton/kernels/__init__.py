@@ -15,15 +15,7 @@ is the number of positions from a tile's first that are inside the length. A pro
 
 from __future__ import annotations
 
-import contextlib
-
 from .backward import backward_kv, backward_q, delta
 from .forward import forward, join
 
 __all__ = ["backward_kv", "backward_q", "delta", "forward", "join"]
-
-# Triton before 3.6 has no Gluon, or an incompatible one; there, no configuration requests this kernel
-with contextlib.suppress(ImportError):
-    from .pingpong import pingpong
-
-    __all__ += ["pingpong"]
