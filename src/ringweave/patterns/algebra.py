@@ -18,6 +18,9 @@ from .fitting import called, nest, refuse
 from .global_tokens import Sinks
 from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, intersect, mix
 
+# most operands in a row in a text
+_GROUP = 256
+
 
 class _Operator(Composite):
     """Base of the operators: the properties that follow from the parts."""
@@ -48,7 +51,9 @@ class Combined(_Operator):
         new = object.__new__(type(self))
         object.__setattr__(new, "parts", (*self.parts, part))
         nest(new, max(self.depth, 1 + part.depth), self.leaves + part.leaves)
-        new.write(f"{self.spec}{self.sign}{self._bracketed(part, part.spec)}", self._follows or part._follows)
+        whole = len(self.parts) % _GROUP == 0
+        text = new._text() if whole else f"{self.spec}{self.sign}{self._bracketed(part, part.spec)}"
+        new.write(text, self._follows or part._follows)
         return new
 
     def _text(self) -> str:
@@ -58,7 +63,11 @@ class Combined(_Operator):
         return self._join_text([repr(part) for part in self.parts])
 
     def _join_text(self, texts: list[str]) -> str:
-        return self.sign.join(self._bracketed(part, text) for text, part in zip(texts, self.parts, strict=True))
+        operands = [self._bracketed(part, text) for text, part in zip(texts, self.parts, strict=True)]
+        # a long chain is written in groups, since Python's parser nests one level for each operator of a chain
+        ends = range(_GROUP, len(operands), _GROUP)
+        groups = [f"({self.sign.join(operands[end - _GROUP : end])})" for end in ends]
+        return self.sign.join(groups + operands[len(ends) * _GROUP :])
 
     def _bracketed(self, part: Pattern, text: str) -> str:
         # `&` binds tighter than `|`, as in Python

@@ -1,7 +1,8 @@
-"""A parser of the expressions in ``spec``: calls, ``.within``, names, numbers, lists, & | ~; it evaluates no Python."""
+"""A reader of the expressions in ``spec``, of which Python's parser makes a tree; nothing is evaluated."""
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..cache import PATTERNS, fact
+from ..cache import fact
 from ..errors import PatternError, shown
 from ..names import nearest
 from .algebra import And, Or, join
@@ -23,22 +24,16 @@ from .shifted import Offsets, Shifted
 # names in texts that an earlier release wrote
 _OLD: dict[str, Callable[..., object]] = {"Keys": KeyPadding}
 _LONGEST = 2**20  # most characters of a user's text
-_OPEN = 256  # most nested brackets
 _SIGNS = 64  # most signs before one value
-_KEPT = 512  # most characters of a text that has its tokens cached
-_TOKEN = re.compile(
-    r"""\s*(?:
-        (?P<float>(?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)
-      | (?P<int>\d+(?:_\d+)*)
-      | (?P<name>[A-Za-z_]\w*)
-      | (?P<text>'[^'\\\n]*'|"[^"\\\n]*")
-      | (?P<sign>[][(),=&|~.-])
-      | (?P<end>\Z)
-    )""",
-    re.VERBOSE,
-)
-_NEXT = re.compile(r"\s*(.?)")
+# characters of no pattern; Python would read a comment or an escape, and warn of some
+_STRANGE = re.compile(r"[^\x20-\x7e\s]|[#\\]", re.ASCII)
+_LINE = "\n"
+_BLANK = re.compile(r"\s")
+_WORD = re.compile(r"\w+|.?")
+# the ends of brackets around a value
+_CLOSED = re.compile(r"[\s)]*")
 _CLOSING = {"(": ")", "[": "]"}
+_OPERATORS: dict[type[ast.operator], type[And] | type[Or]] = {ast.BitAnd: And, ast.BitOr: Or}
 # Python's words that users write in place of & | ~
 _WORDS = ("and", "or", "not")
 # names that exist in Python only, by the argument that has no text
@@ -104,306 +99,292 @@ def of_call(pattern: Pattern) -> Pattern:
     return rebuild(spec, pattern.tables) if numbered else pattern
 
 
-def split(text: str) -> Iterator[tuple[str, str, int]]:
-    """Split text into (kind, token, end); the last kind is "end", or "other" at text that is no token."""
-    place, kind = 0, ""
-    while kind not in ("end", "other"):
-        match = _TOKEN.match(text, place)
-        if match is None or match.lastgroup is None:
-            kind, token = "other", text[place : place + 20].strip()
-        else:
-            place, kind, token = match.end(), match.lastgroup, match[match.lastgroup]
-        yield kind, token, place
+def tree(text: str) -> ast.expr:
+    """Parse a text to Python's syntax tree, in which a node's column is its place in the text.
 
-
-# approximate bytes of one token
-_TOKEN_BYTES = 160
-
-
-def _kept(text: str) -> tuple[tuple[str, str, int], ...]:
-    # cached, since a pattern with tables is rebuilt at every call
-    if torch.compiler.is_compiling():
-        return tuple(split(text))
-    tokens: tuple[tuple[str, str, int], ...] | None = PATTERNS.get(("tokens", text))
-    if tokens is None:
-        tokens = tuple(split(text))
-        PATTERNS.put(("tokens", text), tokens, _TOKEN_BYTES * len(tokens))
-    return tokens
-
-
-def _said(error: TypeError) -> str:
-    """Write Python's error about arguments as the end of a sentence."""
-    text = str(error)
-    if text.startswith("got "):
-        return text[4:]
-    return text.replace("missing a required argument:", "no argument", 1)
-
-
-class _Open:
-    """An open bracket: the function that it calls, its values before the last comma, and the value that is being read.
-
-    ``a & b | c`` is stored as [[a, b], [c]].
+    Raises:
+        PatternError: The text is no expression of Python.
     """
-
-    def __init__(self, sign: str, at: int = 0, name: str | None = None, make: Callable[..., object] | None = None):
-        self.sign, self.at, self.name, self.make = sign, at, name, make
-        self.values: list[object] = []
-        self.named: dict[str, object] = {}
-        self.begin()
-
-    def begin(self) -> None:
-        self.word: str | None = None
-        self.groups: list[list[object]] = [[]]
-        self.signs = ""
-        #: Whether an operand was read, so that an operator, a comma or the end must follow.
-        self.full = False
-
-    @property
-    def empty(self) -> bool:
-        return not (self.full or self.signs or self.word or self.groups != [[]])
+    return _Reader(text, names(), iter(())).tree()
 
 
 class _Reader:
-    """A reader of tokens from left to right, with a list of open brackets in place of recursion."""
+    """A reader of one text; it consumes ``tables`` in the order of their underscores."""
 
     def __init__(self, text: str, names: dict[str, Callable[..., object]], tables: Iterator[Tensor]):
         self.text, self.names, self.tables = text, names, tables
-        self.tokens = iter(_kept(text) if len(text) <= _KEPT else split(text))
-        self.place = self.begin = 0
-        self.open = [_Open("")]
 
     def read(self) -> Pattern:
-        kind, token = self._next()
-        while kind != "end":
-            (self._after if self.open[-1].full else self._operand)(kind, token)
-            kind, token = self._next()
-        if len(self.open) > 1:
-            here = self.open[-1]
-            self.begin = here.at
-            closing = _CLOSING[here.sign]
-            raise self._error(f"{here.name or ''}{here.sign} without {closing!r}", repr(closing), f"Add a {closing!r}.")
-        here = self.open[0]
-        if not here.full:
-            got = "no pattern" if here.empty else "the end after an operator"
-            raise self._error(got, "a pattern", "Write a pattern there, such as Causal().")
-        result = self._value(here)
+        try:
+            result = self._value(self.tree())
+        except RecursionError:
+            raise self._too_deep() from None
         if not isinstance(result, Pattern):
-            self.begin = 0
-            raise self._error(shown(result), "a pattern", "Write a pattern such as Causal() or SlidingWindow(1024).")
+            raise self._error(shown(result), 0, "a pattern", "Write a pattern such as Causal() or SlidingWindow(1024).")
         return result
 
-    def _next(self) -> tuple[str, str]:
-        kind, token, self.place = next(self.tokens)
-        self.begin = self.place - len(token)
-        if kind == "other":
-            self.begin = len(self.text) - len(self.text[self.place :].lstrip())
-            raise self._error(shown(token), remedy="Combine patterns with & | ~, and remove other signs.")
-        return kind, token
+    def tree(self) -> ast.expr:
+        """Parse the text; the columns of nodes are places in it."""
+        strange = _STRANGE.search(self.text)
+        if strange is not None:
+            raise self._strange(strange.start())
+        # on one line, since a line's end would end an expression, and without blanks that would indent it
+        line = _BLANK.sub(" ", self.text).rstrip()
+        blanks = len(line) - len(line.lstrip())
+        try:
+            tree = ast.parse(line[blanks:], mode="eval").body
+        except SyntaxError as error:
+            raise self._syntax(error, blanks) from None
+        except MemoryError:
+            # of Python's parser, for nested operators
+            raise self._too_deep() from None
+        for node in ast.walk(tree) if blanks else ():
+            if isinstance(node, (ast.expr, ast.keyword)):
+                node.col_offset += blanks
+                node.end_col_offset = (node.end_col_offset or 0) + blanks
+        return tree
 
-    def _following(self) -> str:
-        """Return the first character of the next token; empty at the end."""
-        match = _NEXT.match(self.text, self.place)
-        return match[1] if match is not None else ""
+    # ---- values ------------------------------------------------------------------------------------------------------
 
-    def _operand(self, kind: str, token: str) -> None:
-        """Read a token at the beginning of a value."""
-        here = self.open[-1]
-        if token in ("~", "-"):
-            here.signs += token
-            if len(here.signs) > _SIGNS:
-                raise self._error(f"more than {_SIGNS} signs in a row", remedy="Remove signs.")
-        elif token in ("(", "["):
-            self._enter(_Open(token, self.begin))
-        elif token in (")", "]") and here.empty:
-            self._leave(token)
-        elif kind == "name":
-            self._name(here, token)
-        elif kind == "text":
-            self._put(token[1:-1])
-        elif kind in ("int", "float"):
-            try:
-                self._put(int(token) if kind == "int" else float(token))
-            except ValueError:
-                raise self._error(f"a number of {len(token)} digits", remedy="Write fewer digits.") from None
-        else:
-            got = f"{token!r} where a value begins"
-            raise self._error(got, "a pattern or another value", f"Write a value before {token!r}, or remove it.")
-
-    def _name(self, here: _Open, token: str) -> None:
-        after = self._following()
-        if after == "(" and token in self.names:
-            begin = self.begin
-            self._next()
-            self._enter(_Open("(", begin, token, self.names[token]))
-        elif after == "=" and here.name is not None and here.empty:
-            if token in here.named:
-                raise self._error(f"{shown(token)} twice", remedy="Pass it once.")
-            self._next()
-            here.word = token
-        elif token in ("True", "False"):
-            self._put(token == "True")
-        elif token == "_":
+    def _value(self, node: ast.expr) -> object:
+        if isinstance(node, ast.Constant) and type(node.value) in (bool, int, float, str):
+            return node.value
+        if isinstance(node, ast.Call):
+            return self._call(node)
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            return self._combined(node)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Invert, ast.USub)):
+            return self._signed(node)
+        if isinstance(node, ast.List):
+            return [self._value(each) for each in node.elts]
+        if isinstance(node, ast.Tuple):
+            return tuple([self._value(each) for each in node.elts])
+        if isinstance(node, ast.Name) and node.id == "_":
             table = next(self.tables, None)
             if table is None:
                 remedy = "A text holds no tensors: build this pattern in Python."
-                raise self._error("'_', which stands for a tensor", "a value", remedy)
-            self._put(table)
-        else:
-            raise self._unknown(token, after)
+                raise self._error("'_', which stands for a tensor", node.col_offset, "a value", remedy)
+            return table
+        if isinstance(node, ast.Attribute):
+            self._owner(node)
+        raise self._refused(node)
 
-    def _unknown(self, name: str, after: str = "") -> PatternError:
-        """Return the error of a name that is no value; ``after`` is the sign that follows it."""
-        if after == ".":
-            return self._error(f"{shown(name)} and a dot", "names without a module", _NO_MODULE)
-        if name in _WORDS:
-            return self._error(f"the word {name!r}", "& | ~", "Write & for `and`, | for `or`, ~ for `not`.")
-        if name == "None":
-            return self._error(name, "a value", "Leave the argument out.")
-        if name in self.names:
-            example = DECLARED[name].example if name in DECLARED else "Grid((32, 32))"
-            remedy = f"Write {example}{'' if example.endswith('()') else ', for example'}."
-            return self._error(f"{name} without arguments", f"{name}(...)", remedy)
-        known = DECLARED.get(name)
-        takes = _IN_PYTHON.get(name) or (_TAKES.get(name, "a tensor") if known is not None else None)
-        if takes is not None:
-            remedy = f"It takes {takes}, and exists in Python only: build this pattern there."
-            return self._error(name, "a pattern that has a text", remedy)
-        near = nearest(name, [each for each in self.names if each not in _OLD])
-        remedy = "dir(ringweave.patterns) lists the patterns." if near is None else f"Did you mean {near}?"
-        return self._error(f"the unknown name {shown(name)}", "the name of a pattern or preset", remedy)
+    def _owner(self, node: ast.Attribute) -> object:
+        """Return the value before a dot, of which mistakes come first."""
+        if isinstance(node.value, ast.Name):
+            raise self._refused(node)
+        return self._value(node.value)
 
-    def _after(self, kind: str, token: str) -> None:
-        """Read a token after a value."""
-        here = self.open[-1]
-        if token in ("&", "|"):
-            here.full = False
-            if token == "|":
-                here.groups.append([])
-        elif token == ".":
-            self._method(here)
-        elif token == "," and here.sign:
-            self._end(here)
-        elif token in (")", "]"):
-            if here.name is None and here.sign == "(" and not here.values:
-                # brackets around an expression
-                self._matches(here, token)
-                value = self._value(here)
-                self.open.pop()
-                self._put(value)
-            else:
-                self._end(here)
-                self._leave(token)
-        elif token in _WORDS:
-            raise self._unknown(token)
-        else:
-            remedy = f"Write & or | before {shown(token)}, or remove it."
-            raise self._error(f"{shown(token)} after a value", "an operator, or the end", remedy)
+    def _combined(self, node: ast.BinOp) -> Pattern:
+        # a loop, since a long chain of operators is as deep as it is long
+        operator, parts, left = type(node.op), [], node
+        while isinstance(left, ast.BinOp) and type(left.op) is operator:
+            parts.append(left.right)
+            left = left.left  # type: ignore[assignment]
+        operands = [self._pattern(self._value(each), each.col_offset) for each in (left, *reversed(parts))]
+        return join(_OPERATORS[operator], *operands)
 
-    def _method(self, here: _Open) -> None:
-        """Read the call of a method up to its bracket; its result takes the place of the value before the dot."""
-        kind, name = self._next()
-        value = here.groups[-1].pop()
-        if kind != "name" or name not in _METHODS or self._following() != "(":
-            wanted = " or ".join(f".{each}(...)" for each in _METHODS)
-            raise self._error(f"{shown('.' + name)} after a value", wanted, "Call other methods in Python.")
-        make = getattr(self._pattern(value, f".{name}"), name)
-        begin = self.begin
-        self._next()
-        here.full = False
-        self._enter(_Open("(", begin, name, make))
-
-    def _enter(self, bracket: _Open) -> None:
-        self.open.append(bracket)
-        if len(self.open) > _OPEN:
-            raise self._error(f"more than {_OPEN} nested brackets", remedy="Remove brackets.")
-
-    def _end(self, here: _Open) -> None:
-        """Store the value that a comma or a closing bracket ends, as an argument or a member."""
-        value = self._value(here)
-        if here.word is not None:
-            here.named[here.word] = value
-        elif here.named:
-            got = "an argument without a name after one with a name"
-            raise self._error(got, "arguments with names last", "Give its name, or write it first.")
-        else:
-            here.values.append(value)
-        here.begin()
-
-    def _matches(self, here: _Open, token: str) -> None:
-        if here.sign + token not in ("()", "[]"):
-            if not here.sign:
-                raise self._error(f"{token!r} that closes no bracket", "an open bracket before it", "Remove it.")
-            wanted = _CLOSING[here.sign]
-            got = f"{token!r} for the {here.sign!r} of column {self._column(here.at)}"
-            raise self._error(got, repr(wanted), f"Write {wanted!r}.")
-
-    def _leave(self, token: str) -> None:
-        here = self.open[-1]
-        self._matches(here, token)
-        self.open.pop()
-        if here.make is None:
-            self._put(here.values if token == "]" else tuple(here.values))
-            return
-        try:
-            made = here.make(*here.values, **here.named)
-        except TypeError as error:
-            self.begin = here.at
-            raise self._misfit(here, here.make, error) from None
-        self._put(made)
-
-    def _misfit(self, here: _Open, make: Callable[..., object], error: TypeError) -> PatternError:
-        """Return the error of arguments that do not fit a signature."""
-        signature = inspect.signature(make)
-        try:
-            signature.bind(*here.values, **here.named)
-        except TypeError as misfit:
-            error = misfit
-        plain = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
-        right = f"{here.name}{inspect.Signature(plain)}"
-        return self._error(f"{here.name} with {_said(error)}", right, "Correct its arguments.")
-
-    def _put(self, value: object) -> None:
-        """Store a value after applying the signs before it."""
-        here = self.open[-1]
-        if self._following() == ".":
-            # a method binds tighter than the signs, which apply to its result
-            here.full = True
-            here.groups[-1].append(value)
-            return
-        for sign in reversed(here.signs):
-            if sign == "~":
-                value = ~self._pattern(value)
+    def _signed(self, node: ast.UnaryOp) -> object:
+        signs: list[ast.unaryop] = []
+        inner: ast.expr = node
+        while isinstance(inner, ast.UnaryOp) and isinstance(inner.op, (ast.Invert, ast.USub)):
+            signs.append(inner.op)
+            if len(signs) > _SIGNS:
+                raise self._error(f"more than {_SIGNS} signs in a row", inner.col_offset, remedy="Remove signs.")
+            inner = inner.operand
+        value = self._value(inner)
+        for sign in reversed(signs):
+            if isinstance(sign, ast.Invert):
+                value = ~self._pattern(value, inner.col_offset)
             elif isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise self._error(f"- before {shown(value)}", "- before a number", "Remove the sign.")
+                raise self._error(f"- before {shown(value)}", inner.col_offset, "- before a number", "Remove the sign.")
             else:
                 value = -value
-        here.signs, here.full = "", True
-        here.groups[-1].append(value)
-
-    def _value(self, here: _Open) -> object:
-        if len(here.groups) == 1 == len(here.groups[0]):
-            return here.groups[0][0]
-        groups = [[self._pattern(value) for value in group] for group in here.groups]
-        parts = [join(And, *group) if len(group) > 1 else group[0] for group in groups]
-        return join(Or, *parts) if len(parts) > 1 else parts[0]
-
-    def _pattern(self, value: object, operator: str = "& | ~") -> Pattern:
-        if not isinstance(value, Pattern):
-            got = f"{operator} on {shown(value)}"
-            raise self._error(got, f"patterns under {operator}", "Write a pattern such as Causal().")
         return value
 
-    def _column(self, at: int) -> str:
-        """Return the column of a character, counted from 1, and its line if the text has several."""
-        line = self.text.count("\n", 0, at)
-        column = at - self.text.rfind("\n", 0, at)
-        return f"{column} of line {line + 1}" if "\n" in self.text else str(column)
+    def _call(self, node: ast.Call) -> object:
+        function = node.func
+        if isinstance(function, ast.Name):
+            name, at = function.id, function.col_offset
+            make = self.names.get(name)
+            if make is None:
+                raise self._unknown(name, at)
+        elif isinstance(function, ast.Attribute):
+            name, at = function.attr, _end(function) - len(function.attr)
+            owner = self._owner(function)
+            if name not in _METHODS:
+                raise self._refused(function)
+            make = getattr(self._pattern(owner, at, f".{name}"), name)
+        else:
+            raise self._misplaced(self._after(function))
+        values = [self._value(each) for each in node.args]
+        named: dict[str, object] = {}
+        for each in node.keywords:
+            if each.arg is None:
+                raise self._misplaced(each.col_offset)
+            if each.arg in named:
+                raise self._error(f"{shown(each.arg)} twice", each.col_offset, remedy="Pass it once.")
+            named[each.arg] = self._value(each.value)
+        try:
+            return make(*values, **named)
+        except TypeError as error:
+            raise self._misfit(name, at, make, values, named, error) from None
+
+    def _pattern(self, value: object, at: int, operator: str = "& | ~") -> Pattern:
+        if not isinstance(value, Pattern):
+            got = f"{operator} on {shown(value)}"
+            raise self._error(got, at, f"patterns under {operator}", "Write a pattern such as Causal().")
+        return value
+
+    # ---- errors ------------------------------------------------------------------------------------------------------
 
     def _error(
         self,
         got: str,
+        at: int,
         wanted: str = "patterns with numbers and lists, and & | ~",
         remedy: str = "Write a pattern such as (SlidingWindow(1024) | Sinks(64)) & Causal().",
     ) -> PatternError:
-        name = f"pattern {shown(self.text)}"
-        return PatternError(name, f"{got}, at column {self._column(self.begin)}", wanted, remedy)
+        place = f"{got}, at column {self._column(at)}"
+        return PatternError(f"pattern {shown(self.text)}", place, wanted, remedy)
+
+    def _column(self, at: int) -> str:
+        """Return the column of a character, counted from 1, and its line if the text has several."""
+        column = at - self.text.rfind(_LINE, 0, at)
+        return f"{column} of line {self.text.count(_LINE, 0, at) + 1}" if _LINE in self.text else str(column)
+
+    def _too_deep(self) -> PatternError:
+        got = "values or operators that are nested too deeply"
+        return self._error(got, 0, "fewer levels", "Write a long chain of operators in brackets of 256 operands.")
+
+    def _syntax(self, error: SyntaxError, blanks: int) -> PatternError:
+        """Return the error of a text that is no expression of Python."""
+        said, offset = error.msg, error.offset or 0
+        # Python reports 0 at the end of the text
+        end = len(self.text.rstrip())
+        at = min(blanks + offset - 1, end) if offset else end
+        sign = self.text[at : at + 1].strip()
+        if "was never closed" in said:
+            name = re.search(r"\w*$", self.text[:at])[0]  # type: ignore[index]
+            wanted = repr(_CLOSING.get(sign, "}"))
+            return self._error(f"{name}{sign} without {wanted}", at - len(name), wanted, f"Add a {wanted}.")
+        if said.startswith("unmatched"):
+            return self._error(f"{sign!r} that closes no bracket", at, "an open bracket before it", "Remove it.")
+        if said.startswith("closing parenthesis"):
+            opening = self._opening(at)
+            wanted = repr(_CLOSING.get(self.text[opening], "}"))
+            got = f"{sign!r} for the {self.text[opening]!r} of column {self._column(opening)}"
+            return self._error(got, at, wanted, f"Write {wanted}.")
+        if said.startswith("too many nested"):
+            return self._error("too many nested brackets", at, remedy="Remove brackets.")
+        if said.startswith("positional argument"):
+            got = "an argument without a name after one with a name"
+            return self._error(got, at, "arguments with names last", "Give its name, or write it first.")
+        if said.startswith("Exceeds the limit"):
+            longest = max(re.finditer(r"\d+", self.text), key=lambda found: len(found[0]))
+            got = f"a number of {len(longest[0])} digits"
+            return self._error(got, longest.start(), remedy="Write fewer digits.")
+        if "forgot a comma" in said:
+            both = self.text[at : blanks + (error.end_offset or 0) - 1]
+            got = f"{shown(both)}, two values in a row"
+            return self._error(got, at, "a comma, & or | between them", "Write one, or remove a value.")
+        if not sign:
+            got = "the end after an operator" if end else "no pattern"
+            return self._error(got, at, "a pattern", "Write a pattern there, such as Causal().")
+        return self._misplaced(at)
+
+    def _opening(self, at: int) -> int:
+        """Return the place of the last bracket that is open before a character."""
+        closed = 0
+        for place in range(at - 1, -1, -1):
+            closed += (self.text[place] in ")]}") - (self.text[place] in "([{")
+            if closed < 0:
+                return place
+        return 0
+
+    def _after(self, node: ast.expr) -> int:
+        """Return the place of the sign after a value and the brackets around it."""
+        return _end(node) + len(_CLOSED.match(self.text, _end(node))[0])  # type: ignore[index]
+
+    def _refused(self, node: ast.expr) -> PatternError:
+        """Return the error of a node that no pattern contains."""
+        if isinstance(node, ast.Constant) and node.value is None:
+            return self._unknown("None", node.col_offset)
+        if isinstance(node, ast.Name):
+            return self._unknown(node.id, node.col_offset)
+        if isinstance(node, ast.Attribute):
+            module = node.value
+            while isinstance(module, ast.Attribute):
+                module = module.value
+            if isinstance(module, ast.Name):
+                got = f"{shown(module.id)} and a dot"
+                return self._error(got, module.col_offset, "names without a module", _NO_MODULE)
+            wanted = " or ".join(f".{each}(...)" for each in _METHODS)
+            got = f"{shown('.' + node.attr)} after a value"
+            return self._error(got, _end(node) - len(node.attr), wanted, "Call other methods in Python.")
+        if isinstance(node, (ast.BinOp, ast.Compare)):
+            return self._misplaced(self._after(node.left))
+        if isinstance(node, (ast.BoolOp, ast.IfExp)):
+            return self._misplaced(self._after(node.values[0] if isinstance(node, ast.BoolOp) else node.body))
+        return self._misplaced(node.col_offset)
+
+    def _misplaced(self, at: int) -> PatternError:
+        """Return the error of a word or sign that cannot stand at its place."""
+        word = _WORD.match(self.text, at)[0]  # type: ignore[index]
+        if word in _WORDS or word == "lambda":
+            return self._unknown(word, at)
+        # a value begins after these signs, and at the beginning
+        begins = self.text[:at].rstrip()[-1:] in "([,=&|~-."
+        if begins and word in (",", ")", "]", "=", "&", "|", "."):
+            remedy = f"Write a value before {word!r}, or remove it."
+            return self._error(f"{word!r} where a value begins", at, "a pattern or another value", remedy)
+        if not begins and (word.isalnum() or word in "([~'\"="):
+            remedy = f"Write & or | before {shown(word)}, or remove it."
+            return self._error(f"{shown(word)} after a value", at, "an operator, or the end", remedy)
+        return self._strange(at)
+
+    def _strange(self, at: int) -> PatternError:
+        signs = shown(self.text[at : at + 20].strip())
+        return self._error(signs, at, remedy="Combine patterns with & | ~, and remove other signs.")
+
+    def _unknown(self, name: str, at: int) -> PatternError:
+        """Return the error of a name that is no value."""
+        if name in _WORDS:
+            return self._error(f"the word {name!r}", at, "& | ~", "Write & for `and`, | for `or`, ~ for `not`.")
+        if name == "None":
+            return self._error(name, at, "a value", "Leave the argument out.")
+        if name in self.names:
+            example = DECLARED[name].example if name in DECLARED else "Grid((32, 32))"
+            remedy = f"Write {example}{'' if example.endswith('()') else ', for example'}."
+            return self._error(f"{name} without arguments", at, f"{name}(...)", remedy)
+        known = DECLARED.get(name)
+        takes = _IN_PYTHON.get(name) or (_TAKES.get(name, "a tensor") if known is not None else None)
+        if takes is not None:
+            remedy = f"It takes {takes}, and exists in Python only: build this pattern there."
+            return self._error(name, at, "a pattern that has a text", remedy)
+        near = nearest(name, [each for each in self.names if each not in _OLD])
+        remedy = "dir(ringweave.patterns) lists the patterns." if near is None else f"Did you mean {near}?"
+        return self._error(f"the unknown name {shown(name)}", at, "the name of a pattern or preset", remedy)
+
+    def _misfit(
+        self,
+        name: str,
+        at: int,
+        make: Callable[..., object],
+        values: list[object],
+        named: dict[str, object],
+        error: TypeError,
+    ) -> PatternError:
+        """Return the error of arguments that do not fit a signature."""
+        signature = inspect.signature(make)
+        try:
+            signature.bind(*values, **named)
+        except TypeError as misfit:
+            error = misfit
+        plain = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
+        text = str(error).removeprefix("got ").replace("missing a required argument:", "no argument", 1)
+        return self._error(f"{name} with {text}", at, f"{name}{inspect.Signature(plain)}", "Correct its arguments.")
+
+
+def _end(node: ast.expr) -> int:
+    return node.end_col_offset or 0

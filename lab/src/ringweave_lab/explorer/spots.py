@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
-import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import ringweave
-from ringweave.patterns.parse import names, split
+from ringweave.patterns.parse import names, tree
 
 
 @dataclass(frozen=True)
@@ -29,23 +29,6 @@ class Spot:
     value: int | float
 
 
-@dataclass
-class _Open:
-    """An open bracket.
-
-    Attributes:
-        call: Name of the call that the bracket belongs to; None for a list, a tuple or a plain bracket.
-        listed: Whether the bracket is a list's or a tuple's.
-        index: Number of the argument or member that is being read.
-        word: Keyword of that argument, if it has one.
-    """
-
-    call: str | None
-    listed: bool
-    index: int = 0
-    word: str | None = None
-
-
 def spots(text: str) -> list[Spot]:
     """Return the numbers in the text of a valid pattern.
 
@@ -55,58 +38,45 @@ def spots(text: str) -> list[Spot]:
         >>> [spot.name for spot in spots("SlidingWindow(9, right=2) | LongNet([64, 256], [1, 4])")]
         ['SlidingWindow left', 'SlidingWindow right', 'LongNet segments 1', 'LongNet segments 2', 'LongNet rates 1', 'LongNet rates 2']
     """  # noqa: E501
-    found: list[Spot] = []
-    stack = [_Open(None, False)]
-    tokens = list(split(text))
-    calls = [token for (kind, token, _), (_, after, _) in itertools.pairwise(tokens) if kind == "name" and after == "("]
-    number, seen, tuples = Counter(calls), Counter[str](), _tuples(text)
-    call: str | None = None
-    for (kind, token, place), (_, after, _) in itertools.pairwise(tokens):
-        here = stack[-1]
-        if kind == "name" and after == "(":
-            seen[token] += 1
-            # a pattern that occurs several times is numbered
-            call = token if number[token] == 1 else f"{token} #{seen[token]}"
-        elif kind == "name" and after == "=":
-            here.word = token
-        elif token in ("(", "[") and kind == "sign":
-            stack.append(_Open(call, call is None and (token == "[" or place in tuples)))
-            call = None
-        elif token in (")", "]") and kind == "sign":
-            stack.pop()
-        elif token == "," and kind == "sign":
-            here.index, here.word = here.index + 1, None
-        elif kind in ("int", "float"):
-            value = int(token) if kind == "int" else float(token)
-            found.append(Spot(_named(stack), place - len(token), place, value))
-    return found
+    parsed = tree(text)
+    calls = _calls(parsed)
+    number, seen = Counter(name for _, name in calls), Counter[str]()
+    titles = {}
+    for node, name in calls:
+        seen[name] += 1
+        # a pattern that occurs several times is numbered
+        titles[node] = name if number[name] == 1 else f"{name} #{seen[name]}"
+    return sorted(_numbers(parsed, titles, "number"), key=lambda spot: spot.begin)
 
 
-def _tuples(text: str) -> set[int]:
-    """Return the places of the opening brackets that have a comma at their own level."""
-    opened: list[int] = []
-    found = set()
-    for kind, token, place in split(text):
-        if kind == "sign" and token in ("(", "["):
-            opened.append(place)
-        elif kind == "sign" and token in (")", "]"):
-            opened.pop()
-        elif kind == "sign" and token == ",":
-            found.add(opened[-1])
-    return found
+def _calls(node: ast.expr) -> list[tuple[ast.Call, str]]:
+    """Return the calls in a text in their order, with the names that they call."""
+    found = [(_name(each.func), each) for each in ast.walk(node) if isinstance(each, ast.Call)]
+    return [(call, name) for (_, name), call in sorted(found, key=lambda each: each[0])]
 
 
-def _named(stack: list[_Open]) -> str:
-    """Name the value that is read: the innermost call around it, the parameter, and the place in a list."""
-    place = ""
-    for here in reversed(stack):
-        if here.call is not None:
-            parameters = list(inspect.signature(names()[here.call.partition(" ")[0]]).parameters)
-            named = here.word or (parameters[here.index] if here.index < len(parameters) else "")
-            return f"{here.call} {named}{place}".strip()
-        if here.listed:
-            place = f" {here.index + 1}{place}"
-    return "number"
+def _name(function: ast.expr) -> tuple[int, str]:
+    """Return the place of a called name, and the name; a method's stands behind its pattern."""
+    name = function.attr if isinstance(function, ast.Attribute) else function.id  # type: ignore[attr-defined]
+    return (function.end_col_offset or 0) - len(name), name
+
+
+def _numbers(node: ast.AST, titles: dict[ast.Call, str], name: str) -> Iterator[Spot]:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        yield Spot(name, node.col_offset, node.end_col_offset or 0, node.value)  # type: ignore[arg-type]
+    elif isinstance(node, ast.Call):
+        yield from _numbers(node.func, titles, name)
+        called = _name(node.func)[1]
+        parameters = list(inspect.signature(names()[called]).parameters) if called in names() else ["bounds"]
+        words = [*zip(parameters, node.args, strict=False), *((each.arg, each.value) for each in node.keywords)]
+        for word, value in words:
+            yield from _numbers(value, titles, f"{titles[node]} {word}")
+    elif isinstance(node, (ast.List, ast.Tuple)):
+        for place, each in enumerate(node.elts, 1):
+            yield from _numbers(each, titles, f"{name} {place}")
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from _numbers(child, titles, name)
 
 
 def python(text: str) -> str:
@@ -116,16 +86,9 @@ def python(text: str) -> str:
         >>> python("SlidingWindow(9) & Causal()")
         'out = rw.attention(q, k, v, rw.SlidingWindow(9) & rw.Causal())'
     """
-    return f"out = rw.attention(q, k, v, {''.join(_prefixed(text)).strip()})"
-
-
-def _prefixed(text: str) -> Iterator[str]:
-    done = 0
-    tokens = list(split(text))
-    for (kind, token, place), (_, after, _) in itertools.pairwise(tokens):
-        begin = place - len(token)
-        if kind == "name" and after == "(":
-            yield " ".join(text[done:begin].split("\n"))
-            yield f"rw.{token}" if token in ringweave.__all__ else f"rw.patterns.{token}"
-            done = place
-    yield " ".join(text[done:].split("\n"))
+    written = " ".join(text.split("\n"))
+    for node, name in reversed(_calls(tree(text))):
+        if isinstance(node.func, ast.Name):
+            module = "rw" if name in ringweave.__all__ else "rw.patterns"
+            written = f"{written[: node.func.col_offset]}{module}.{written[node.func.col_offset :]}"
+    return f"out = rw.attention(q, k, v, {written.strip()})"
