@@ -40,8 +40,8 @@ $(BIN)/python:
 # the stamps hold what is installed: they are made anew when the project's requirements change
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 
-$(VENV)/.demo: pyproject.toml lab/pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
-	$(PIP) --editable '.[all]' --editable ./lab
+$(VENV)/.demo: pyproject.toml audit/pyproject.toml lab/pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
+	$(PIP) --editable '.[all]' --editable ./audit --editable ./lab
 	touch $@
 
 # what builds the kernel: with it the sanitized one is compiled while the rest is being installed
@@ -49,8 +49,8 @@ $(VENV)/.build: constraints.txt | $(BIN)/python
 	$(PIP) cmake ninja nanobind
 	touch $@
 
-$(VENV)/.dev: pyproject.toml lab/pyproject.toml constraints.txt $(NATIVE) | $(VENV)/.build
-	$(PIP) --editable '.[all,dev]' --editable ./lab
+$(VENV)/.dev: pyproject.toml audit/pyproject.toml lab/pyproject.toml constraints.txt $(NATIVE) | $(VENV)/.build
+	$(PIP) --editable '.[all,dev]' --editable ./audit --editable ./lab
 	touch $@ $(VENV)/.demo
 
 demo: $(VENV)/.demo

@@ -110,7 +110,9 @@ def poisoned() -> Iterator[None]:
 if importlib.util.find_spec("sybil") is not None:
     from tests.markdown import collector
 
-    pytest_collect_file = collector(Path(__file__).parent, ["README.md", "CONTRIBUTING.md", "docs/*.md"], example_names)
+    pytest_collect_file = collector(
+        Path(__file__).parent, ["README.md", "CONTRIBUTING.md", "audit/README.md", "docs/*.md"], example_names
+    )
 collect_ignore_glob = ["docs/*.py"]
 # these import triton as they are loaded
 if importlib.util.find_spec("triton") is None:

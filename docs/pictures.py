@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 
 import ringweave as rw
-from ringweave.audit.page import COLOURS
 from ringweave.backends import BACKENDS
 from ringweave.call import Call
 from ringweave.parallel.planning.placement import contiguous, striped
@@ -30,6 +29,7 @@ from ringweave.plan import branches
 from ringweave.program import unsupported_reason
 from ringweave.terms import KINDS
 from ringweave.units import count
+from ringweave_audit.html_report import COLOURS
 
 HERE = Path(__file__).parent
 WRITTEN, END = "<!-- {}: written by docs/pictures.py -->", "<!-- end of {} -->"

@@ -154,13 +154,6 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
         space = rw.memory.Workspace()
         return [space.take((300, 5), torch.float32).fill_(1.0) for _ in range(3)]
 
-    def probed() -> str:
-        class Layer(torch.nn.Module):
-            def forward(self, x: Tensor) -> Tensor:
-                return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
-
-        return str(rw.audit.model(Layer(), q[:1, :1, :16]))
-
     def meshed() -> list[int]:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
@@ -191,7 +184,6 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "mass of vmap", mapped
     yield "hierarchical", lambda: grads(lambda *x: hierarchical_attention(*x, window=32, pool=16, top_k=1), q, k, v)
     yield "scratch", scratch
-    yield "audit", probed
     yield "mesh", meshed
     yield "sdpa", lambda: rw.attention(q, k, v, rw.Causal(), backend="sdpa")
 

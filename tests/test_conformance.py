@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import ringweave as rw
-from ringweave.audit import conformance
 from ringweave.backends import BACKENDS, cpu
 from ringweave.errors import UnsupportedError
 from ringweave.patterns import Pattern
+from ringweave_audit import conformance
 
 from .cases import MIXTURES, PATTERNS
 from .oracle import NAMES, Inputs, errors, exact, gradients, rounding, torch_errors

@@ -29,7 +29,8 @@ MACHINE = re.compile(
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_MKDOCS_2_WARNING": "1"}
+    sources = os.pathsep.join(str(ROOT / folder) for folder in ("src", "audit/src", "lab/src"))
+    environment = {**os.environ, "PYTHONPATH": sources, "NO_MKDOCS_2_WARNING": "1"}
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,

@@ -39,6 +39,7 @@ class Block(NamedTuple):
         path = root / self.file
         if self.how is None:
             assert not path.exists(), f"{self.file} is there already"
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(self.code, "utf-8")
             return
         lines = path.read_text("utf-8").splitlines(keepends=True)
@@ -299,6 +300,36 @@ except TypeError:
 else:
     raise AssertionError("pages took it")
 """,
+    "Add a distribution's command": """
+import tomllib
+from pathlib import Path
+from ringweave import plugins
+try:
+    plugins.require_command("density")
+except plugins.AbsentError as error:
+    assert "pip install ringweave-density, or pip install ./density" in str(error), error
+else:
+    raise AssertionError("an absent command")
+# what an installation writes of the project
+project = tomllib.loads(Path("density/pyproject.toml").read_text("utf-8"))["project"]
+info = Path("density/src/ringweave_density-0.1.0.dist-info")
+info.mkdir()
+(info / "METADATA").write_text(f"Metadata-Version: 2.1\\nName: {project['name']}\\nVersion: 0.1.0\\n", "utf-8")
+groups = project["entry-points"].items()
+lines = [f"[{group}]\\n" + "".join(f"{name} = {value}\\n" for name, value in points.items()) for group, points in groups]
+(info / "entry_points.txt").write_text("\\n".join(lines), "utf-8")
+sys.path.insert(0, str(info.parent.resolve()))
+from typer.testing import CliRunner
+from ringweave.cli.app import app
+done = CliRunner().invoke(app, ["density", "Causal()", "--tokens", "64"])
+assert (done.exit_code, done.output) == (0, "50.78%\\n"), done.output
+import contextlib, io
+from ringweave_command import main
+with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+    main(["--help"])
+assert "Print the share of the pairs" in said.getvalue()
+assert "density" not in said.getvalue().partition("Not installed")[2]
+""",
 }
 
 
@@ -328,7 +359,7 @@ sys.exit(pytest.main([sys.argv[2], "-q", "-k", sys.argv[3], "--tb=short", "-p", 
 
 def copied(to: Path) -> Path:
     """A copy of what guides change, with the compiled kernel of this installation."""
-    for folder in ("src/ringweave", "tests", "docs/api"):
+    for folder in ("src/ringweave", "src/ringweave_command", "tests", "docs/api"):
         shutil.copytree(ROOT / folder, to / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (to / "csrc").mkdir()
     for file in ("csrc/terms.h", "docs/terms.md", "pyproject.toml", "conftest.py"):
@@ -351,11 +382,16 @@ def test_a_guide_gives_what_it_says(guide: str, tmp_path: Path) -> None:
     commands = [[str(program)]]
     if guide in TESTS:
         commands.append(["-c", PYTEST, str(tmp_path), *TESTS[guide]])
+    path = (tmp_path / "src", ROOT / "audit/src", ROOT / "lab/src")
     for command in commands:
         done = subprocess.run(
             [sys.executable, *command],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(tmp_path / "src"), "PYTHONDONTWRITEBYTECODE": "1"},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(map(str, path)),
+                "PYTHONDONTWRITEBYTECODE": "1",
+            },
             capture_output=True,
             text=True,
             timeout=240,

@@ -36,7 +36,11 @@ def test_the_list_of_layers_is_the_linters() -> None:
     assert parts()[1] == layers()
 
 
-@pytest.mark.parametrize("page", sorted(ROOT.glob("src/**/README.md")), ids=lambda page: page.parent.name)
+@pytest.mark.parametrize(
+    "page",
+    sorted([*ROOT.glob("src/**/README.md"), *ROOT.glob("audit/src/**/README.md")]),
+    ids=lambda page: page.parent.name,
+)
 def test_a_folders_page_names_its_files(page: Path) -> None:
     said = page.read_text("utf-8")
     # folders below have pages of their own, or a line in the root's

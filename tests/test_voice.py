@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in ("README.md", "DESIGN.md", "CHANGELOG.md"))]
+PAGES = [
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *(ROOT / name for name in ("README.md", "DESIGN.md", "CHANGELOG.md", "audit/README.md")),
+]
 
 #: Constructions without an ordinary use in these pages, each with a hint.
 FORBIDDEN = {

@@ -1,4 +1,4 @@
-"""Which masks the models of transformers really have: `ringweave.audit` over every model_type that uses its interface.
+"""Which masks the models of transformers really have: `ringweave_audit` over every model_type that uses its interface.
 
     python lab/scripts/huggingface_audit.py                   # all, into huggingface-audit.md, or --out FILE
     python lab/scripts/huggingface_audit.py llama gemma3      # these, on the terminal
@@ -27,7 +27,7 @@ import huggingface_models as models
 import torch
 import transformers
 
-from ringweave.audit import page, targets
+from ringweave_audit import html_report, model_zoo
 
 CASES = ("unpadded", "left", "right", "packed", "cached")
 _SECONDS, _MEMORY, _WEIGHTS = 120, 6 * 2**30, 30_000_000
@@ -144,7 +144,7 @@ def fed(tiny: models.Tiny) -> models.Inputs:
     raise models.UntriedError(why or "takes what is not known here")
 
 
-def status(result: targets.Result) -> str:
+def status(result: model_zoo.Result) -> str:
     """A word of MARKS."""
     if result.audit is None:
         return "raises" if result.failed else "not a call"
@@ -165,11 +165,11 @@ def seen(name: str) -> Seen:
             return {"name": name, "untried": why}
     except models.UntriedError as error:
         return {"name": name, "untried": str(error)}
-    target = targets.Target(name, lambda way: tiny.made(way or "eager", gain=1.0).eval(), inputs)
-    found = targets.run(target, targets.IMPLEMENTATIONS, CASES)
+    target = model_zoo.Target(name, lambda way: tiny.made(way or "eager", gain=1.0).eval(), inputs)
+    found = model_zoo.run(target, model_zoo.IMPLEMENTATIONS, CASES)
     return {
         "name": name, "class": tiny.kind.__name__, "fed": [x for x in inputs if x != "decoder_input_ids"],
-        "results": [[each.implementation, each.case, status(each), page.lines(each)] for each in found],
+        "results": [[each.implementation, each.case, status(each), html_report.lines(each)] for each in found],
     }  # fmt: skip
 
 
@@ -244,7 +244,9 @@ def line(each: Seen) -> str:
 def cells(each: Seen) -> list[str]:
     """A mark for each case of each implementation."""
     marks = {(way, case): MARKS[word] for way, case, word, _ in each["results"]}
-    return [marks.get((way, "build")) or "".join(marks[way, case] for case in CASES) for way in targets.IMPLEMENTATIONS]
+    return [
+        marks.get((way, "build")) or "".join(marks[way, case] for case in CASES) for way in model_zoo.IMPLEMENTATIONS
+    ]
 
 
 def judged(name: str, said: str) -> str:
@@ -272,9 +274,9 @@ def listed(reasons: dict[str, dict[str, list[tuple[str, str]]]]) -> Iterable[str
     """Rows of a table of reasons."""
     for why, types in reasons.items():
         where = {place for places in types.values() for place in places}
-        ways = [way for way in targets.IMPLEMENTATIONS if any(way == place[0] for place in where)]
+        ways = [way for way in model_zoo.IMPLEMENTATIONS if any(way == place[0] for place in where)]
         cases = [case for case in ("build", *CASES) if any(case == place[1] for place in where)]
-        ways = ["all"] if len(ways) == len(targets.IMPLEMENTATIONS) else ways
+        ways = ["all"] if len(ways) == len(model_zoo.IMPLEMENTATIONS) else ways
         yield f"| {why} | {', '.join(ways)} | {', '.join(cases)} | {len(types)}: {', '.join(types)} |"
 
 
@@ -291,7 +293,7 @@ def document(rows: list[Seen]) -> str:
     late = [each["name"] for each in rows if each.get("untried") == LATE]
     unmade = [each["name"] for each in rows if "untried" in each and each["untried"] != LATE]
     counts = []
-    for way in targets.IMPLEMENTATIONS:
+    for way in model_zoo.IMPLEMENTATIONS:
         words = [(case, word) for each in tried for which, case, word, _ in each["results"] if which == way]
         numbers = (four([word for which, word in words if which == case]) for case in CASES)
         counts.append(f"| {way} | {' | '.join(numbers)} | {words.count(('build', 'raises'))} |")
@@ -299,7 +301,7 @@ def document(rows: list[Seen]) -> str:
     marks = ", ".join(f"`{mark}` {word}" for word, mark in MARKS.items())
     lines = [
         "# Which masks Hugging Face models really have", "",
-        f"transformers {transformers.__version__}, torch {torch.__version__}: [`ringweave.audit`](audit.md) of",
+        f"transformers {transformers.__version__}, torch {torch.__version__}: [`ringweave_audit`](audit.md) of",
         f"{len(tried)} of the {len(rows)} model types that call attention through the library's interface, tiny, with",
         "random weights: each pair that a layer attends, found by value, against what configuration and inputs say.",
         "`python lab/scripts/huggingface_audit.py` makes this page.", "",
@@ -316,7 +318,7 @@ def document(rows: list[Seen]) -> str:
         "| why | implementation | case | model types |", "|---|---|---|---|", *listed(found(tried, "raises")), "",
         "## Every model type", "",
         f"A mark for each case, in the order {', '.join(CASES)}: {marks}.", "One mark alone: it is not offered.", "",
-        f"| model type | {' | '.join(targets.IMPLEMENTATIONS)} |", f"|---|{'---|' * len(targets.IMPLEMENTATIONS)}",
+        f"| model type | {' | '.join(model_zoo.IMPLEMENTATIONS)} |", f"|---|{'---|' * len(model_zoo.IMPLEMENTATIONS)}",
         *(f"| {each['name']} | {' | '.join(f'`{cell}`' for cell in cells(each))} |" for each in tried), "",
         f"Not made or fed by the script, {len(unmade)}: {', '.join(unmade)}.", "",
     ]  # fmt: skip

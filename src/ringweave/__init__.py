@@ -62,7 +62,7 @@ from .terms import ALiBi, Bias, DistanceBias, Softcap
 from .types import AttentionOutput as AttentionOutput
 
 if TYPE_CHECKING:
-    from . import adaptive, audit, integrations, memory, nn, parallel
+    from . import adaptive, integrations, memory, nn, parallel
     from . import tune as tune
     from .explanation import explain
     from .hierarchical import hierarchical_attention
@@ -105,7 +105,6 @@ __all__ = [
     "attention",
     "attention_weights",
     "attention_with_lse",
-    "audit",
     "explain",
     "from_mask_mod",
     "hierarchical_attention",
@@ -138,7 +137,7 @@ _UNLISTED = (
 
 
 # imported when first used, so that importing ringweave stays quick
-_SUBMODULES = ("adaptive", "audit", "integrations", "memory", "nn", "parallel", "tune")
+_SUBMODULES = ("adaptive", "integrations", "memory", "nn", "parallel", "tune")
 _ELSEWHERE = {
     "BlockWeights": "weights",
     "ContextParallel": "parallel",
@@ -166,11 +165,9 @@ def __getattr__(name: str) -> Any:
     if name in _RENAMED:
         warn_renamed(f"ringweave.{name}", f"ringweave.{_RENAMED[name]}")
         return getattr(patterns, _RENAMED[name].removeprefix("patterns."))
-    if name == "bench":
-        from .laboratory import attribute
+    from .plugins import ATTRIBUTES, attribute
 
-        return attribute("ringweave", name)
-    return _unknown(name)
+    return attribute("ringweave", name) if f"ringweave.{name}" in ATTRIBUTES else _unknown(name)
 
 
 _unknown = suggest("ringweave", [*(f"patterns.{each}" for each in patterns.__all__), *_UNLISTED, *__all__])

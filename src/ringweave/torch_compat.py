@@ -12,7 +12,7 @@ import hashlib
 import importlib.util
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from operator import attrgetter
 from typing import Any
@@ -219,14 +219,6 @@ def dispatched() -> bool:
 def dispatch_modes() -> list[Any]:
     """Return the active dispatch modes."""
     return [] if _modes is None else _modes()
-
-
-_no_functions = find("_C.DisableTorchFunction")
-
-
-def without_functions() -> AbstractContextManager[None]:
-    """Return a context in which function modes and subclasses do not see calls."""
-    return nullcontext() if _no_functions is None else _no_functions()
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------

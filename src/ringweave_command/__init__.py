@@ -18,9 +18,19 @@ COMMANDS = {
     "doctor": (
         "Check Python, PyTorch, devices, the native kernel, compilers, packages and backends, and give a verdict."
     ),
-    "audit": ("Find the pairs that each attention layer of a model attends, and compare them with its configuration."),
     "tune": 'Measure the fastest backend and tiles for a call, and store them for backend="auto".',
 }
+#: The commands of other distributions, which are there if their distribution is installed.
+ELSEWHERE = {
+    "audit": "ringweave-audit",
+    **dict.fromkeys(("bench", "demo", "explore", "profile", "simulate"), "ringweave-lab"),
+}
+
+
+def how_to_install(distribution: str) -> str:
+    """Return a sentence that says how to install a distribution."""
+    folder = distribution.removeprefix("ringweave-")
+    return f"Run pip install {distribution}, or pip install ./{folder} in a clone of the repository."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,18 +57,23 @@ def _overview(words: list[str]) -> None:
     """Print the list of commands."""
     import typer
 
-    options = {"help_option_names": ["-h", "--help"]}
+    every = dict(COMMANDS)
+    for point in metadata.entry_points(group="ringweave.summaries"):
+        every |= point.load()
+    absent: dict[str, list[str]] = {}
+    for name, owner in ELSEWHERE.items():
+        if name not in every:
+            absent.setdefault(owner, []).append(name)
+    said = [f"Not installed: {', '.join(names)}. {how_to_install(owner)}" for owner, names in absent.items()]
     app = typer.Typer(
-        name="ringweave", help=DESCRIPTION, no_args_is_help=True, add_completion=False, context_settings=options
-    )
+        name="ringweave", help=DESCRIPTION, no_args_is_help=True, add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]}, epilog="\n\n".join(said),
+    )  # fmt: skip
 
     @app.callback()
     def version(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
         pass
 
-    every = dict(COMMANDS)
-    for point in metadata.entry_points(group="ringweave.summaries"):
-        every |= point.load()
     for name, text in every.items():
         app.command(name, help=text)(lambda: None)
     app(words, prog_name="ringweave")

@@ -17,10 +17,10 @@ from ..backends import BACKENDS
 from ..cells import Panel, picture
 from ..errors import RingweaveError
 from ..explanation import explain as explained
-from ..laboratory import COMMANDS, REMEDY, registrations
 from ..patterns import parse
 from ..picture import ASCII_SHADES, SHADES, art_rows
-from . import auditing, doctor, terminal
+from ..plugins import registrations, require_command
+from . import doctor, terminal
 from .terminal import HeadDim, Heads, KvHeads, PatternText, Tokens
 
 if TYPE_CHECKING:
@@ -37,9 +37,8 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find a command; names of two words, such as ``bench --gate``, take precedence over the first word."""
-        if args[0] in COMMANDS and args[0] not in self.commands:
-            terminal.fail(f"{args[0]} belongs to the distribution ringweave-lab: {REMEDY}")
-            raise typer.Exit(2)
+        if args[0] not in self.commands:
+            require_command(args[0])
         second, *value = args[1].split("=", 1) if len(args) > 1 else [""]
         name = f"{args[0]} {second}"
         return super().resolve_command(ctx, [name, *value, *args[2:]] if name in self.commands else args)
@@ -176,7 +175,6 @@ def explain(
 
 
 app.command("doctor")(doctor.doctor)
-app.command("audit")(auditing.audit)
 
 
 @app.command()

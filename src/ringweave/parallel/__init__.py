@@ -33,7 +33,7 @@ def __getattr__(name: str) -> object:
 
         return regroup
     if name == "simulate":
-        from ..laboratory import attribute
+        from ..plugins import attribute
 
         return attribute(__name__, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

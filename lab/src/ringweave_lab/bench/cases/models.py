@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ringweave.audit.targets import library
 from ringweave.errors import UnsupportedError
 from ringweave.tune.measure import interleaved, ratio
 from ringweave.tune.session import Say
 from ringweave.units import nbytes
+from ringweave_audit.model_zoo import library
 
 from ..peak import peak_memory
 from ..record import Measuring, Options, Target

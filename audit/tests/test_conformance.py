@@ -10,8 +10,8 @@ import pytest
 from torch import Tensor
 
 import ringweave as rw
-from ringweave.audit import conformance
 from ringweave.errors import UnsupportedError
+from ringweave_audit import conformance
 
 from .functions import KERNELS, RIGHT_KERNELS
 
@@ -59,15 +59,15 @@ def test_what_is_no_kernel() -> None:
 @pytest.mark.parametrize(
     ("kernel", "status", "says"),
     [
-        ("tests.audit.functions:a_softmax_a_tile", 1, "rows of ones give"),
-        ("tests.audit.test_model:only_causal", 0, "0 calls, 40 refused"),
+        ("audit.tests.functions:a_softmax_a_tile", 1, "rows of ones give"),
+        ("audit.tests.test_model:only_causal", 0, "0 calls, 40 refused"),
     ],
 )
 def test_under_pytest(kernel: str, status: int, says: str) -> None:
     """Pytest fails for a rule that a kernel breaks, and skips a rule that it refuses."""
     command = [
         sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "pytest_ringweave",
-        "--pyargs", "ringweave.audit.conformance", "-k", "row_sums", "-rs", "--kernel", kernel,
+        "--pyargs", "ringweave_audit.conformance", "-k", "row_sums", "-rs", "--kernel", kernel,
     ]  # fmt: skip
     # an installed plugin is loaded already
     plugin = ["-p", "pytest_ringweave"]
@@ -80,4 +80,4 @@ def test_under_pytest(kernel: str, status: int, says: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == status, done.stdout + done.stderr
     assert says in done.stdout
-    assert ("from ringweave.audit import conformance" if status else "not examined: ") in done.stdout
+    assert ("from ringweave_audit import conformance" if status else "not examined: ") in done.stdout

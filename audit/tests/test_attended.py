@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ringweave as rw
-from ringweave import audit
+import ringweave_audit as audit
 from ringweave.errors import ShapeError
 
 from .functions import BATCH, CAUSAL, FAULTS, HEADS, KV_HEADS, LEAKLESS, LEAKS, SOUND, Case, masked

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError, shown
-from .drawn import Drawn
+from ringweave.errors import ShapeError, shown
+
+from .random_probe import RandomCall
 
 #: An attention function: (q, k, v) to out, or to a tuple that begins with out.
 Attention = Callable[[Tensor, Tensor, Tensor], Any]
@@ -32,24 +33,24 @@ class Attended:
     Attributes:
         pairs: Attended pairs, (B, Hq, Nq, Nk) bool.
         weights: Weights for equal scores, (B, Hq, Nq, Nk) float64.
-        drawn: A call on random inputs, with the fitted scale and precision.
+        random_call: A call on random inputs, with the fitted scale and precision.
         steady: Whether a second call gave the same output; False with dropout.
     """
 
     pairs: Tensor
     weights: Tensor
-    drawn: Drawn
+    random_call: RandomCall
     steady: bool
 
     @property
     def scale(self) -> float:
         """Factor of the scores that fits the random call; NaN if no row has two keys."""
-        return self.drawn.scale
+        return self.random_call.scale
 
     @property
     def noise(self) -> float:
         """Largest difference between weights, relative to the largest of the row, that rounding explains."""
-        return 8 * torch.finfo(self.drawn.precision).eps
+        return 8 * torch.finfo(self.random_call.precision).eps
 
     @property
     def sums(self) -> Tensor:
@@ -115,9 +116,11 @@ def attended(fn: Attention, q: Tensor, k: Tensor, v: Tensor) -> Attended:
     weights = probe.weights()
     lowered = probe.weights(_LIFT)
     none = (weights <= 1e-5 * weights.amax(-1, keepdim=True)) & (lowered <= 1e-5 * lowered.amax(-1, keepdim=True))
-    drawn = Drawn.of(probe.out, (probe.q, probe.k, probe.v), weights)
-    steady = torch.equal(drawn.out, probe.out(*(x.to(q.device) for x in (drawn.q, drawn.k, drawn.v))))
-    return Attended(~none | probe.lifted(none), weights, drawn, steady)
+    random_call = RandomCall.of(probe.out, (probe.q, probe.k, probe.v), weights)
+    steady = torch.equal(
+        random_call.out, probe.out(*(x.to(q.device) for x in (random_call.q, random_call.k, random_call.v)))
+    )
+    return Attended(~none | probe.lifted(none), weights, random_call, steady)
 
 
 class _Probe:

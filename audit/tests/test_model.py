@@ -14,9 +14,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from typer.testing import CliRunner
 
 import ringweave as rw
-from ringweave import audit
-from ringweave.audit import page, targets
+import ringweave_audit as audit
 from ringweave.cli.app import app
+from ringweave_audit import html_report, model_zoo
 
 transformers = pytest.importorskip("transformers")
 
@@ -102,8 +102,8 @@ def test_a_fused_path_that_goes_round_a_module() -> None:
     assert "a fused path bypasses a module" in str(found)
 
 
-def results(name: str, implementation: str, *cases: str) -> list[targets.Result]:
-    return list(targets.run(targets.target(name, 2), (implementation,), cases or tuple(targets.CASES)))
+def results(name: str, implementation: str, *cases: str) -> list[model_zoo.Result]:
+    return list(model_zoo.run(model_zoo.target(name, 2), (implementation,), cases or tuple(model_zoo.CASES)))
 
 
 # afmoe passes its mask by keyword; bigbird's decoder is causal without is_causal
@@ -113,7 +113,7 @@ def results(name: str, implementation: str, *cases: str) -> list[targets.Result]
 def test_transformers(name: str) -> None:
     for result in results(name, "eager", "unpadded", "left", "right", "cached", "static"):
         decodes = name != "modernbert" or result.case not in ("cached", "static")
-        assert result.agrees is (True if decodes else None), page.lines(result)
+        assert result.agrees is (True if decodes else None), html_report.lines(result)
 
 
 def test_what_a_configuration_promises() -> None:
@@ -132,9 +132,9 @@ def test_what_a_configuration_promises() -> None:
 def test_a_mask_that_a_model_drops() -> None:
     """Doge builds its mask from numbers, and does not read the block mask of flex_attention."""
     (sound,) = results("doge", "eager", "unpadded")
-    assert sound.agrees, page.lines(sound)
+    assert sound.agrees, html_report.lines(sound)
     (flex,) = results("doge", "flex_attention", "unpadded")
-    assert "future visible from token 0: attends Full() instead of" in page.lines(flex)[0]
+    assert "future visible from token 0: attends Full() instead of" in html_report.lines(flex)[0]
 
 
 def test_padding_of_a_text_is_none_of_an_image_with_as_many_tokens() -> None:
@@ -169,10 +169,10 @@ def test_a_window_is_none_of_an_encoder() -> None:
 
 
 def test_inputs_of_ones_own() -> None:
-    target = targets.target("mistral", 1)
-    own = targets.Target("mistral", target.build, {"input_ids": torch.full((1, 9), 5)})
+    target = model_zoo.target("mistral", 1)
+    own = model_zoo.Target("mistral", target.build, {"input_ids": torch.full((1, 9), 5)})
     shapes = set()
-    for result in targets.run(own, ("eager",), ("unpadded", "packed", "cached")):
+    for result in model_zoo.run(own, ("eager",), ("unpadded", "packed", "cached")):
         assert result.agrees
         assert result.audit is not None
         shapes.add(tuple(result.audit.layers[0].found.pairs.shape[2:]))
@@ -197,8 +197,8 @@ def test_masks_lost_in_transformers() -> None:
         found = {result.case: result for result in results("mistral", "bare", "unpadded", "left")}
     finally:
         del AttentionInterface._global_mapping["bare"]
-    assert "attends Causal() instead of SlidingWindow(7)" in page.lines(found["unpadded"])[0]
-    said = page.lines(found["left"])[0]
+    assert "attends Causal() instead of SlidingWindow(7)" in html_report.lines(found["unpadded"])[0]
+    said = html_report.lines(found["left"])[0]
     assert "attends Causal() instead of SlidingWindow(7)" in said or "padding is ignored" in said or "row 1" in said
 
 
@@ -218,7 +218,7 @@ def test_the_command(tmp_path: Path) -> None:
     done = run.invoke(app, ["audit", "no_such_model_type"])
     assert done.exit_code == 2
     assert "audit" in run.invoke(app, ["--help"]).output
-    done = run.invoke(app, ["audit", "--kernel", "tests.audit.functions:a_softmax_a_tile", "--examples", "20"])
+    done = run.invoke(app, ["audit", "--kernel", "audit.tests.functions:a_softmax_a_tile", "--examples", "20"])
     assert done.exit_code == 1
     assert "broken" in done.output
 
@@ -263,7 +263,7 @@ def test_a_difference_outweighs_what_was_not_examined(target: str, says: int) ->
 
 def test_a_rule_that_a_kernel_refuses_is_not_examined() -> None:
     """The kit counts rules of which every call was refused as not examined."""
-    command = ["audit", "--kernel", "tests.audit.test_model:only_causal", "--examples", "3"]
+    command = ["audit", "--kernel", "audit.tests.test_model:only_causal", "--examples", "3"]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 2
     assert done.output.count("not examined  ") == 7
@@ -324,10 +324,10 @@ def test_chance_is_no_fused_path() -> None:
 
 def test_a_page_with_pictures(tmp_path: Path) -> None:
     found = audit.model(six(4), torch.randn(1, 20, 16), expect=rw.SlidingWindow(5))
-    result = targets.Result("eager", "unpadded", found)
-    text = page.write_page("six", [result], 20, tmp_path / "a.html").read_text()
+    result = model_zoo.Result("eager", "unpadded", found)
+    text = html_report.write_page("six", [result], 20, tmp_path / "a.html").read_text()
     assert text.count("<svg") == 1
-    assert page.COLOURS["extra"] in text
+    assert html_report.COLOURS["extra"] in text
     assert "4: attends Causal() instead of SlidingWindow(5)" in text
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from jinja2 import Environment, StrictUndefined
 from torch import Tensor
 
-from ..errors import UnsupportedError
 from .counts import WORDS
-from .targets import Result, counts
+from .model_zoo import Result, counts
 from .verdict import Comparison
 
 #: Colours of pairs that are attended as expected, missing, or extra.
@@ -63,17 +63,7 @@ svg { background: var(--cells); border: 1px solid var(--line); border-radius: 4p
 
 
 def write_page(name: str, results: Sequence[Result], tokens: int, path: str | Path) -> Path:
-    """Write the page and return its path.
-
-    Raises:
-        UnsupportedError: jinja2 is not installed.
-    """
-    try:
-        from jinja2 import Environment, StrictUndefined
-    except ModuleNotFoundError:
-        raise UnsupportedError(
-            "jinja2", "not installed", "jinja2 for the page", "pip install 'ringweave[audit]'."
-        ) from None
+    """Write the page and return its path."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     text = environment.from_string(_PAGE).render(
         name=name, results=results, tokens=tokens, lines=lines, colours=COLOURS, summary=summary(results), words=WORDS,

@@ -1,4 +1,4 @@
-"""The table of lab/notes/audit-functions.md names every function of the audit's tests: ``python -m tests.audit.test_table``."""
+"""The table of audit/functions.md names every function of the audit's tests: ``python -m audit.tests.test_table``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .functions import FAULTS, KERNELS, LEAKLESS, LEAKS, RIGHT_KERNELS, SOUND
 
-PAGE = Path(__file__).parents[2] / "lab" / "notes" / "audit-functions.md"
+PAGE = Path(__file__).parents[1] / "functions.md"
 BEGIN, END = "<!-- functions -->\n", "<!-- /functions -->\n"
 
 

@@ -10,7 +10,18 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from . import terminal
+from ringweave.cli import terminal
+
+from . import conformance
+from .counts import WORDS, Counts
+from .html_report import lines, summary, write_page
+from .model_zoo import CASES, counts, run
+from .model_zoo import target as find_target
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command("audit")(audit)
 
 
 def audit(
@@ -75,17 +86,12 @@ def audit(
     if kernel is not None:
         _kernel(kernel, examples, as_json)
         return
-    from ..audit.counts import WORDS
-    from ..audit.page import lines, summary, write_page
-    from ..audit.targets import CASES, counts, run
-    from ..audit.targets import target as find
-
     assert target is not None
     cases = tuple(CASES) if case is None else _names(case)
     for name in cases:
         if name not in CASES:
             raise typer.BadParameter(f"{name!r} is not one of {', '.join(CASES)}.", param_hint="'--case'")
-    found = find(target, layers, trust=trust)
+    found = find_target(target, layers, trust=trust)
     usual = () if ":" in target or target.endswith((".pt", ".pth")) else ("eager", "sdpa")
     implementations = usual if implementation is None else _names(implementation)
     console = terminal.out()
@@ -116,9 +122,6 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _kernel(name: str, examples: int, as_json: bool) -> None:
-    from ..audit import conformance
-    from ..audit.counts import Counts
-
     kernel = conformance.load(name)
     verdicts = [conformance.judge(kernel, rule, examples=examples) for rule in conformance.RULES]
     counts = Counts.of(each.holds for each in verdicts)

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from ringweave.audit import targets
 from ringweave.cli.app import app
 from ringweave.errors import UnsupportedError
+from ringweave_audit import model_zoo
 
 pytest.importorskip("transformers")
 
@@ -56,12 +56,12 @@ def test_a_pickle_does_not_run_unasked(tmp_path: Path) -> None:
 def test_a_saved_module_with_trust(tmp_path: Path) -> None:
     file = tmp_path / "model.pt"
     torch.save(nn.Linear(2, 3), file)
-    assert isinstance(targets.target(str(file), trust=True).build(None), nn.Linear)
+    assert isinstance(model_zoo.target(str(file), trust=True).build(None), nn.Linear)
     torch.save(nn.Linear(2, 3).state_dict(), file)
     with pytest.raises(UnsupportedError, match=r"holds OrderedDict; wanted a whole module"):
-        targets.target(str(file), trust=True).build(None)
+        model_zoo.target(str(file), trust=True).build(None)
     with pytest.raises(UnsupportedError, match="There is no such file"):
-        targets.target(str(tmp_path / "none.pt"))
+        model_zoo.target(str(tmp_path / "none.pt"))
 
 
 def test_a_configuration_does_not_run_its_code_unasked(tmp_path: Path) -> None:
@@ -72,10 +72,10 @@ def test_a_configuration_does_not_run_its_code_unasked(tmp_path: Path) -> None:
         config = {"model_type": kind, "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}}
         (tmp_path / "config.json").write_text(json.dumps(config))
         if error is None:
-            assert targets.target(str(tmp_path), 1).build("eager") is not None
+            assert model_zoo.target(str(tmp_path), 1).build("eager") is not None
         else:
             with pytest.raises(UnsupportedError, match=error):
-                targets.target(str(tmp_path))
+                model_zoo.target(str(tmp_path))
     assert not made.exists()
 
 
@@ -85,7 +85,7 @@ def test_a_configuration_does_not_run_its_code_unasked(tmp_path: Path) -> None:
 )
 def test_an_unknown_name_asks_no_network(name: str, says: str, no_network: None) -> None:
     with pytest.raises(UnsupportedError, match=says):
-        targets.target(name)
+        model_zoo.target(name)
 
 
 SOUND = json.dumps({"model_type": "llama", "num_hidden_layers": 2, "sliding_window": None, "rope_theta": 1e4}).encode()
@@ -106,10 +106,10 @@ def test_a_broken_configuration_is_told(name: str, tmp_path: Path, no_network: N
     file.write_bytes(BROKEN[name])
     for path in (tmp_path, file):
         try:
-            found = targets.target(str(path), 1)
+            found = model_zoo.target(str(path), 1)
         except UnsupportedError:
             continue
-        (result,) = targets.run(found, ("eager",), ("unpadded",))
+        (result,) = model_zoo.run(found, ("eager",), ("unpadded",))
         assert result.failed
         assert result.reason
 
@@ -123,13 +123,13 @@ def test_flipped_bytes(tmp_path: Path, no_network: None) -> None:
             data[draw.randrange(len(data))] = draw.randrange(256)
         file.write_bytes(bytes(data))
         try:
-            found = targets.target(str(file), 1)
+            found = model_zoo.target(str(file), 1)
         except UnsupportedError:
             continue
-        assert list(targets.run(found, ("eager",), ())) == []
+        assert list(model_zoo.run(found, ("eager",), ())) == []
         try:
             found.build("eager")
-        except targets._ERRORS:
+        except model_zoo._ERRORS:
             continue
     module = tmp_path / "model.pt"
     torch.save(nn.Linear(2, 3), module)
@@ -137,4 +137,4 @@ def test_flipped_bytes(tmp_path: Path, no_network: None) -> None:
     for stop in (0, 1, 100, len(whole) // 2, len(whole) - 1):
         module.write_bytes(whole[:stop])
         with pytest.raises(UnsupportedError, match="It could not be loaded"):
-            targets.target(str(module), trust=True).build(None)
+            model_zoo.target(str(module), trust=True).build(None)

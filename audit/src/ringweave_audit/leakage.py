@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError, shown
-from ..patterns import Pattern
+from ringweave.errors import ShapeError, shown
+from ringweave.patterns import Pattern
 
 
 @dataclass(frozen=True, eq=False)

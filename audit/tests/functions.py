@@ -1,7 +1,7 @@
 """Correct attention functions and functions with common faults, each with the pattern that it should compute.
 
 ``compare`` finds the ``FAULTS``, the named rule of the kit finds each of the ``KERNELS``, and ``leaks`` the ``LEAKS``.
-The table of lab/notes/audit-functions.md names them all.
+The table of audit/functions.md names them all.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ringweave as rw
-from ringweave.audit import conformance
 from ringweave.patterns import Pattern
+from tests.oracle import attention as definition
 
 N, BATCH, HEADS, KV_HEADS = 40, 2, 4, 2
 LENGTHS = torch.tensor([40, 29])
@@ -359,7 +359,7 @@ SOUND = {
 
 def exact(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float | None = None) -> Tensor:
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return conformance.dense(q.double(), k.double(), v.double(), allowed, scale)[0].to(q.dtype)
+    return definition(q.double(), k.double(), v.double(), allowed, scale)[0].to(q.dtype)
 
 
 def whole_tiles(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
@@ -450,7 +450,7 @@ def from_the_left(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
 
 
 def binary_lse(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
-    out, lse = conformance.dense(q.double(), k.double(), v.double(), allowed, q.shape[-1] ** -0.5)
+    out, lse = definition(q.double(), k.double(), v.double(), allowed, q.shape[-1] ** -0.5)
     return out.to(q.dtype), (lse * 1.44269504).float()
 
 
@@ -510,7 +510,7 @@ def careful(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> t
     """Compute the definition without reading keys that no query attends."""
     seen = allowed.any(2).unflatten(1, (k.shape[1], -1)).any(2)[..., None]
     k, v = (torch.where(seen, x, 0.0).double() for x in (k, v))
-    out, lse = conformance.dense(q.double(), k, v, allowed, scale)
+    out, lse = definition(q.double(), k, v, allowed, scale)
     return out.to(q.dtype), lse.float()
 
 

@@ -19,7 +19,7 @@ _TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, eq=False)
-class Drawn:
+class RandomCall:
     """One call on random inputs.
 
     Attributes:
@@ -47,7 +47,7 @@ class Drawn:
     @staticmethod
     def of(
         call: Callable[[Tensor, Tensor, Tensor], Tensor], like: tuple[Tensor, Tensor, Tensor], weights: Tensor
-    ) -> Drawn:
+    ) -> RandomCall:
         """Call a function with small scores for a first estimate of the scale, then with scores of usual size.
 
         Args:
@@ -61,15 +61,15 @@ class Drawn:
         scale, _ = small._fit()
         if scale != scale:
             return small._rounded(scale, 0.0)
-        drawn = _random(call, like, weights, 1.5 * usual / min(max(abs(scale), 0.5 / dim), 3.0), scale)
-        drawn = drawn._rounded(*drawn._fit())
-        if drawn.precision == drawn.q.dtype and not bool(drawn.off(drawn.scale, 0.0).any()):
-            return drawn
-        capped = drawn._rounded(*drawn._fit(cap=True))
+        found = _random(call, like, weights, 1.5 * usual / min(max(abs(scale), 0.5 / dim), 3.0), scale)
+        found = found._rounded(*found._fit())
+        if found.precision == found.q.dtype and not bool(found.off(found.scale, 0.0).any()):
+            return found
+        capped = found._rounded(*found._fit(cap=True))
         better = (
-            torch.finfo(capped.precision).eps < torch.finfo(drawn.precision).eps or drawn.off(drawn.scale, 0.0).any()
+            torch.finfo(capped.precision).eps < torch.finfo(found.precision).eps or found.off(found.scale, 0.0).any()
         )
-        return capped if better and not bool(capped.off(capped.scale, capped.softcap).any()) else drawn
+        return capped if better and not bool(capped.off(capped.scale, capped.softcap).any()) else found
 
     def off(self, scale: float, softcap: float) -> Tensor:
         """Return which rows (B, Hq, Nq) differ from the definition."""
@@ -160,7 +160,7 @@ class Drawn:
         scale, inverse = found[tells].median(0).values.tolist()
         return scale, inverse**-0.5 if inverse > 1e-6 else 0.0
 
-    def _rounded(self, scale: float, softcap: float) -> Drawn:
+    def _rounded(self, scale: float, softcap: float) -> RandomCall:
         """Find the dtype that explains the rounding errors: the inputs' dtype, or a coarser one."""
         mine = dataclasses.replace(self, scale=scale, softcap=softcap)
         args = _number(scale), _number(softcap)
@@ -195,9 +195,9 @@ def _random(
     weights: Tensor,
     size: float,
     scale: float,
-) -> Drawn:
+) -> RandomCall:
     generator = torch.Generator("cpu").manual_seed(0)
     q, k, v = (torch.randn(x.shape, generator=generator, device="cpu") for x in like)
     q, k, v = (x.to(y.dtype) for x, y in zip((q, k * size, v), like, strict=True))
     out = call(*(x.to(y.device) for x, y in zip((q, k, v), like, strict=True)))
-    return Drawn(q, k, v, out, weights, scale, 0.0, q.dtype, 0.0)
+    return RandomCall(q, k, v, out, weights, scale, 0.0, q.dtype, 0.0)

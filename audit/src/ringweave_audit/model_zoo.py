@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import UnsupportedError
+from ringweave.errors import UnsupportedError
+
 from .counts import Counts
 from .layers import ModelAudit, model
 
@@ -131,7 +132,7 @@ def library() -> Any:
         return importlib.import_module("transformers")
     except ModuleNotFoundError:
         raise UnsupportedError(
-            "transformers", "not installed", "transformers, to build its models", "pip install 'ringweave[hf]'."
+            "transformers", "not installed", "transformers, to build its models", "pip install 'ringweave-audit[hf]'."
         ) from None
 
 

@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,16 +21,16 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..errors import ShapeError
-from ..patterns import Causal, Documents, Full, KeyPadding, Pattern, Segments, SlidingWindow
-from ..torch_compat import without_functions
+from ringweave.errors import ShapeError
+from ringweave.patterns import Causal, Documents, Full, KeyPadding, Pattern, Segments, SlidingWindow
+
 from .counts import Counts
 from .verdict import Comparison, compare, named
 from .weight_probe import Attended, attended
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class AttentionCall:
     """One intercepted attention call.
 
     Attributes:
@@ -57,7 +57,7 @@ class Call:
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
+class AttentionLayer:
     """The verdict on one attention call.
 
     Attributes:
@@ -111,7 +111,7 @@ class ModelAudit:
             difference means that a fused path bypasses a module. None if the outputs could not be compared.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[AttentionLayer, ...]
     bypassed: float | None
 
     @property
@@ -142,12 +142,14 @@ class ModelAudit:
         return "\n".join(lines + self.remarks())
 
 
+# a probe's calls go past every other mode of torch functions; torch has no public name for that
+_no_modes = getattr(torch._C, "DisableTorchFunction", nullcontext)
 # interception patches functions of the whole process, so only one thread may intercept at a time
 _one = threading.RLock()
 
 
 @contextmanager
-def intercepted(model: nn.Module | None = None) -> Iterator[list[Call]]:
+def intercepted(model: nn.Module | None = None) -> Iterator[list[AttentionCall]]:
     """Probe every attention call that this thread makes inside the block; blocks of other threads wait.
 
     Args:
@@ -168,7 +170,7 @@ def intercepted(model: nn.Module | None = None) -> Iterator[list[Call]]:
 def model(
     model: nn.Module,
     inputs: Mapping[str, Any] | tuple[Any, ...] | Tensor,
-    expect: Pattern | Mapping[str, Pattern] | Callable[[Call], Pattern | None] | None = None,
+    expect: Pattern | Mapping[str, Pattern] | Callable[[AttentionCall], Pattern | None] | None = None,
     *,
     q_offset: int = 0,
 ) -> ModelAudit:
@@ -182,7 +184,7 @@ def model(
         model: Any module. Memory grows with the square of the number of tokens, so use a small one.
         inputs: Arguments of the model: a mapping of keyword arguments, a tuple, or a single tensor.
         expect: Expected patterns if no configuration implies them: one pattern for all calls, patterns by module name,
-            or a function from a :class:`Call` to a pattern or None.
+            or a function from a :class:`AttentionCall` to a pattern or None.
         q_offset: Position of the first query, for a step with a cache.
     Returns:
         A :class:`ModelAudit`; ``agrees`` is the overall result, ``str()`` lists every call.
@@ -217,7 +219,7 @@ def model(
     return ModelAudit(tuple(_layer(call, expect, promises) for call in calls), _apart(plain, seen))
 
 
-def _layer(call: Call, expect: Any, promises: _Promises) -> Layer:
+def _layer(call: AttentionCall, expect: Any, promises: _Promises) -> AttentionLayer:
     pairs = call.found.pairs
     nk = pairs.shape[3]
     name = named(pairs[0, 0].cpu(), promises.q_offset)
@@ -231,13 +233,13 @@ def _layer(call: Call, expect: Any, promises: _Promises) -> Layer:
         elif pattern is None and callable(expect):
             pattern = expect(call)
     if pattern is None:
-        return Layer(call.name, call.through, None, call.found, name)
+        return AttentionLayer(call.name, call.through, None, call.found, name)
     offset = promises.q_offset if pairs.shape[2] <= nk + k_offset else 0
     comparison = compare(
         call.found, pattern, q_offset=offset, k_offset=k_offset, rows=rows, bias=call.bias, sinks=call.sinks,
         scale=call.scale, softcap=call.softcap,
     )  # fmt: skip
-    return Layer(call.name, call.through, comparison, call.found, name)
+    return AttentionLayer(call.name, call.through, comparison, call.found, name)
 
 
 def _plain(model: nn.Module, args: tuple[Any, ...], named_args: dict[str, Any]) -> Tensor | None:
@@ -275,7 +277,7 @@ class _Watch:
 
     def __init__(self, model: nn.Module | None):
         self.model = model
-        self.calls: list[Call] = []
+        self.calls: list[AttentionCall] = []
         self.names = {} if model is None else {id(module): name for name, module in model.named_modules()}
         self.stack: list[nn.Module] = []
         self.probing = False
@@ -295,13 +297,13 @@ class _Watch:
         bias: bool = False,
         **says: Any,
     ) -> None:
-        with self.passing(), torch.no_grad(), without_functions():
+        with self.passing(), torch.no_grad(), _no_modes():
             found = attended(fn, *(x.detach() for x in tensors))
         if module is None and self.stack:
             module = self.stack[-1]
         name = self.names.get(id(module), "") if module is not None else ""
         sinks = module is not None and isinstance(getattr(module, "sinks", None), Tensor)
-        self.calls.append(Call(name or f"call {len(self.calls)}", through, module, found, bias, sinks, **says))
+        self.calls.append(AttentionCall(name or f"call {len(self.calls)}", through, module, found, bias, sinks, **says))
 
     @contextmanager
     def passing(self) -> Iterator[None]:
@@ -531,7 +533,7 @@ class _Promises:
             if bool(restarts.any()):
                 self.documents = Documents(ids=nn.functional.pad(restarts.long().cumsum(1), (1, 0)))
 
-    def of(self, call: Call) -> tuple[Pattern | None, Tensor | None, int]:
+    def of(self, call: AttentionCall) -> tuple[Pattern | None, Tensor | None, int]:
         """Return the expected pattern, the queries to compare, and the position of the first key."""
         module, (nq, nk) = call.module, call.found.pairs.shape[2:]
         config: Any = getattr(module, "config", None) or self.config
@@ -590,4 +592,4 @@ def _local(config: Any, module: nn.Module, causal: bool) -> Pattern:
     return base
 
 
-__all__ = ["Call", "Layer", "ModelAudit", "intercepted", "model"]
+__all__ = ["AttentionCall", "AttentionLayer", "ModelAudit", "intercepted", "model"]

@@ -12,12 +12,24 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..errors import PatternError, ShapeError, shown
-from ..patterns import Causal, Documents, Full, KeyPadding, Pattern, Segments, Sinks, SlidingWindow, Strided, parse
-from ..patterns.algebra import And, Combined, Not, Or, join
-from ..patterns.within import Within
-from ..units import count
-from .drawn import Drawn
+from ringweave.errors import PatternError, ShapeError, shown
+from ringweave.patterns import (
+    Causal,
+    Documents,
+    Full,
+    KeyPadding,
+    Pattern,
+    Segments,
+    Sinks,
+    SlidingWindow,
+    Strided,
+    parse,
+)
+from ringweave.patterns.algebra import And, Combined, Not, Or, join
+from ringweave.patterns.within import Within
+from ringweave.units import count
+
+from .random_probe import RandomCall
 from .weight_probe import Attended
 
 _OFFENDERS = 5
@@ -109,7 +121,7 @@ def compare(
     if isinstance(found, Attended):
         remarks = list(_weights(found, counts, counted, bias, sinks))
         if found.steady and not remarks:
-            fault, also = _scores(found.drawn, counted, scale, softcap)
+            fault, also = _scores(found.random_call, counted, scale, softcap)
             remarks += [fault] if fault else []
     if not bool(wrong.any()):
         sentence = "; ".join(remarks) if remarks else f"agrees with {pattern!r}{also}"
@@ -179,32 +191,34 @@ def _weights(found: Attended, counts: Tensor, counted: Tensor, bias: bool, sinks
             yield f"key {k} counts {times} times for query {q} of head {h}, not {wanted:g}"
 
 
-def _scores(drawn: Drawn, counted: Tensor, scale: float | str | None, softcap: float | str | None) -> tuple[str, str]:
+def _scores(
+    call: RandomCall, counted: Tensor, scale: float | str | None, softcap: float | str | None
+) -> tuple[str, str]:
     """Describe the random call: a fault in the scores ("" if they are right), and remarks to append on success."""
-    dim = drawn.q.shape[-1]
+    dim = call.q.shape[-1]
     # report a fitted scale only if the default does not fit
-    plain = dim**-0.5 if drawn.softcap == 0 and not bool(drawn.off(dim**-0.5, 0.0).any()) else drawn.scale
+    plain = dim**-0.5 if call.softcap == 0 and not bool(call.off(dim**-0.5, 0.0).any()) else call.scale
     asked = (
         plain if isinstance(scale, str) else dim**-0.5 if scale is None else scale,
-        drawn.softcap if isinstance(softcap, str) else softcap or 0.0,
+        call.softcap if isinstance(softcap, str) else softcap or 0.0,
     )
     also = f", scores times {asked[0]:.4g}" if scale == "fitted" and abs(asked[0] - dim**-0.5) > 0 else ""
     also += f", capped at {asked[1]:.4g}" if softcap == "fitted" and asked[1] else ""
-    also += "" if drawn.precision == drawn.q.dtype else f", computed in {str(drawn.precision).removeprefix('torch.')}"
+    also += "" if call.precision == call.q.dtype else f", computed in {str(call.precision).removeprefix('torch.')}"
     counted = counted[:, None]
-    wrong = drawn.off(*asked) & counted
+    wrong = call.off(*asked) & counted
     if not bool(wrong.any()):
         return "", also
-    if not bool((drawn.off(drawn.scale, drawn.softcap) & counted).any()):
-        cap = f" and capped at {drawn.softcap:.3g}" if drawn.softcap else ""
+    if not bool((call.off(call.scale, call.softcap) & counted).any()):
+        cap = f" and capped at {call.softcap:.3g}" if call.softcap else ""
         wanted = f" and capped at {asked[1]:.4g}" if asked[1] else ""
-        return f"scores are multiplied by {drawn.scale:.3g}{cap}, not by {asked[0]:.4g}{wanted}", also
+        return f"scores are multiplied by {call.scale:.3g}{cap}, not by {asked[0]:.4g}{wanted}", also
     b, h, q = wrong.nonzero()[0].tolist()
-    for factors in (asked, (drawn.scale, drawn.softcap)):
-        source = drawn.source(b, h, counted[b, 0], *factors)
+    for factors in (asked, (call.scale, call.softcap)):
+        source = call.source(b, h, counted[b, 0], *factors)
         if source:
             return source, also
-    by = float(drawn.errors(*asked)[b, h, q])
+    by = float(call.errors(*asked)[b, h, q])
     return (
         f"query {q} of head {h} of row {b} is off by {by:.2g} where scores differ: this is not a softmax of q k^T over "
         "the pairs, at any scale",
