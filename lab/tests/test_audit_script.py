@@ -34,7 +34,7 @@ def row(name: str, word: str, *lines: str) -> dict[str, Any]:
 def test_the_page_hides_nothing(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "JUDGED", (("is ignored", "a|b", "Finding: so it is."),))
     monkeypatch.setattr(script, "CASES", ("left",))
-    monkeypatch.setattr(script.targets, "IMPLEMENTATIONS", ("eager", "sdpa"))
+    monkeypatch.setattr(script.model_zoo, "IMPLEMENTATIONS", ("eager", "sdpa"))
     rows = [
         row("a", "differs", "x and 1 more: padding is ignored", "y: agrees with Full()"),
         row("c", "differs", "x: padding is ignored"),
