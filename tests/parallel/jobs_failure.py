@@ -14,7 +14,7 @@ import torch.distributed as dist
 import ringweave as rw
 from ringweave import RingError
 from ringweave.parallel import ContextParallel
-from ringweave.parallel.transport.links import Connection
+from ringweave.parallel.transport.connection import Connection
 from ringweave.parallel.transport.rendezvous import regroup
 from ringweave.parallel.transport.transport import Transport
 

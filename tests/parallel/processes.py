@@ -78,7 +78,8 @@ def server() -> multiprocessing.context.ForkServerContext:
 
 def environment() -> dict[str, str]:
     """The environment of a process that is started, not forked: one thread, and this project's tests to import."""
-    return {**os.environ, **_QUIET, "PYTHONPATH": str(Path(__file__).parents[2])}
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, **_QUIET, "PYTHONPATH": path}
 
 
 class _Member(NamedTuple):

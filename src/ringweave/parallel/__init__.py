@@ -8,17 +8,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..names import only
 from .context import ContextParallel
 from .execution.pending_table import PendingTable
 from .planning.placement import Placement
 from .trace import Trace, export_chrome_trace
+from .transport.rendezvous import regroup
 from .transport.transport import Transport
-
-if TYPE_CHECKING:
-    from .transport.rendezvous import regroup
 
 __all__ = [
     "ContextParallel", "PendingTable", "Placement", "Trace", "Transport", "export_chrome_trace", "regroup",
@@ -27,11 +23,6 @@ __dir__ = only(__all__)
 
 
 def __getattr__(name: str) -> object:
-    if name == "regroup":
-        # imported lazily, because it imports torch.distributed, which a group of one does not need
-        from .transport.rendezvous import regroup
-
-        return regroup
     if name == "simulate":
         from ..plugins import attribute
 

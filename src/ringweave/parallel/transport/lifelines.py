@@ -16,17 +16,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
+import torch.distributed as dist
 
 from ...cache import fact
 
 # largest number of pending connections: one for each process that ever waited for this one
 _BACKLOG = 4096
-# number of ranks that one call of look() asks the store for
-_ASKED = 4
+# number of ranks whose addresses one call of look() reads from the store
+_PER_LOOK = 4
 _KEY = "ringweave/lifelines"
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -35,36 +33,37 @@ class Lifelines:
     """The lifelines of one process to the other processes of its group.
 
     Attributes:
-        said: Address at which this process listens; empty before :meth:`publish`.
+        address: Address at which this process listens; empty before :meth:`publish`.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.said = rank, ""
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self.address = ""
+        self._store, self._rank = store, rank
         self._unknown = deque(other for other in range(size) if other != rank)
         self._known: dict[int, str] = {}
 
-    def publish(self, store: dist.Store) -> None:
+    def publish(self) -> None:
         """Write this process's address to the group's store."""
-        self.said = _listener(_host_of(store))[1]
-        store.set(f"{_KEY}/{self.rank}", self.said)
+        self.address = _listener(_host_of(self._store))[1]
+        self._store.set(f"{_KEY}/{self._rank}", self.address)
 
-    def look(self, store: dist.Store) -> None:
-        """Read the addresses of a few ranks from the store, least recently asked first."""
-        for _ in range(min(_ASKED, len(self._unknown))):
+    def look(self) -> None:
+        """Read the addresses of a few ranks from the store, first those that were looked for least recently."""
+        for _ in range(min(_PER_LOOK, len(self._unknown))):
             other = self._unknown.popleft()
-            if store.check([f"{_KEY}/{other}"]):
-                self._known[other] = store.get(f"{_KEY}/{other}").decode()
+            if self._store.check([f"{_KEY}/{other}"]):
+                self._known[other] = self._store.get(f"{_KEY}/{other}").decode()
             else:
                 self._unknown.append(other)
 
-    def learn(self, every: Sequence[str]) -> None:
+    def learn(self, addresses: Sequence[str]) -> None:
         """Set the addresses of all ranks, by rank."""
         self._unknown.clear()
-        self._known = {other: said for other, said in enumerate(every) if said and other != self.rank}
+        self._known = {rank: address for rank, address in enumerate(addresses) if address and rank != self._rank}
 
     def ended(self) -> int | None:
         """Return a rank with an ended process, or None; does not use the store, which may not answer."""
-        return next((rank for rank, said in list(self._known.items()) if _line(said).ended()), None)
+        return next((rank for rank, address in list(self._known.items()) if _line(address).ended()), None)
 
 
 class _Line:
@@ -73,9 +72,9 @@ class _Line:
     All transports of this process share it, because each connection stays in the other side's backlog forever.
     """
 
-    def __init__(self, said: str) -> None:
-        here, host, port, _ = said.split()
-        self._near, self._ended = here == _here(), False
+    def __init__(self, address: str) -> None:
+        network, host, port, _ = address.split()
+        self._near, self._ended = network == _loopback(), False
         self._socket: socket.socket | None = None
         if ip_address(host).is_loopback and not self._near:
             # a loopback address of another machine cannot be reached
@@ -121,7 +120,7 @@ def _listener(store_host: str) -> tuple[socket.socket, str]:
     listener.bind((host, 0))
     listener.listen(_BACKLOG)
     # a random suffix, since another process may get the same port later
-    return listener, f"{_here()} {host} {listener.getsockname()[1]} {os.urandom(8).hex()}"
+    return listener, f"{_loopback()} {host} {listener.getsockname()[1]} {os.urandom(8).hex()}"
 
 
 def _forget() -> None:
@@ -144,7 +143,7 @@ def _host_of(store: dist.Store) -> str:
 
 
 @fact
-def _here() -> str:
+def _loopback() -> str:
     """Return a name of this process's loopback network: of the machine, or of the container on it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

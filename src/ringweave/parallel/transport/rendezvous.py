@@ -1,17 +1,12 @@
-"""Meeting of ranks at a store in bounded time, and regrouping of the survivors of a failure."""
+"""Regrouping of the survivors of a failure at a rendezvous store, in limited time."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -21,57 +16,11 @@ from ...errors import RingError, ShapeError, UnsupportedError, first_line
 T = TypeVar("T")
 
 
-class AbsentError(RuntimeError):
-    """Raised when some ranks did not come in time."""
-
-    def __init__(self, ranks: Sequence[int]) -> None:
-        super().__init__(ranks)
-        self.ranks = list(ranks)
-
-
-def meet(
-    store: dist.Store, word: str, rank: int, size: int, seconds: float, meanwhile: Callable[[], None]
-) -> list[str]:
-    """Wait until all ``size`` ranks have written their words to the store, and return the words.
-
-    Args:
-        store: Shared store, scoped to this meeting.
-        word: Word of this rank for the others.
-        rank: This rank.
-        size: Number of ranks.
-        seconds: Longest wait for the other ranks.
-        meanwhile: Called between two checks for them.
-
-    Returns:
-        The words, by rank.
-
-    Raises:
-        AbsentError: A rank did not come in time.
-        RuntimeError: The store is lost.
-    """
-    store.set(str(rank), word)
-    until = time.monotonic() + seconds
-    missing = list(range(size))
-    pause = 0.002
-    while True:
-        # one check per rank, since few ranks are absent and an error has to name them
-        while missing and store.check([str(missing[0])]):
-            missing.pop(0)
-        if not missing:
-            return [store.get(str(other)).decode() for other in range(size)]
-        if time.monotonic() > until:
-            raise AbsentError([other for other in missing if not store.check([str(other)])])
-        meanwhile()
-        time.sleep(pause)
-        pause = min(2 * pause, 0.05)
-
-
-def bounded(function: Callable[[], T], seconds: float, given_up: Callable[[], bool]) -> T:
+def bounded(function: Callable[[], T], seconds: float) -> T:
     """Run a function that may block (on a store or a rendezvous) on a separate thread, for at most ``seconds``.
 
     Raises:
-        TimeoutError: The function did not return in time, or ``given_up()`` became true. Its thread keeps running until
-            the function returns or times out.
+        TimeoutError: The function did not return in time. Its thread keeps running until the function returns.
     """
     done = threading.Event()
     results: list[T] = []
@@ -86,10 +35,8 @@ def bounded(function: Callable[[], T], seconds: float, given_up: Callable[[], bo
             done.set()
 
     threading.Thread(target=run, name="ringweave-bounded", daemon=True).start()
-    until = time.monotonic() + seconds
-    while not done.wait(0.05):
-        if given_up() or time.monotonic() > until:
-            raise TimeoutError(f"no answer in {seconds:.1f} s")
+    if not done.wait(seconds):
+        raise TimeoutError(f"no answer in {seconds:.1f} s")
     if errors:
         raise errors[0]
     return results[0]
@@ -157,7 +104,7 @@ def regroup(
         return own, _members(own, rank, size, begun + _COMING * within, gone - {rank})
 
     try:
-        scope, members = bounded(agree, left(), lambda: False)
+        scope, members = bounded(agree, left())
     except (RuntimeError, OSError) as error:
         raise failed(f"the rendezvous store does not answer ({first_line(error)})") from error
     if rank not in members:
@@ -174,7 +121,7 @@ def regroup(
         _world().set_timeout(dist.default_pg_timeout)
 
     try:
-        bounded(connect, spare, lambda: False)
+        bounded(connect, spare)
     except (RuntimeError, OSError) as error:
         raise failed(f"{members} could not connect ({first_line(error)})") from error
     return Regrouped(members, _world())

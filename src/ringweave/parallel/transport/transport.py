@@ -18,24 +18,20 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...cache import interrupted
 from ...checks import seconds, whole
-from ...errors import RingError, ShapeError, UnsupportedError, first_line, in_a_line
+from ...errors import RingError, ShapeError, UnsupportedError, in_a_line
+from .connection import Connection, Work, part_of_store
+from .failure import ConnectionFailure, FailedError
 from .lifelines import Lifelines
 from .mesh import check_group
 from .protocol import Counters, Event, Pending, Tensors
 from .rendezvous import bounded
-from .watch import FailedError, Failure
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    from .links import Connection, Work
 
 # number of transports created over each group
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -65,6 +61,35 @@ class _Messages:
         """Return when all messages have arrived and the sent tensors may be overwritten."""
         if not self.done:
             self._transport._finish(self)
+
+    def post(self, connection: Connection, counters: Counters) -> None:
+        """Start the messages, or repeat them over a new connection, and count the sent bytes."""
+        receives = self.receives
+        if self.done:
+            # This rank has received these messages and the caller may have overwritten the tensors, so the repetition
+            # for other ranks is received into new ones.
+            receives = [(peer, torch.empty_like(tensor)) for peer, tensor in receives]
+        self.posted = time.perf_counter()
+        self.works = connection.post(self.sends, receives, kind=int(self.metadata), words=self.what)
+        counters.messages += len(self.sends)
+        if not self.metadata:
+            for peer, tensor in self.sends:
+                counters.sent[peer] += tensor.nbytes
+
+    def record(self, counters: Counters, trace: list[Event] | None, began: float, ended: float) -> None:
+        """Count the received bytes, and trace the messages and the wait for them between two times."""
+        received = sum(tensor.nbytes for _, tensor in self.receives)
+        if self.metadata:
+            counters.metadata += received
+        else:
+            for peer, tensor in self.receives:
+                counters.received[peer] += tensor.nbytes
+        if trace is not None:
+            sent = sum(tensor.nbytes for _, tensor in self.sends)
+            for kind, nbytes in (("send", sent), ("receive", received)):
+                if nbytes:
+                    trace.append(Event(kind, self.what, self.stage, self.posted, ended, nbytes))
+            trace.append(Event("wait", self.what, self.stage, began, ended, received))
 
 
 class Transport:
@@ -112,15 +137,14 @@ class Transport:
         self.counters = Counters(self.size)
         self.trace: list[Event] | None = None
         self.step = 0
+        # the group's store, and the part of it that belongs to this transport
         self._group_store: dist.Store | None = None if group is None else group.get_group_store()
-        # the part of the store that belongs to this transport
         self._store: dist.Store | None = None
-        self._lifelines = Lifelines(self.rank, self.size)
-        store = self._group_store
-        if store is not None and self.size > 1:
+        if self._group_store is not None and self.size > 1:
+            self._lifelines = Lifelines(self._group_store, self.rank, self.size)
             # if the store does not answer, the first call reports the failure
             with suppress(RuntimeError, OSError):
-                bounded(lambda: self._lifelines.publish(store), self.deadline, lambda: False)
+                bounded(self._lifelines.publish, self.deadline)
         self._connection: Connection | None = None
         self._generation = 0
         # Pending messages and, with retries, messages that some rank may still miss. All ranks number them equally.
@@ -129,7 +153,7 @@ class Transport:
         self._closed = False
         self._use = threading.RLock()
         self._process = os.getpid()
-        self._ended: Failure | None = None
+        self._ended: ConnectionFailure | None = None
 
     def open(self) -> str:
         """Return a context's name: the transport's number and, from the second context on, the context's number."""
@@ -155,29 +179,27 @@ class Transport:
             ).error(self.rank, None, self.step)
         try:
             self._check_open()
-            with self._telling():
+            try:
                 yield
+            except RingError:
+                raise
+            except BaseException as error:
+                self._report(error)
+                raise
         finally:
             self._use.release()
 
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _report(self, error: BaseException) -> None:
         """Report an exception in a call to all ranks, even before this rank's first message."""
-        try:
-            yield
-        except RingError:
-            raise
-        except BaseException as error:
-            if self.size > 1:
-                # other ranks may still wait for this rank to connect, so open a connection for the report
-                with suppress(FailedError):
-                    self._open()
-                self._end(
-                    f"rank {self.rank} raised {in_a_line(error)}",
-                    wanted="no exception during a call",
-                    remedy="Fix the cause on that rank, then create new contexts on all ranks.",
-                )
-            raise
+        if self.size > 1:
+            # other ranks may still wait for this rank to connect, so open a connection for the report
+            with suppress(FailedError):
+                self._open()
+            self._end(
+                f"rank {self.rank} raised {in_a_line(error)}",
+                wanted="no exception during a call",
+                remedy="Fix the cause on that rank, then create new contexts on all ranks.",
+            )
 
     def agree(self, header: Tensor, *, what: str) -> Tensor:
         """Gather every rank's header; see :class:`Communicator`."""
@@ -197,20 +219,15 @@ class Transport:
 
     def exchange(self, sends: Tensors, receives: Tensors, *, what: str, stage: int | None = None) -> Pending:
         """Start messages between pairs of ranks; see :class:`Communicator`."""
-        for name, messages in (("sends", sends), ("receives", receives)):
-            for peer, tensor in messages:
-                if not tensor.is_contiguous():
-                    got = f"strides {tensor.stride()}"
-                    raise ShapeError(name, got, "contiguous tensors", "Call .contiguous() first.")
-                if peer == self.rank or not 0 <= peer < self.size:
-                    raise ShapeError(name, f"peer {peer}", f"another rank below {self.size}", "Omit it.")
+        _check("sends", sends, self.rank, self.size)
+        _check("receives", receives, self.rank, self.size)
         return self._start(_Messages(self, sends, receives, what, stage))
 
     def close(self) -> None:
-        """Close the connections and end the watch's thread; later calls raise."""
+        """Close the connections and end their thread; later calls raise."""
         self._closed = True
         if self._connection is not None:
-            self._connection.close()
+            self._close()
         self._log.clear()
 
     def _check_open(self) -> None:
@@ -221,11 +238,11 @@ class Transport:
             got, wanted = "a call of a forked process", "the process that created it"
             raise UnsupportedError("transport", got, wanted, "Create groups and contexts after the fork.")
 
-    def _end(self, cause: str, *, wanted: str, remedy: str) -> Failure:
+    def _end(self, cause: str, *, wanted: str, remedy: str) -> ConnectionFailure:
         """End the transport on all ranks, for a failure that no message would reveal."""
-        self._ended = Failure(self.rank, None, cause, wanted=wanted, remedy=remedy)
+        self._ended = ConnectionFailure(self.rank, None, cause, wanted=wanted, remedy=remedy)
         connection = self._connection
-        return self._ended if connection is None else connection.end(self._ended)
+        return self._ended if connection is None else connection.fail(self._ended)
 
     def _start(self, pending: _Messages) -> _Messages:
         self._check_open()
@@ -233,7 +250,7 @@ class Transport:
             if self._connection is None and self.size > 1:
                 self._connect()
             if self._ended is not None and self._connection is not None:
-                raise FailedError(self._connection.end(self._ended))
+                raise FailedError(self._connection.fail(self._ended))
         except FailedError as error:
             raise self._error(error.failure, pending) from error
         if pending.done:
@@ -244,25 +261,12 @@ class Transport:
         pending.number = self._started
         self._started += 1
         self._log.append(pending)
+        assert self._connection is not None
         try:
-            self._post(pending)
+            pending.post(self._connection, self.counters)
         except FailedError as error:
             self._recover(error.failure, pending)
         return pending
-
-    def _post(self, pending: _Messages) -> None:
-        assert self._connection is not None
-        receives = pending.receives
-        if pending.done:
-            # This rank has received these messages and the caller may have overwritten the tensors, so the repetition
-            # for other ranks is received into new ones.
-            receives = [(peer, torch.empty_like(tensor)) for peer, tensor in receives]
-        pending.posted = time.perf_counter()
-        pending.works = self._connection.post(pending.sends, receives, kind=int(pending.metadata), words=pending.what)
-        self.counters.messages += len(pending.sends)
-        if not pending.metadata:
-            for peer, tensor in pending.sends:
-                self.counters.sent[peer] += tensor.nbytes
 
     def _await(self, pending: _Messages) -> None:
         while pending.works:
@@ -277,7 +281,7 @@ class Transport:
         began = time.perf_counter()
         self._await(pending)
         pending.done = True
-        self._record(pending, began, time.perf_counter())
+        pending.record(self.counters, self.trace, began, time.perf_counter())
         if not self.retries:
             # Remove this entry even if earlier ones remain: the messages of a failed call, or of a table without a call
             # of result(), are never done.
@@ -292,7 +296,7 @@ class Transport:
             self._await(self._log[0])
             self._log.popleft()
 
-    def _recover(self, failure: Failure, pending: _Messages) -> None:
+    def _recover(self, failure: ConnectionFailure, pending: _Messages) -> None:
         if not failure.transient or self._generation == self.retries:
             raise self._error(failure, pending)
         self._generation += 1
@@ -301,62 +305,39 @@ class Transport:
         except FailedError as error:
             raise self._error(error.failure, pending) from error
 
-    def _record(self, pending: _Messages, began: float, ended: float) -> None:
-        nbytes = 0
-        for peer, tensor in pending.receives:
-            nbytes += tensor.nbytes
-            if not pending.metadata:
-                self.counters.received[peer] += tensor.nbytes
-        if pending.metadata:
-            self.counters.metadata += nbytes
-        if self.trace is not None:
-            sent = sum(tensor.nbytes for _, tensor in pending.sends)
-            for kind, size in (("send", sent), ("receive", nbytes)):
-                if size:
-                    self.trace.append(Event(kind, pending.what, pending.stage, pending.posted, ended, size))
-            self.trace.append(Event("wait", pending.what, pending.stage, began, ended, nbytes))
-
-    def _scope(self) -> dist.Store:
-        """Return this transport's part of the store, numbered by the order in which the group's transports are used."""
-        store, rank = self._group_store, self.rank
-        assert store is not None
-
-        def scope() -> dist.Store:
-            import torch.distributed as dist
-
-            # The count is kept in the group's store, so that a re-created group starts from zero.
-            return dist.PrefixStore(f"ringweave/{store.add(f'ringweave/transports/{rank}', 1)}", store)
-
-        try:
-            return bounded(scope, self.opening, lambda: False)
-        except (RuntimeError, OSError) as error:
-            cause = f"rank {rank} lost the rendezvous store ({first_line(error)})"
-            raise FailedError(Failure(rank, None, cause)) from error
-
     def _open(self) -> Connection:
         """Return the connection of this generation; a failure can be reported over it before the ranks meet."""
-        import torch.distributed as dist
-
-        from .links import Connection
-
         if self._connection is None:
-            self._store = self._scope() if self._store is None else self._store
+            if self._store is None:
+                assert self._group_store is not None
+                self._store = part_of_store(self._group_store, self.rank, self.opening)
             store = dist.PrefixStore(str(self._generation), self._store)
-            self._connection = Connection(store, self.rank, self.size, self.deadline)
+            self._connection = Connection(store, self.rank, self.size, self.deadline, self._lifelines)
+            # the connection's thread must end with this transport, and before the interpreter does, without close()
+            self._close = weakref.finalize(self, self._connection.close)
         return self._connection
 
     def _connect(self) -> None:
         """Connect to all ranks again, and repeat the messages that any rank misses."""
         if self._connection is not None:
-            self._connection.close()
+            self._close()
             self._connection = None
-        assert self._group_store is not None
         seconds = self.deadline if self._generation else self.opening
-        first = min(self._open().meet(self._reached(), seconds, self._lifelines, self._group_store))
+        connection = self._open()
+        first = min(connection.connect(self._reached(), seconds))
         for entry in self._log:
             entry.works = []
             if entry.number >= first:
-                self._post(entry)
+                entry.post(connection, self.counters)
 
-    def _error(self, failure: Failure, pending: _Messages) -> RingError:
+    def _error(self, failure: ConnectionFailure, pending: _Messages) -> RingError:
         return failure.error(self.rank, pending.stage, self.step)
+
+
+def _check(name: str, messages: Tensors, rank: int, size: int) -> None:
+    """Raise ShapeError unless all tensors are contiguous and all peers are other ranks."""
+    for peer, tensor in messages:
+        if not tensor.is_contiguous():
+            raise ShapeError(name, f"strides {tensor.stride()}", "contiguous tensors", "Call .contiguous() first.")
+        if peer == rank or not 0 <= peer < size:
+            raise ShapeError(name, f"peer {peer}", f"another rank below {size}", "Omit it.")
