@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringweave as rw
-from ringweave import api, program
+from ringweave import api, program_cache
 from ringweave.backends import BACKENDS, cpu
 from ringweave.call import Arguments
 from ringweave.merge import with_sinks
@@ -155,7 +155,7 @@ def test_who_watches_sees_operators(straight: list[bool], monkeypatch: pytest.Mo
     with FakeTensorMode() as mode:
         assert rw.attention(*map(mode.from_tensor, (q, k, v)), PATTERN).shape == wanted.shape
     assert not straight
-    monkeypatch.setitem(BACKENDS, "cpu", dataclasses.replace(cpu.BACKEND))
+    monkeypatch.setitem(BACKENDS, "cpu", dataclasses.replace(cpu.BACKEND, prepare=None))
     assert seen()
     monkeypatch.undo()
 
@@ -180,8 +180,8 @@ def test_layers_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of two alike calls is not looked up by its kind; it is once anything differs, or the store is empty."""
     q, k, v = (torch.randn(1, heads, n, 16) for heads, n in ((4, 1), (2, 300), (2, 300)))
     pattern, looked = rw.SlidingWindow(50) & rw.Causal(), list[int]()
-    get = program.PROGRAMS.get
-    monkeypatch.setattr(program.PROGRAMS, "get", lambda key: looked.append(1) or get(key))
+    get = program_cache.PROGRAMS.get
+    monkeypatch.setattr(program_cache.PROGRAMS, "get", lambda key: looked.append(1) or get(key))
 
     def looks(n: int = 300, grad: bool = False, **options: Any) -> int:
         looked.clear()
@@ -206,7 +206,7 @@ def test_layers_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RINGWEAVE_CPU_VARIANT")
     looks()
     assert looks() == 0
-    program.PROGRAMS.clear()
+    program_cache.PROGRAMS.clear()
     # made anew: nothing else holds what was dropped
     assert looks()
 
@@ -344,7 +344,7 @@ def test_nothing_stale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def runs_and_others() -> tuple[int, int]:
     """Programs that serve a run of decoding steps, and those of one length."""
-    steps = [key[1] for key in program.PROGRAMS._entries if isinstance(key[0], tuple) and len(key) == 2]  # type: ignore[index, arg-type]
+    steps = [key[1] for key in program_cache.PROGRAMS._entries if isinstance(key[0], tuple) and len(key) == 2]  # type: ignore[index, arg-type]
     keys = [parts for parts in steps if isinstance(parts, tuple)]
     alone = sum(any("alone" in run for *_, run in parts) for parts in keys)
     return len(keys) - alone, alone
@@ -354,7 +354,7 @@ def runs_and_others() -> tuple[int, int]:
 def test_steps_of_decoding(pattern: rw.Pattern) -> None:
     """A cache that grows by a token: one call serves all lengths of as many tiles, where every key is attended."""
     q, k, v = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16)
-    program.PROGRAMS.clear()
+    program_cache.PROGRAMS.clear()
     for n in (127, 128, 129, 130, 255, 256, 257, 129, 300):
         now = k[:, :, :n], v[:, :, :n]
         wanted = by_operators(q, *now, pattern, q_offset=n - 1)
@@ -377,7 +377,7 @@ def test_steps_in_a_window(left: int, dtype: torch.dtype) -> None:
     pattern = rw.SlidingWindow(left) & rw.Causal()
     q, k, v = (torch.randn(1, heads, n, 16).to(dtype) for heads, n in ((4, 700), (2, 700), (2, 700)))
     whole = rw.attention_with_lse(q, k, v, pattern, backend="cpu")
-    program.PROGRAMS.clear()
+    program_cache.PROGRAMS.clear()
 
     def step(n: int) -> None:
         got = rw.attention_with_lse(q[:, :, n - 1 : n], k[:, :, :n], v[:, :, :n], pattern, q_offset=n - 1)
@@ -420,7 +420,7 @@ def test_a_kind_of_step_is_checked_once(kind: str, dtype: torch.dtype, monkeypat
     """Steps of a kind that was checked are neither checked nor compiled, and have the answers of new calls."""
     pattern, options = KINDS[kind]
     q, k, v = (torch.randn(2, heads, n, 16).to(dtype) for heads, n in ((4, 1), (2, 700), (2, 700)))
-    program.PROGRAMS.clear()
+    program_cache.PROGRAMS.clear()
     rw.attention(q, k[:, :, :100], v[:, :, :100], pattern, q_offset=99, **options)
     checks: list[Arguments] = []
     checked = api.checked
@@ -431,7 +431,7 @@ def test_a_kind_of_step_is_checked_once(kind: str, dtype: torch.dtype, monkeypat
         for _ in range(2):
             got[n] = rw.attention_with_lse(q, *now, pattern, q_offset=n - 1, **options)
     assert not checks
-    program.PROGRAMS.clear()
+    program_cache.PROGRAMS.clear()
     for n, found in got.items():
         # a batch of two queries does not decode a step
         want = rw.attention_with_lse(
@@ -489,7 +489,7 @@ def test_equal_arguments_find_the_program(spelling: str) -> None:
     usual = {"scale": 1.0, "q_offset": 3}
     want = rw.attention(q, k, v, PATTERN, **usual)
     given = Arguments(q, k, v, PATTERN, **(usual | SPELLINGS[spelling]))
-    assert program.find(given)[1] is program.find(Arguments(q, k, v, PATTERN, **usual))[1] is not None
+    assert program_cache.find(given)[1] is program_cache.find(Arguments(q, k, v, PATTERN, **usual))[1] is not None
     assert torch.equal(rw.attention(q, k, v, PATTERN, **(usual | SPELLINGS[spelling])), want)
 
 
@@ -509,7 +509,7 @@ def test_parameters_and_constant_bounds_are_known() -> None:
     of_parameters = [torch.nn.Parameter(x) for x in (q, k, v)]
     for given, pattern in ((of_parameters, PATTERN), ([q, k, v], rw.KeyPadding(40))):
         want = rw.attention_with_lse(*given, pattern)
-        assert program.find(Arguments(*given, pattern))[1] is not None
+        assert program_cache.find(Arguments(*given, pattern))[1] is not None
         assert all(map(torch.equal, rw.attention_with_lse(*given, pattern), want))
     with torch.no_grad():
         assert type(rw.attention(*of_parameters, PATTERN)) is Tensor
@@ -518,7 +518,7 @@ def test_parameters_and_constant_bounds_are_known() -> None:
 def test_forgotten_and_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = tensors()
     wanted = direct(q, k, v, PATTERN).out
-    program.PROGRAMS.clear()
+    program_cache.PROGRAMS.clear()
     results: list[bool] = []
 
     def work() -> None:
@@ -675,8 +675,8 @@ def test_calls_over_pages_are_seen(mode: type) -> None:
 
 
 def fresh() -> None:
-    program.PROGRAMS.clear()
-    program._last.clear()
+    program_cache.PROGRAMS.clear()
+    program_cache._last.clear()
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -685,14 +685,14 @@ def test_programs_are_found_by_identity_and_by_equal_patterns(name: str) -> None
     given = options(name)
     fresh()
     rw.attention(q, k, v, PATTERN, **given)
-    _, first = program.find(Arguments(q, k, v, PATTERN, **given))
+    _, first = program_cache.find(Arguments(q, k, v, PATTERN, **given))
     equal = (rw.SlidingWindow(9) | rw.Sinks(2)) & rw.Causal()
     for pattern in (PATTERN, equal, PATTERN):
-        _, found = program.find(Arguments(q, k, v, pattern, **given))
+        _, found = program_cache.find(Arguments(q, k, v, pattern, **given))
         assert found is first is not None
     # tables and functions may be written to
     table = rw.BlockTable(torch.ones(1, 1, dtype=torch.bool), 64)
-    assert program.find(Arguments(q, k, v, table, **given)) == (None, None)
+    assert program_cache.find(Arguments(q, k, v, table, **given)) == (None, None)
 
 
 # by argument: values of which each is another call than the defaults; a new option has that of VALUES
@@ -723,7 +723,7 @@ def test_no_program_serves_another_call() -> None:
     usual = Arguments(q, k, v, PATTERN)
     fresh()
     rw.attention(q, k, v, PATTERN)
-    _, kept = program.find(usual)
+    _, kept = program_cache.find(usual)
     assert kept is not None
     keys: list[object] = []
     for name in Arguments._fields:
@@ -731,18 +731,18 @@ def test_no_program_serves_another_call() -> None:
             continue
         for value in OTHERS[name] if name in OTHERS else [VALUES[name](50)]:
             try:
-                key, found = program.find(usual._replace(**{name: value}))
+                key, found = program_cache.find(usual._replace(**{name: value}))
             except rw.RingweaveError:
                 # a rate of dropout that there is not
                 continue
             assert found is None, (name, value)
-            assert key is None or key not in program.PROGRAMS._entries
+            assert key is None or key not in program_cache.PROGRAMS._entries
             # a term alone is a list of one, and gradients are those of all three
             of_another = value is OTHERS["terms"][1] or (name in ("k", "v") and value.requires_grad)
             keys += [key] if key is not None and not of_another else []
     assert len(keys) == len(set(keys)) > 20
     sinks = torch.zeros(4)
-    assert program.find(usual._replace(sink_logits=sinks)) == (None, kept)
+    assert program_cache.find(usual._replace(sink_logits=sinks)) == (None, kept)
     assert torch.equal(rw.attention(q, k, v, PATTERN, sink_logits=sinks), _with_sinks(q, k, v, sinks))
 
 
@@ -752,9 +752,9 @@ def test_a_table_learns_only_where_gradients_are_enabled() -> None:
     fresh()
     with torch.no_grad():
         rw.attention(q, k, v, PATTERN, terms=given.terms)
-    assert program.find(given)[1] is None
+    assert program_cache.find(given)[1] is None
     rw.attention(q, k, v, PATTERN, terms=given.terms)
-    _, found = program.find(given)
+    _, found = program_cache.find(given)
     assert found is not None
     assert found.call.needs_grad
 

@@ -12,6 +12,7 @@ from ringweave import program
 from ringweave.backends import cpu, triton
 from ringweave.backends.backend import delta_in_chunks
 from ringweave.call import Call
+from ringweave.environment import CPU_VARIANT
 from ringweave.errors import UnsupportedError
 from ringweave.plan import Branch, branches
 
@@ -27,7 +28,7 @@ def first(pattern: rw.Pattern, n: int = 256) -> Branch:
 
 
 def chosen(pattern: rw.Pattern, about: Call) -> str:
-    return program.choose("auto", about, first(pattern, about.nq)).name
+    return program.choose_backend("auto", about, first(pattern, about.nq)).name
 
 
 @pytest.mark.skipif(cpu.module() is None, reason="the native kernel is absent: there was no compiler")
@@ -89,7 +90,7 @@ def test_an_unknown_backend() -> None:
         UnsupportedError,
         match="backend: got 'warp'; wanted one of auto, reference, dense_batched, sdpa, cpu, triton, flex",
     ):
-        program.choose("warp", case(), first(rw.Full()))
+        program.choose_backend("warp", case(), first(rw.Full()))
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 1, 4000, 600)])
@@ -122,8 +123,8 @@ def test_the_variant_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     native = cpu.module()
     assert native is not None
     assert cpu.variant() == native.variants()[0]
-    monkeypatch.setenv(cpu.VARIANT, "generic")
+    monkeypatch.setenv(CPU_VARIANT, "generic")
     assert cpu.variant() == "generic"
-    monkeypatch.setenv(cpu.VARIANT, "avx9")
+    monkeypatch.setenv(CPU_VARIANT, "avx9")
     with pytest.raises(UnsupportedError, match="RINGWEAVE_CPU_VARIANT: got 'avx9'; wanted one of .*generic"):
         cpu.variant()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import ringweave as rw
 from ringweave.backends import cpu
+from ringweave.environment import CPU_VARIANT
 
 from .test_conformance import DTYPES, RUNNABLE
 
@@ -24,7 +25,7 @@ everywhere = pytest.mark.parametrize(("backend", "variant"), PLACES)
 def _instructions(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     variant = getattr(request.node, "callspec", None) and request.node.callspec.params.get("variant")
     if variant:
-        monkeypatch.setenv(cpu.VARIANT, variant)
+        monkeypatch.setenv(CPU_VARIANT, variant)
 
 
 @st.composite

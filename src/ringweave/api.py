@@ -12,16 +12,15 @@ from torch import Tensor
 from .call import Arguments, Operands, pack
 from .checks import flag
 from .errors import ShapeError, UnsupportedError, shown
-from .kv_cache import PagedCache, Pages
+from .kv_cache import PagedCache
 from .merge import merge, with_sinks
-from .oom_retry import check_on_oom, sparsified
 from .patterns import Causal, Documents, Full, Grid, GridNeighborhood, LongNet, Pattern
 from .precision import NATIVE, Precision, as_precision
-from .program import find, find_paged, keep, keep_paged
+from .program_cache import find, keep
 from .terms import Term, as_terms
 from .torch_ops import attend, run
-from .types import FIRST_POSITION, AttentionOutput
-from .validate import check_sinks, checked, converted, paged, refuse_unknown
+from .types import FIRST_POSITION, AttentionOutput, Pages
+from .validate import check_on_oom, check_sinks, checked, converted, paged, refuse_unknown
 
 if TYPE_CHECKING:
     from .parallel import ContextParallel
@@ -192,6 +191,8 @@ def _attend(given: Arguments, with_lse: bool = True) -> tuple[Tensor, Any]:
     sharded = any(map(_is_sharded, given[:3]))
     check_on_oom(given.on_oom, given.context, sharded)
     if given.on_oom == "sparsify":
+        from .oom_retry import sparsified
+
         k = given.k
         tokens = k.shape[2] if isinstance(k, Tensor) and k.ndim == 4 else 0
         return sparsified(
@@ -331,9 +332,9 @@ def paged_attention(
     given = Arguments(q, cache.k, cache.v, pattern, scale, 0, backend, terms=terms, sink_logits=sink_logits)
     key = None
     if not torch.compiler.is_dynamo_compiling():
-        key, program, keys = find_paged(given, cache)
+        key, program = find(given, cache)
         if program is not None and program.prepared is not None:
-            pages = Pages(cache.table, cache.lengths, cache.page)
+            pages, keys = Pages(cache.table, cache.lengths, cache.page), cache._common_length
             with_lse = sink_logits is not None
             found = program.prepared.forward(q, cache.k, cache.v, with_lse, pages, keys, cache.scales)
             if found is not None and sink_logits is None:
@@ -344,7 +345,9 @@ def paged_attention(
     call, q, k, v, tensors, _ = paged(given, cache)
     out, lse = attend(call, q, k, v, tensors)
     if key is not None:
-        keep_paged(key, call, cache)
+        keep(
+            key, call, Operands(q, k, v, call.scale, None, Pages(cache.table, cache.lengths, cache.page), cache.scales)
+        )
     return out if sink_logits is None else with_sinks(out, lse, sink_logits).out
 
 

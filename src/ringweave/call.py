@@ -10,14 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .kv_cache import Pages, check_pages, last_tokens
 from .patterns import Full, Pattern, check_extents
 from .patterns.shifted import first_positions
 from .plan import pattern_of
 from .precision import Precision, Scales, widened
 from .terms import Dropout, Term, TermOperands, tables_in, terms_of, written
 from .torch_compat import require
-from .types import Context, acc_dtype
+from .types import Context, Pages, acc_dtype
 
 
 class Arguments(NamedTuple):
@@ -148,6 +147,9 @@ class Call:
 
     def at_lengths(self, k: Tensor, tensors: Sequence[Tensor]) -> Call:
         """Return a paged call for the current lengths of its sequences, with the queries as their last tokens."""
+        # imported when a call has pages
+        from .kv_cache import check_pages, last_tokens
+
         last = len(tensors) - 2 * (self.kv_dtype is not None)
         table, lengths = tensors[last - 2 : last]
         size = k.shape[2]

@@ -6,6 +6,8 @@ import os
 
 from .cache import fact
 
+#: Selects a lower instruction set of the native kernel than the machine's best, for tests and comparisons.
+CPU_VARIANT = "RINGWEAVE_CPU_VARIANT"
 # For a variable that is not set, os.environ.get raises and catches two exceptions, which takes a microsecond.
 _values = os.environ._data  # type: ignore[attr-defined]
 _key = fact(os.environ.encodekey)

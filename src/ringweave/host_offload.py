@@ -32,7 +32,7 @@ from .patterns.tiles import Int64
 from .plan import BlockPlan, Branch, branches
 from .plan.cuda_sync import capturing
 from .plan.subplan import CutBranch, subplan
-from .program import BranchSlice, Program, Returned, choose
+from .program import BranchSlice, Program, Returned, choose_backend
 from .types import acc_dtype
 
 _log = logging.getLogger("ringweave")
@@ -221,7 +221,7 @@ class HostProgram(Program):
         with copies_of(operands) as copies:
             for work, _, mine in _arriving(copies, _slots(copies, operands, works), works, operands):
                 branch = work.stretch.branch
-                part, part_lse = choose(backend, mine.call(), branch).forward(mine, branch, acc)
+                part, part_lse = choose_backend(backend, mine.call(), branch).forward(mine, branch, acc)
                 merge_into(work.rows(out), work.rows(lse), part, part_lse)
         return out.to(q.dtype), lse
 
@@ -233,7 +233,7 @@ class HostProgram(Program):
         operands, works = self._works(operands)
         dout, dlse, out, lse = returned.detached()
         backend, call = self.call.backend, operands.call(needs_grad=True)
-        delta_of = choose(backend, call, works[0].stretch.branch).delta if works else delta_in_chunks
+        delta_of = choose_backend(backend, call, works[0].stretch.branch).delta if works else delta_in_chunks
         delta = delta_of(dout, out, lse, dlse)
         dtype = dtype or call.dtype
         # a key in several branches gets several gradients, which are summed in float32
@@ -244,7 +244,7 @@ class HostProgram(Program):
             slots = _slots(copies, operands, works, sums)
             for work, slot, mine in _arriving(copies, slots, works, operands):
                 branch = work.stretch.branch
-                chosen = choose(backend, mine.call(needs_grad=True), branch)
+                chosen = choose_backend(backend, mine.call(needs_grad=True), branch)
                 assert chosen.backward is not None
                 upstream = Upstream(work.rows(dout), work.rows(lse), work.rows(delta))
                 of_q, *of_keys = chosen.backward(upstream, mine, branch, lse.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -21,32 +21,6 @@ from .types import DTYPES
 
 #: Allowed numbers of tokens in a page.
 SIZES = (16, 32, 64, 128, 256)
-
-
-class Pages(NamedTuple):
-    """The location of keys and values in pages: token t is in page ``table[b, t // size]``, at ``t % size``.
-
-    Attributes:
-        table: Page numbers, (B, n) int32; entries after an element's last token are not used.
-        lengths: Number of tokens of each batch element, (B,) int32.
-        size: Tokens in a page: 16, 32, 64, 128 or 256.
-    """
-
-    table: Tensor
-    lengths: Tensor
-    size: int
-
-    @property
-    def capacity(self) -> int:
-        """Number of tokens for which a row of the table has room."""
-        return self.table.shape[1] * self.size
-
-    def gathered(self, x: Tensor, b: int, h: int) -> Tensor:
-        """Copy one head of one batch element out of its pages, (capacity, D); rows after its last token are arbitrary.
-
-        Only the reference and rare re-checks use this; kernels read through the table.
-        """
-        return x[self.table[b].long().clamp(0, len(x) - 1), h].flatten(0, 1)
 
 
 class PagedCache:
@@ -195,6 +169,15 @@ class PagedCache:
         if book.published[0] is not self.lengths or self.lengths.is_inference():
             return None
         return book.lengths if book.published[1] == version(self.lengths) else None
+
+    @property
+    def _common_length(self) -> int:
+        """Number of tokens of each sequence; 0 if the sequences differ, or if only a device knows their lengths."""
+        lengths = self._host_lengths
+        if lengths is None or not len(lengths):
+            return 0
+        first = int(lengths[0])
+        return first if len(lengths) == 1 or bool((lengths == first).all()) else 0
 
     @property
     def free_pages(self) -> int:

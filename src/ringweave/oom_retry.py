@@ -1,4 +1,4 @@
-"""Retry a call that ran out of memory: the same function in smaller pieces, then the first error.
+"""Compute a call that ran out of memory: the same function in smaller pieces, then the first error.
 
 The library makes these attempts in order, each after the previous one ran out of memory:
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .call import Call, Operands
-from .errors import PatternError, ShapeError, UnsupportedError, is_out_of_memory, shown
+from .errors import PatternError, ShapeError, UnsupportedError, is_out_of_memory
 from .patterns import Pattern, SlidingWindow
 from .plan.from_pattern import DEFAULT_TILE
 from .program import Program, Returned
@@ -32,7 +32,6 @@ from .types import acc_dtype
 
 R = TypeVar("R")
 
-ON_OOM = ("raise", "degrade", "stream", "sparsify")
 _FEWER = 4  # each attempt has a quarter of the queries of the previous one
 _log = logging.getLogger("ringweave")
 _told: set[str] = set()
@@ -58,8 +57,8 @@ class Piece(NamedTuple):
     rows: slice
 
 
-def forward(program: Program, operands: Operands) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of a program, in pieces if memory does not suffice for the whole."""
+def forward(program: Program, operands: Operands, first: BaseException) -> tuple[Tensor, Tensor]:
+    """Compute (out, lse) of a program that ran out of memory with the error ``first``, in pieces if it has to be."""
     call = program.call
 
     def whole() -> tuple[Tensor, Tensor]:
@@ -70,14 +69,16 @@ def forward(program: Program, operands: Operands) -> tuple[Tensor, Tensor]:
         out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=acc_dtype(q.dtype))
         for piece, some, part in _pieces(operands, call, cut):
             place = (slice(None), piece.heads, piece.rows)
-            out[place], lse[place] = program.again(part).forward(some)
+            out[place], lse[place] = program.for_call(part).forward(some)
         return out, lse
 
-    return _retry("forward", operands, call, whole, cut_up)
+    return _retry("forward", operands, call, first, whole, cut_up)
 
 
-def backward(program: Program, operands: Operands, returned: Returned) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute (dq, dk, dv) of a program, in pieces if memory does not suffice for the whole."""
+def backward(
+    program: Program, operands: Operands, returned: Returned, first: BaseException
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute (dq, dk, dv) of a program that ran out of memory with the error ``first``, in pieces if it has to be."""
     call = program.call
 
     def fresh() -> None:
@@ -102,14 +103,14 @@ def backward(program: Program, operands: Operands, returned: Returned) -> tuple[
         for piece, some, part in _pieces(operands, call, cut):
             place = (slice(None), piece.heads, piece.rows)
             mine = Returned(dout[place], None if dlse is None else dlse[place], out[place], lse[place])
-            of_q, of_k, of_v = program.again(part).backward(some, mine, acc)
+            of_q, of_k, of_v = program.for_call(part).backward(some, mine, acc)
             dq[place] = of_q
             sums = (of_k, of_v) if piece.rows.start == 0 or sums is None else (sums[0].add_(of_k), sums[1].add_(of_v))
             if piece.rows.stop == q.shape[2]:
                 dk[:, piece.kv_heads], dv[:, piece.kv_heads] = sums
         return dq, dk, dv
 
-    return _retry("backward", operands, call, whole, cut_up)
+    return _retry("backward", operands, call, first, whole, cut_up)
 
 
 def sparsified(call: Callable[[Pattern], R], pattern: Pattern, tokens: int) -> R:
@@ -139,17 +140,18 @@ def sparsified(call: Callable[[Pattern], R], pattern: Pattern, tokens: int) -> R
         )
 
 
-def _retry(direction: str, operands: Operands, call: Call, whole: Callable[[], R], cut_up: Callable[[Split], R]) -> R:
-    """Run the whole call, then each split in order until one fits in memory."""
-    try:
-        return whole()
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        if call.on_oom == "raise":
-            error.add_note("ringweave: on_oom='degrade' computes the same result in pieces that need less memory.")
-            raise
-        first = error
+def _retry(
+    direction: str,
+    operands: Operands,
+    call: Call,
+    first: BaseException,
+    whole: Callable[[], R],
+    cut_up: Callable[[Split], R],
+) -> R:
+    """Run the whole call again without caches, then each split in order until one fits in memory."""
+    if call.on_oom == "raise":
+        first.add_note("ringweave: on_oom='degrade' computes the same result in pieces that need less memory.")
+        raise first
     # the frames of the traceback keep tensors alive
     first.__traceback__ = None
     for cut in _splits(operands, call):
@@ -235,24 +237,3 @@ def _say(why: str, what: str, cost: str) -> None:
     if what not in _told:
         _told.add(what)
         _log.warning("%s, %s (the same result; cost: %s)", why, what, cost)
-
-
-def check_on_oom(on_oom: object, context: object = None, sharded: bool = False) -> None:
-    """Raise UnsupportedError unless ``on_oom`` is a known policy that the call supports.
-
-    Args:
-        on_oom: The policy.
-        context: The context if ranks share the call.
-        sharded: Whether the inputs are DTensors.
-    """
-    if not isinstance(on_oom, str) or on_oom not in ON_OOM:
-        wanted = f"one of {', '.join(ON_OOM)}"
-        raise UnsupportedError("on_oom", shown(on_oom), wanted, "Use 'degrade': it changes no result.")
-    if on_oom == "stream" and (context is not None or sharded):
-        got = "'stream' where ranks share the call"
-        remedy = "Leave it out: ranks keep their shards on their devices."
-        raise UnsupportedError("on_oom", got, "'raise' or 'degrade'", remedy)
-    if on_oom == "sparsify" and (context is not None or sharded or torch.compiler.is_compiling()):
-        got = "'sparsify' where ranks share the call, or under torch.compile"
-        remedy = "Use 'degrade', or a sparser pattern from the start."
-        raise UnsupportedError("on_oom", got, "'raise' or 'degrade'", remedy)

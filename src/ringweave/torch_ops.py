@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from . import oom_retry
 from .cache import fact
 from .call import Call, Operands
 from .errors import UnsupportedError, is_out_of_memory
@@ -82,7 +81,7 @@ def attention(
     about = Call.read(call, q, k, v, tensors, scale, q_offset, dropout)
     note_use(about.pattern)
     program = program_of(about, q, k)
-    return oom_retry.forward(program, program.operands(q, k, v, tensors))
+    return _forward(program, program.operands(q, k, v, tensors))
 
 
 def attention_backward(
@@ -121,8 +120,27 @@ def _backward(
     operands = program.operands(q, k, v, tensors, learns)
     # a saved-tensor hook may have changed their layout
     returned = Returned(dout, dlse, out.contiguous(), lse.contiguous())
-    grads = oom_retry.backward(program, operands, returned)
+    try:
+        grads = program.backward(operands, returned)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        from . import oom_retry
+
+        grads = oom_retry.backward(program, operands, returned, error)
     return *grads, table_grads(tensors, learns, operands)
+
+
+def _forward(program: Program, operands: Operands) -> tuple[Tensor, Tensor]:
+    try:
+        return program.forward(operands)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        # imported when memory has run out
+        from . import oom_retry
+
+        return oom_retry.forward(program, operands, error)
 
 
 def table_grads(tensors: Sequence[Tensor], learns: Sequence[bool], operands: Operands) -> list[Tensor]:
@@ -295,13 +313,13 @@ def _gradients(
         grads = None if program.prepared is None else _prepared_backward(program, saved, dout, dlse)
         if grads is not None:
             return *grads, [None] * len(learns)
-        *found, of_tensors = _backward(program.at(k), saved, tensors, learns, dout, dlse)
+        *found, of_tensors = _backward(program.for_length(k), saved, tensors, learns, dout, dlse)
     else:
         every = dout, dlse, q, k, v, out, lse, tensors
         if program is None:
             *found, of_tensors = attention_backward_op(*every, *ctx.call, learns)
         else:
-            call = program.at(k).call
+            call = program.for_length(k).call
             args = *every, call.text, *call.numbers, learns
             if torch.compiler.is_compiling():
                 # compiled autograd traces this function; the operator refuses a second derivative too
@@ -317,7 +335,7 @@ def _prepared_backward(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     assert program.prepared is not None
     try:
-        return program.prepared.backward(lambda: program.small(program.backward_steps), saved, dout, dlse)
+        return program.prepared.backward(lambda: program.small_plan(program.backward_steps), saved, dout, dlse)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -385,20 +403,19 @@ def run(
         q.requires_grad or k.requires_grad or v.requires_grad or (tensors and any(x.requires_grad for x in tensors))
     ):
         return _differentiable(q, k, v, program, *tensors)  # type: ignore[no-any-return]
-    try:
-        if program.prepared is not None:
+    if program.prepared is not None:
+        try:
             found = program.prepared.forward(q, k, v, with_lse)
-            if found is not None:
-                return found
-            program = program.at(k)
-        if program.call.paged:
-            program = Program(program.call.at_lengths(k, tensors))
-        return program.forward(program.operands(q, k, v, tensors))
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        program = program.at(k)
-        return oom_retry.forward(program, program.operands(q, k, v, tensors))
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            found = None
+        if found is not None:
+            return found
+        program = program.for_length(k)
+    if program.call.paged:
+        program = Program(program.call.at_lengths(k, tensors))
+    return _forward(program, program.operands(q, k, v, tensors))
 
 
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -33,6 +33,32 @@ class AttentionOutput(NamedTuple):
     lse: Tensor
 
 
+class Pages(NamedTuple):
+    """The location of keys and values in pages: token t is in page ``table[b, t // size]``, at ``t % size``.
+
+    Attributes:
+        table: Page numbers, (B, n) int32; entries after an element's last token are not used.
+        lengths: Number of tokens of each batch element, (B,) int32.
+        size: Tokens in a page: 16, 32, 64, 128 or 256.
+    """
+
+    table: Tensor
+    lengths: Tensor
+    size: int
+
+    @property
+    def capacity(self) -> int:
+        """Number of tokens for which a row of the table has room."""
+        return self.table.shape[1] * self.size
+
+    def gathered(self, x: Tensor, b: int, h: int) -> Tensor:
+        """Copy one head of one batch element out of its pages, (capacity, D); rows after its last token are arbitrary.
+
+        Only the reference and rare re-checks use this; kernels read through the table.
+        """
+        return x[self.table[b].long().clamp(0, len(x) - 1), h].flatten(0, 1)
+
+
 class Context(Protocol):
     """Ranks that share a sequence, as calls use them: :class:`ringweave.ContextParallel`."""
 

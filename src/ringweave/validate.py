@@ -35,6 +35,7 @@ from .torch_ops import refuse_gradient
 from .types import DTYPES, FIRST_POSITION
 
 _NUMBERS = (int, float, np.integer, np.floating, torch.SymInt, torch.SymFloat)
+ON_OOM = ("raise", "degrade", "stream", "sparsify")
 _PACKAGE = str(Path(__file__).parent)
 # Kernels multiply the scale by log2(e): the bounds leave room for that in float32.
 _SMALLEST_SCALE, _LARGEST_SCALE = 1e-37, 1e38
@@ -327,6 +328,27 @@ def checked_dropout(dropout: float) -> float:
         raise ShapeError("dropout", shown(dropout), "a number of at least 0 and below 1", "Leave it out.")
     threshold_of(float(dropout))
     return float(dropout)
+
+
+def check_on_oom(on_oom: object, context: object = None, sharded: bool = False) -> None:
+    """Raise UnsupportedError unless ``on_oom`` is a known policy that the call supports.
+
+    Args:
+        on_oom: The policy.
+        context: The context if ranks share the call.
+        sharded: Whether the inputs are DTensors.
+    """
+    if not isinstance(on_oom, str) or on_oom not in ON_OOM:
+        wanted = f"one of {', '.join(ON_OOM)}"
+        raise UnsupportedError("on_oom", shown(on_oom), wanted, "Use 'degrade': it changes no result.")
+    if on_oom == "stream" and (context is not None or sharded):
+        got = "'stream' where ranks share the call"
+        remedy = "Leave it out: ranks keep their shards on their devices."
+        raise UnsupportedError("on_oom", got, "'raise' or 'degrade'", remedy)
+    if on_oom == "sparsify" and (context is not None or sharded or torch.compiler.is_compiling()):
+        got = "'sparsify' where ranks share the call, or under torch.compile"
+        remedy = "Use 'degrade', or a sparser pattern from the start."
+        raise UnsupportedError("on_oom", got, "'raise' or 'degrade'", remedy)
 
 
 def _check_runnable(call: Call) -> None:

@@ -117,7 +117,7 @@ def test_sparse_branches_without_flash_attn(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(flash, "installed", lambda: False)
     assert "flash-attn-4 is not installed" in str(unsupported_reason(case(), rw.SlidingWindow(9)))
     with pytest.raises(UnsupportedError, match="neither full nor causal"):
-        program.choose("flash", case(), branches(rw.SlidingWindow(9), 256, 256, heads=4)[0])
+        program.choose_backend("flash", case(), branches(rw.SlidingWindow(9), 256, 256, heads=4)[0])
 
 
 @pytest.mark.parametrize(

@@ -149,21 +149,21 @@ def test_auto_tries_a_gpu_kernel_once_for_each_kind(
     window = first(rw.SlidingWindow(9))
     with caplog.at_level(logging.WARNING, "ringweave"):
         for _ in range(2):
-            assert program.choose("auto", case(), window).name == "triton"
-            assert program.choose("auto", case(), first(rw.Causal())).name == "flash"
-            assert program.choose("auto", case(head_dim=128), window).name == "dense_batched"
+            assert program.choose_backend("auto", case(), window).name == "triton"
+            assert program.choose_backend("auto", case(), first(rw.Causal())).name == "flash"
+            assert program.choose_backend("auto", case(head_dim=128), window).name == "dense_batched"
     names = [(name, of.head_dim, structure) for name, of, structure in checks]
     assert names == [("triton", 64, "sparse"), ("flash", 64, "causal"), ("triton", 128, "sparse")]
     assert {of.device for _, of, _ in checks} == {"cuda:0"}
     (record,) = caplog.records
     assert record.getMessage() == "auto leaves out the backend triton on cuda:0: it is wrong"
     # gradients are other kernels
-    assert program.choose("auto", case(needs_grad=True), window).name == "triton"
+    assert program.choose_backend("auto", case(needs_grad=True), window).name == "triton"
     assert len(checks) == 4
 
 
 def test_a_named_backend_runs_without_a_check(checks: list[tuple[str, Call, str]]) -> None:
-    assert program.choose("triton", case(head_dim=128), first(rw.SlidingWindow(9))).name == "triton"
+    assert program.choose_backend("triton", case(head_dim=128), first(rw.SlidingWindow(9))).name == "triton"
     assert not checks
 
 
@@ -172,13 +172,13 @@ def test_nothing_is_tried_while_a_graph_is_captured(
 ) -> None:
     window = first(rw.SlidingWindow(9))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert program.choose("auto", case(), window).name == "dense_batched"
+    assert program.choose_backend("auto", case(), window).name == "dense_batched"
     assert not checks
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert program.choose("auto", case(), window).name == "triton"
+    assert program.choose_backend("auto", case(), window).name == "triton"
     # what is known stays known
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert program.choose("auto", case(), window).name == "triton"
+    assert program.choose_backend("auto", case(), window).name == "triton"
 
 
 def test_explain_says_what_a_check_found(checks: list[tuple[str, Call, str]]) -> None:
@@ -200,7 +200,7 @@ def test_without_a_gpu_auto_answers_as_if_all_went_well(monkeypatch: pytest.Monk
     """A plan for another machine can be explained here."""
     monkeypatch.setattr(triton, "installed", lambda: True)
     assert not torch.cuda.is_available()
-    assert program.choose("auto", case(), first(rw.SlidingWindow(9))).name == "triton"
+    assert program.choose_backend("auto", case(), first(rw.SlidingWindow(9))).name == "triton"
 
 
 @pytest.mark.skipif(not triton.installed(), reason="triton is not installed (it has wheels for Linux only)")

@@ -98,7 +98,7 @@ def test_on_a_gpu_it_is_refused() -> None:
     case = Call(1, 2, 2, 64, 64, 16, 16, torch.float32, "cuda")
     (branch,) = branches(rw.SlidingWindow(9), 64, 64)
     with pytest.raises(UnsupportedError, match="only on CPU tensors, and these are on cuda. Use backend='auto'"):
-        program.choose("torch_sparse", case, branch)
+        program.choose_backend("torch_sparse", case, branch)
 
 
 def test_it_runs_only_when_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +107,6 @@ def test_it_runs_only_when_named(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Call(1, 2, 2, 64, 64, 16, 16, torch.float32, "cpu")
     (branch,) = branches(rw.SlidingWindow(9), 64, 64)
     monkeypatch.setattr("ringweave.backends.tuning.lookup", lambda *of: program.tuning.Answer("torch_sparse", None))
-    assert program.choose("auto", case, branch).name != "torch_sparse"
+    assert program.choose_backend("auto", case, branch).name != "torch_sparse"
     others = rw.explain(rw.SlidingWindow(9), 64, as_dict=True)["backend"]["others"]
     assert others["torch_sparse"] == ["used only when named"]

@@ -78,14 +78,14 @@ def test_the_interpreter_runs_only_when_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(triton, "installed", lambda: True)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert triton.unsupported_reason(case("cpu", torch.float32), first(rw.Causal())) is None
-    assert program.choose("auto", case("cpu"), first(rw.Causal())).name != "triton"
+    assert program.choose_backend("auto", case("cpu"), first(rw.Causal())).name != "triton"
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "installed", lambda: False)
-    assert program.choose("auto", case(), first(rw.SlidingWindow(9))).name == "dense_batched"
+    assert program.choose_backend("auto", case(), first(rw.SlidingWindow(9))).name == "dense_batched"
     with pytest.raises(rw.UnsupportedError, match="triton is not installed: pip install triton"):
-        program.choose("triton", case(), first(rw.Causal()))
+        program.choose_backend("triton", case(), first(rw.Causal()))
 
 
 def test_cpu_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

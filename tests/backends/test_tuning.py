@@ -48,7 +48,7 @@ def entry(name: str, about: Call, of: Branch, tile: tuple[int, int] | None = Non
 
 
 def chosen(about: Call, of: Branch) -> str:
-    return program.choose("auto", about, of).name
+    return program.choose_backend("auto", about, of).name
 
 
 def test_without_a_store_nothing_is_known_and_nothing_is_written(cache: Path) -> None:
@@ -71,7 +71,7 @@ def test_auto_takes_what_was_measured_for_the_same_kind_alone() -> None:
     ):
         assert tuning.lookup(about, of) is None
         assert chosen(about, of) == "sdpa"
-    assert program.choose("sdpa", case(), dense).name == "sdpa"
+    assert program.choose_backend("sdpa", case(), dense).name == "sdpa"
 
 
 def test_densities_are_apart() -> None:

@@ -27,6 +27,7 @@ from ringweave.backends.tuning import KernelKey
 from ringweave.cli import bits
 from ringweave.cli.app import _blocks, app
 from ringweave.cli.doctor import diagnose, verdict
+from ringweave.environment import CPU_VARIANT
 from ringweave.tune.descent import Descent, Tuned
 from ringweave_command import main
 from ringweave_lab.simulation.simulate import simulate
@@ -151,16 +152,16 @@ def test_doctor_compares_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_names_the_kernels_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(cpu.VARIANT, raising=False)
+    monkeypatch.delenv(CPU_VARIANT, raising=False)
     found = diagnose()
-    assert found["variables"][cpu.VARIANT] == "not set: the best instruction set is used"
+    assert found["variables"][CPU_VARIANT] == "not set: the best instruction set is used"
     native = cpu.module()
     if native is not None:
         assert found["native kernel"] == {"in use": native.variants()[0], "can run": ", ".join(native.variants())}
-        monkeypatch.setenv(cpu.VARIANT, "generic")
+        monkeypatch.setenv(CPU_VARIANT, "generic")
         assert diagnose()["native kernel"]["in use"] == "generic"
-        assert diagnose()["variables"][cpu.VARIANT] == "generic"
-        monkeypatch.setenv(cpu.VARIANT, "abacus")
+        assert diagnose()["variables"][CPU_VARIANT] == "generic"
+        monkeypatch.setenv(CPU_VARIANT, "abacus")
         assert "got 'abacus'; wanted one of" in diagnose()["native kernel"]["in use"]
         assert run("doctor").exit_code == 0
 
@@ -175,15 +176,15 @@ def test_doctor_says_why_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_doctor_ends_with_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(cpu.VARIANT, raising=False)
+    monkeypatch.delenv(CPU_VARIANT, raising=False)
     *_, empty, last = run("doctor", columns=80).stdout.splitlines()
     assert (empty, last) == ("", verdict(diagnose()))
     native = cpu.module()
     if native is not None:
         assert last.startswith(f"Ready: the native kernel ({native.variants()[0]}) computes on this processor; ")
-        monkeypatch.setenv(cpu.VARIANT, "abacus")
+        monkeypatch.setenv(CPU_VARIANT, "abacus")
         assert verdict(diagnose()).startswith("Not ready: RINGWEAVE_CPU_VARIANT: got 'abacus'")
-        monkeypatch.delenv(cpu.VARIANT)
+        monkeypatch.delenv(CPU_VARIANT)
     monkeypatch.setattr(cpu, "module", lambda: None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     said = verdict(diagnose())

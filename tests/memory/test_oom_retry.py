@@ -52,7 +52,7 @@ def short_of(most: int, *, said: BaseException | None = None) -> Iterator[list[t
 
     for name, each in before.items():
         backward = None if each.backward is None else scarce(each.backward)
-        BACKENDS[name] = dataclasses.replace(each, forward=scarce(each.forward), backward=backward)
+        BACKENDS[name] = dataclasses.replace(each, forward=scarce(each.forward), backward=backward, prepare=None)
     try:
         yield tried
     finally:
@@ -159,7 +159,7 @@ def test_after_caches_are_given_back_the_call_is_made_again(caplog: pytest.LogCa
 
     before = BACKENDS["cpu"]
     oom_retry._told.clear()
-    BACKENDS["cpu"] = dataclasses.replace(before, forward=run)
+    BACKENDS["cpu"] = dataclasses.replace(before, forward=run, prepare=None)
     try:
         with caplog.at_level(logging.WARNING, "ringweave"):
             for _ in range(3):
@@ -227,7 +227,7 @@ def test_sparsify_is_another_answer_and_says_so() -> None:
                 raise MemoryError
             return before.forward(inputs, branch, *rest)
 
-        BACKENDS["cpu"] = dataclasses.replace(before, forward=run)
+        BACKENDS["cpu"] = dataclasses.replace(before, forward=run, prepare=None)
         try:
             yield
         finally:

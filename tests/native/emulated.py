@@ -218,7 +218,7 @@ def pytest_configure() -> None:
 
     _stand_in.append(Program(Path(os.environ[PROGRAM]), os.environ[PROCESSOR]))
     ringweave._cpu = sys.modules["ringweave._cpu"] = module(_stand_in[0], _cpu)  # type: ignore[attr-defined]
-    BACKENDS["cpu"] = dataclasses.replace(cpu.BACKEND)
+    BACKENDS["cpu"] = dataclasses.replace(cpu.BACKEND, prepare=None)
 
 
 def pytest_unconfigure() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave.backends import cpu
+from ringweave.environment import CPU_VARIANT
 from ringweave.plan import Branch
 
 PAGE = mmap.PAGESIZE
@@ -111,7 +112,7 @@ def run(backend: str, to: Torch) -> int:
     number = 0
     for layout, pattern, (nq, nk), (dim, value_dim), dtype, side in calls(backend):
         print(
-            backend, os.environ.get(cpu.VARIANT, ""), layout, pattern, nq, nk, dim, value_dim, dtype, side, flush=True
+            backend, os.environ.get(CPU_VARIANT, ""), layout, pattern, nq, nk, dim, value_dim, dtype, side, flush=True
         )
         generator = torch.Generator().manual_seed(number)
         heads, kv_heads = [(2, 1), (1, 1), (3, 3)][number % 3]
@@ -151,7 +152,7 @@ def main(what: str) -> None:
     native = cpu.module()
     if what == "cpu":
         assert native is not None
-        for os.environ[cpu.VARIANT] in native.variants():
+        for os.environ[CPU_VARIANT] in native.variants():
             total += run("cpu", to)
     else:
         total += run("dense_batched", to) + run("sdpa", to)

@@ -17,6 +17,7 @@ import torch
 
 from ringweave import program as calls
 from ringweave.backends import cpu
+from ringweave.environment import CPU_VARIANT
 from ringweave.errors import UnsupportedError
 
 from . import plans, test_terms
@@ -88,7 +89,7 @@ def test_a_step_has_the_bits_of_tiles(
     """Sums without tiles: every length, chunk, page, padding and thread."""
     monkeypatch.setattr(cpu, "module", lambda: running)
     monkeypatch.setattr(calls, "BACKENDS", calls.BACKENDS | {"cpu": dataclasses.replace(cpu.BACKEND)})
-    monkeypatch.setenv(cpu.VARIANT, MODEL)
+    monkeypatch.setenv(CPU_VARIANT, MODEL)
     heads, kv_heads, *dims = sizes
     assert_same_bits(name, torch.bfloat16, (heads, kv_heads), *dims)
 
@@ -105,7 +106,7 @@ def test_a_processor_without_tiles_is_not_asked_for_them(monkeypatch: pytest.Mon
     one = shared_case(5, 9, (16, 16), dtype="bf16")
     with pytest.raises(UnsupportedError, match='^variant: this machine cannot run "amx"'):
         one.forward("amx")
-    monkeypatch.setenv(cpu.VARIANT, "amx")
+    monkeypatch.setenv(CPU_VARIANT, "amx")
     with pytest.raises(UnsupportedError, match="RINGWEAVE_CPU_VARIANT: got 'amx'; wanted one of .*generic"):
         cpu.variant()
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from ringweave.backends import cpu
+from ringweave.environment import CPU_VARIANT
 from ringweave.errors import UnsupportedError
 
 from .emulated import missing
@@ -83,7 +84,7 @@ def test_no_compiler_fuses_sums(optimize: str, tmp_path: Path) -> None:
 
 
 @needs_cmake
-@pytest.mark.skipif(cpu.VARIANT in os.environ, reason="another instruction set is named")
+@pytest.mark.skipif(CPU_VARIANT in os.environ, reason="another instruction set is named")
 def test_a_build_for_this_machine_has_what_its_best_needs(tmp_path: Path) -> None:
     """It has the best instruction set, and the builds that this one calls; configured twice, it is the same."""
     for _ in range(2):

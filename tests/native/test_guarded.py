@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from ringweave.backends import cpu
+from ringweave.environment import CPU_VARIANT
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="protects pages with mprotect")
 
 
 def run(what: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.native.guarded", what]
-    environment = {name: value for name, value in os.environ.items() if name != cpu.VARIANT}
+    environment = {name: value for name, value in os.environ.items() if name != CPU_VARIANT}
     root = Path(__file__).parents[2]
     return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=240)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
-from ringweave.backends import cpu
+from ringweave.environment import CPU_VARIANT
 
 from ..test_terms import error
 from .plans import DTYPES, VARIANTS
@@ -110,7 +110,7 @@ class Draw:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_few_queries_over_views(variant: str, seed: int, monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
     """Results and gradients of a random call over a view are those of the reference."""
-    monkeypatch.setenv(cpu.VARIANT, variant)
+    monkeypatch.setenv(CPU_VARIANT, variant)
     Draw.of(seed).check()
 
 
@@ -118,7 +118,7 @@ def test_few_queries_over_views(variant: str, seed: int, monkeypatch: pytest.Mon
 def test_few_queries_in_filled_memory() -> None:
     """Numbers that the allocator left in a kernel's scratch memory are neither used nor indices of reads."""
     environment = os.environ | {"MALLOC_PERTURB_": "85"}
-    environment.pop(cpu.VARIANT, None)
+    environment.pop(CPU_VARIANT, None)
     command, root = [sys.executable, "-m", __name__], Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=240)
     last = (done.stdout.splitlines() or ["nothing"])[-1]
@@ -127,9 +127,9 @@ def test_few_queries_in_filled_memory() -> None:
 
 
 if __name__ == "__main__":
-    for os.environ[cpu.VARIANT] in VARIANTS:
+    for os.environ[CPU_VARIANT] in VARIANTS:
         for each in range(0, DRAWS, 3):
             drawn = Draw.of(each)
-            print(os.environ[cpu.VARIANT], each, drawn, flush=True)
+            print(os.environ[CPU_VARIANT], each, drawn, flush=True)
             drawn.check()
     print(f"{len(VARIANTS)} x {DRAWS // 3} draws")

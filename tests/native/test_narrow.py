@@ -10,6 +10,7 @@ import torch
 import ringweave as rw
 from ringweave.backends import cpu
 from ringweave.call import Operands
+from ringweave.environment import CPU_VARIANT
 from ringweave.plan import Branch
 from ringweave.tune.measure import by_processor, interleaved
 from ringweave_lab.bench.cases.tile_sizes import documents
@@ -33,7 +34,7 @@ def test_what_is_passed_over_changes_no_bit(
     name: str, variant: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of tiles with other rows, and with as many keys again, other keys and halves of panels are passed over."""
-    monkeypatch.setenv(cpu.VARIANT, variant)
+    monkeypatch.setenv(CPU_VARIANT, variant)
     q, k, v = (torch.randn(2, heads, 700, 24).to(DTYPES[dtype]) for heads in (4, 2, 2))
     branch = Branch.whole(PATTERNS[name], 700, 700, heads=4, batch=2)
     ways = [

@@ -7,6 +7,7 @@ import torch
 
 import ringweave as rw
 from ringweave.backends import cpu
+from ringweave.environment import CPU_VARIANT
 from ringweave.merge import merge_into
 
 from ..oracle import Inputs
@@ -78,7 +79,7 @@ def test_it_is_what_auto_chooses(name: str) -> None:
 @every_variant
 def test_merge(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's merge of 640 channels is that of PyTorch's functions, to rounding."""
-    monkeypatch.setenv(cpu.VARIANT, variant)
+    monkeypatch.setenv(CPU_VARIANT, variant)
     parts = [(torch.randn(2, 3, 5, 640), torch.randn(2, 3, 5)) for _ in range(2)]
     (out, lse), (want, want_lse) = ([x.clone() for x in parts[0]] for _ in range(2))
     cpu.merge_into(out, lse, *parts[1])
@@ -90,7 +91,7 @@ def test_merge(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @every_dtype
 def test_tile_mass(dtype: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sums of weights by tile are those of dense weights, and all weights sum to the number of rows."""
-    monkeypatch.setenv(cpu.VARIANT, variant)
+    monkeypatch.setenv(CPU_VARIANT, variant)
     q, k = torch.randn(1, 2, 100, 640).to(DTYPES[dtype]), torch.randn(1, 1, 100, 640).to(DTYPES[dtype])
     _, lse = rw.attention_with_lse(q, k, k, rw.Causal(), backend="cpu")
     found = rw.adaptive.tile_mass(q, k, lse, rw.Causal(), tile=32, backend="cpu")

@@ -133,7 +133,7 @@ def silent(schedule: str, where: str, victim: int, deadline: float) -> tuple[str
                     return inner(*args, **options)
 
                 if inner is not None:
-                    program.BACKENDS[name] = dataclasses.replace(backend, **{where: late})
+                    program.BACKENDS[name] = dataclasses.replace(backend, prepare=None, **{where: late})
         for _ in range(2):
             rw.attention(*leaves, pattern, context=ctx).sum().backward()
     except RingError as error:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..call import Call, Operands
-from ..plan import Branch
+from ..plan import BlockPlan, Branch
+from ..precision import Scales
 from ..terms import KINDS
+from ..types import Pages
 
 #: Old names of backends, accepted for one more release.
 RENAMED = {"gather": "dense_batched"}
@@ -64,6 +66,63 @@ class Delta(Protocol):
 
     def __call__(self, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
         """Return delta, (B, Hq, Nq)."""
+        ...
+
+
+class Part(NamedTuple):
+    """A part of a small call, for which a backend prepares its kernel's arguments.
+
+    Attributes:
+        branch: The whole call, or the strided view of a decoding step's last key.
+        plan: Plan of the branch.
+        first: Index of the first key tile that moves when the keys are more than in the plan: this tile and all later
+            ones shift by the number of additional tiles.
+    """
+
+    branch: Branch
+    plan: BlockPlan
+    first: int = 0
+
+
+class Prepared(Protocol):
+    """Everything about a small call except its tensors: kernel arguments, plans and shapes of the results."""
+
+    @property
+    def plans(self) -> tuple[BlockPlan, ...]:
+        """The plans of the parts."""
+        ...
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        with_lse: bool,
+        pages: Pages | None = None,
+        keys: int = 0,
+        scales: Scales | None = None,
+    ) -> tuple[Tensor, Any] | None:
+        """Compute (out, lse), with lse None if not ``with_lse``; return None if the call needs the general path.
+
+        With ``pages`` all sequences have ``keys`` tokens, and ``scales`` are those of a pool of 8 bits, contiguous.
+        """
+        ...
+
+    def backward(
+        self, plan: Callable[[], BlockPlan | None], saved: tuple[Tensor, ...], dout: Tensor, dlse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Compute (dq, dk, dv) from ``saved`` = (q, k, v, out, lse); return None if the call needs the general path.
+
+        ``plan`` returns the plan for backward, or None if there is none for this path.
+        """
+        ...
+
+
+class Prepare(Protocol):
+    """A function that prepares kernel arguments for calls like the given one, whose parts are merged."""
+
+    def __call__(self, operands: Operands, parts: Sequence[Part]) -> Prepared:
+        """Return the prepared call; ``operands`` are tensors of the call's shapes, dtypes and scale."""
         ...
 
 
@@ -177,6 +236,8 @@ class Backend:
         kv_dtypes: 8-bit types, with scales, in which it reads keys and values.
         experimental: Whether it runs only when named; neither auto nor ``ringweave tune`` tries it.
         tiled: Whether it uses the tile sizes that a branch requests. Other backends have fixed tile sizes or no tiles.
+        prepare: Function that prepares the kernel arguments of a small call; None if the backend has none. A backend
+            with this function calls no operators of PyTorch that a mode or a profiler would have to see.
     """
 
     name: str
@@ -195,6 +256,7 @@ class Backend:
     paged: bool = False
     kv_dtypes: tuple[torch.dtype, ...] = ()
     experimental: bool = False
+    prepare: Prepare | None = None
 
     def lacks(self, asked: frozenset[str], device: str) -> frozenset[str]:
         """Return the features (kinds of terms, "dropout") in ``asked`` that it does not compute on a device type."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
@@ -14,18 +15,17 @@ from torch import Tensor
 
 from ..cache import fact
 from ..call import Call, Operands
+from ..environment import CPU_VARIANT
 from ..errors import ShapeError, UnsupportedError
-from ..kv_cache import Pages
 from ..merge import merge_into as merge_with_torch
 from ..plan import BlockPlan, Branch, Spacing
 from ..precision import STORED, Scales
 from ..terms import KINDS, Term, TermOperands
+from ..types import Pages
 from . import forks
-from .backend import Backend, Upstream, readable
+from .backend import Backend, Part, Prepared, Upstream, readable
 from .overflow import may_overflow, spoil
 
-#: Environment variable that selects a lower instruction set than the machine's best, for tests and comparisons.
-VARIANT = "RINGWEAVE_CPU_VARIANT"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # kMostChannels in csrc/problem.h
 _MOST_CHANNELS = 640
@@ -96,10 +96,10 @@ def variant() -> str:
     """
     native = module()
     variants = [] if native is None else native.variants()
-    asked = os.environ.get(VARIANT, "")
+    asked = os.environ.get(CPU_VARIANT, "")
     if not variants or (asked and asked not in variants):
         raise UnsupportedError(
-            VARIANT, repr(asked), f"one of {', '.join(variants) or 'none: no native kernel'}", "Unset it."
+            CPU_VARIANT, repr(asked), f"one of {', '.join(variants) or 'none: no native kernel'}", "Unset it."
         )
     return asked or str(variants[0])
 
@@ -348,42 +348,17 @@ def scratch(call: Call, branch: Branch) -> int:
     return forward_bytes + sums + kept + (8 + 1 + 4) * call.learned
 
 
-BACKEND = Backend(
-    "cpu",
-    forward,
-    backward,
-    unsupported_reason,
-    scratch,
-    delta=delta,
-    tiled=True,
-    terms=terms,
-    dropout=True,
-    paged=True,
-    kv_dtypes=tuple(STORED),
-)
-
-
 class PreparedCall:
-    """Everything about a small call except its tensors: kernel arguments, plan and shapes of the results.
+    """Kernel arguments, plan and shapes of the results of a small call in one part, without terms.
 
     Args:
         operands: Example tensors with the call's shapes and types, without terms.
-        branch: Branch that is the whole call, or the strided view of a decoding step's last key.
-        plan: Plan of the branch.
-        first: Index of the first key tile that moves when the cache is longer than in the plan: this tile and all
-            later ones shift by the number of additional tiles.
+        part: The part.
         dtype: Dtype of the output of forward, q's or float32; None is q's.
     """
 
-    def __init__(
-        self,
-        operands: Operands,
-        branch: Branch,
-        plan: BlockPlan,
-        first: int = 0,
-        *,
-        dtype: torch.dtype | None = None,
-    ):
+    def __init__(self, operands: Operands, part: Part, *, dtype: torch.dtype | None = None):
+        branch, plan, first = part
         # the keys of the branch's view; None: all
         self._keys = None if branch.rate == 1 else slice(branch.k_first, None, branch.rate)
         if operands.pages is None:
@@ -412,11 +387,10 @@ class PreparedCall:
         keys: int = 0,
         scales: Scales | None = None,
     ) -> tuple[Tensor, Any] | None:
-        """Compute (out, lse), with lse None if not ``with_lse``; return None if the call needs the general path.
+        """Compute (out, lse); see :class:`Prepared`.
 
         The general path handles channels that are not adjacent, invalid page tables, and scores out of range if lse is
-        not requested, keys are paged, or k has another length. With ``pages`` all sequences have ``keys`` tokens, and
-        ``scales`` are those of a pool of 8 bits, contiguous.
+        not requested, keys are paged, or k has another length.
         """
         if self._keys is not None:
             k, v = self._in_view(k), self._in_view(v)
@@ -448,10 +422,7 @@ class PreparedCall:
     def backward(
         self, plan: Callable[[], BlockPlan | None], saved: tuple[Tensor, ...], dout: Tensor, dlse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Compute (dq, dk, dv) from ``saved`` = (q, k, v, out, lse); return None if the call needs the general path.
-
-        ``plan`` returns the plan for backward, or None if there is none for this path.
-        """
+        """Compute (dq, dk, dv); see :class:`Prepared`."""
         q, k, v, out, lse = saved
         if (q.shape, k.shape, v.shape) != self.shapes or not out.is_contiguous() or not lse.is_contiguous():
             return None
@@ -506,3 +477,68 @@ class PreparedUnion:
 
     def backward(self, *args: object) -> None:
         """Return None: backward takes the general path."""
+
+
+class PreparedTerms:
+    """Kernel arguments, plan and shapes of the results of a small call with score terms; for forward only.
+
+    Args:
+        operands: Example tensors with the call's shapes and types, and terms that all its calls share.
+        part: The whole call.
+    """
+
+    def __init__(self, operands: Operands, part: Part):
+        native = module()
+        assert native is not None
+        q, _, v = operands[:3]
+        self._branch, plan, _ = part
+        self.plans = (plan,)
+        self._out = torch.empty(1, dtype=q.dtype, device="cpu").expand(*q.shape[:3], v.shape[3])
+        self._lse = torch.empty(1, dtype=torch.float32, device="cpu").expand(q.shape[:3])
+        self._scale = operands.scale
+        self._threads = torch.get_num_threads()
+        self._forward = functools.partial(native.forward, **_term_arguments(operands.terms))
+        self._plan = *_rows(plan), *_rest(plan, operands.scale)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, with_lse: bool, *stored: Any) -> tuple[Tensor, Any] | None:
+        """Compute (out, lse); return None if channels are not adjacent."""
+        if q.stride(3) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
+            return None
+        if self._threads > 1:
+            forks.check(q.device)
+        q, k, v = q.detach(), k.detach(), v.detach()
+        out, lse = torch.empty_like(self._out), torch.empty_like(self._lse)
+        self._forward(q, k, v, out, lse, *self._plan, longest_first=True, spacing=self._branch.spacing or ())
+        operands = Operands(q, k, v, self._scale)
+        if may_overflow(operands, self._branch):
+            spoil(out, lse, operands, self._branch)
+        return out, lse
+
+    def backward(self, *args: object) -> None:
+        """Return None: backward takes the general path."""
+
+
+def prepare(operands: Operands, parts: Sequence[Part]) -> Prepared:
+    """Prepare the kernel arguments of a small call, whose parts are merged in float32."""
+    if operands.terms is not None:
+        (part,) = parts
+        return PreparedTerms(operands, part)
+    if len(parts) == 1:
+        return PreparedCall(operands, parts[0])
+    return PreparedUnion([PreparedCall(operands, part, dtype=torch.float32) for part in parts], operands.q.dtype)
+
+
+BACKEND = Backend(
+    "cpu",
+    forward,
+    backward,
+    unsupported_reason,
+    scratch,
+    delta=delta,
+    tiled=True,
+    terms=terms,
+    dropout=True,
+    paged=True,
+    kv_dtypes=tuple(STORED),
+    prepare=prepare,
+)

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from ..call import Operands
-from ..kv_cache import Pages
 from ..plan import Branch, unpack_masks
 from ..precision import STORED, widened
-from ..types import acc_dtype
+from ..types import Pages, acc_dtype
 from .backend import tiled
 
 # number of scores computed at a time

@@ -22,6 +22,7 @@ from rich.text import Text
 from .. import __version__, memory
 from ..backends import BACKENDS, cpu, tuning
 from ..call import Call
+from ..environment import CPU_VARIANT
 from ..errors import RingweaveError
 from ..patterns import Causal, SlidingWindow
 from ..plan import branches
@@ -48,7 +49,7 @@ _NOT_LOADED = f"none: {_MODULE} does not load"
 _SLOW = "Works, but slowly on this processor: ringweave {}"
 _COMPILER = " Reinstall ringweave with a C++ compiler (g++ or clang++), and not with wheel.cmake=false."
 _VARIABLES = {
-    cpu.VARIANT: "not set: the best instruction set is used",
+    CPU_VARIANT: "not set: the best instruction set is used",
     tuning.VARIABLE: "not set: the user's cache folder is used",
 }
 

@@ -31,7 +31,6 @@ from ringweave import api, program
 from ringweave.backends import BACKENDS, cpu
 from ringweave.errors import UnsupportedError
 from ringweave.parallel import ContextParallel, Transport
-from ringweave.parallel.execution import executor
 from ringweave.parallel.transport import transport
 from ringweave.plan import PlanCache, plan_cache
 from ringweave.tune.problem import BOTH, Drawn, Problem, Sample
@@ -149,6 +148,7 @@ def _marked(device: str) -> Iterator[None]:
     backends = {
         name: dataclasses.replace(
             each,
+            prepare=None,
             forward=mark("kernel", each.forward),
             backward=None if each.backward is None else mark("kernel", each.backward),
         )
@@ -156,7 +156,7 @@ def _marked(device: str) -> Iterator[None]:
     }
     places: Sequence[tuple[str, Any, str]] = (
         ("plan", PlanCache, "get"), ("plan", program, "branches"), ("merge", cpu, "merge_into"),
-        ("merge", executor, "merge_into"), ("merge", api, "with_sinks"), ("exchange", Transport, "agree"),
+        ("merge", api, "with_sinks"), ("exchange", Transport, "agree"),
         ("exchange", Transport, "exchange"), ("exchange", transport._Messages, "wait"),
     )  # fmt: skip
     with ExitStack() as stack:

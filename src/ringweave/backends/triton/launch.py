@@ -18,9 +18,9 @@ from ...cache import fact
 from ...call import Operands
 from ...environment import interpreted
 from ...errors import UnsupportedError
-from ...kv_cache import Pages
 from ...plan import BlockPlan, Branch
 from ...precision import Scales
+from ...types import Pages
 from ..backend import Upstream
 from ..tuning import where
 from . import arguments, kernels, queues

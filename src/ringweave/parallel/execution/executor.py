@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...backends import merge_into
 from ...backends.backend import Heads, Upstream, delta_in_chunks
-from ...backends.cpu import merge_into
 from ...call import Operands
 from ...types import acc_dtype
 from .agreement import Agreement

@@ -13,7 +13,7 @@ from ...call import Operands
 from ...memory.workspace import Workspace
 from ...plan import Branch
 from ...plan.subplan import CutBranch, subplan
-from ...program import choose
+from ...program import choose_backend
 from ...terms import TermOperands
 from ..planning.demand import Bools, Demand
 from ..planning.placement import Int64
@@ -153,7 +153,7 @@ class LocalAttention:
 
     def chosen(self, inputs: Operands, backend: str, needs_grad: bool = False) -> Backend:
         """Choose the backend."""
-        return choose(backend, inputs.call(needs_grad), self.branch)
+        return choose_backend(backend, inputs.call(needs_grad), self.branch)
 
     def _buffer(self, x: Tensor, space: Workspace) -> Tensor:
         own = self.own.of(self.heads.of_keys(x))

@@ -1,0 +1,344 @@
+"""Find the program of a call by a cheap key of its arguments.
+
+An equal call skips validation, planning and the preparation of kernel arguments, which take longer than the computation
+of a small call. The key of a decoding step leaves its length out: once a step of its kind was checked, further steps
+differ only in their plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import weakref
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .backends import forks, tuning
+from .cache import PROGRAMS
+from .call import Arguments, Call, Operands
+from .environment import CPU_VARIANT, setting
+from .errors import PatternError
+from .patterns import Pattern
+from .patterns.alignment import END
+from .plan import Branch
+from .plan.from_pattern import default_tile
+from .precision import NATIVE, Precision
+from .program import Program, Step, compiled, is_whole
+from .terms import Term, threshold_of
+from .torch_compat import plain, unwatched
+from .types import NotGiven, Pages
+
+if TYPE_CHECKING:
+    from .kv_cache import PagedCache
+    from .plan.steps import StepPart
+
+# approximate bytes of a cached program, and of its prepared kernel arguments for each row and tile
+_PROGRAM_BYTES, _ROW_BYTES, _TILE_BYTES = 16 * 2**10, 64, 16
+
+
+class Means(NamedTuple):
+    """How a call is computed.
+
+    Attributes:
+        dtypes: Dtypes of q, k and v.
+        options: ``on_oom``, and k_offset, terms and dropout unless they are defaults.
+    """
+
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    scale: float | None
+    backend: str
+    threads: int
+    variant: str
+    options: tuple[Any, ...]
+
+
+class CallKey(NamedTuple):
+    """The arguments of a call on which its program depends, besides the pattern.
+
+    Attributes:
+        place: ``q_offset``, or the number of keys of a step over pages.
+        q: Shape of q.
+        grad: Whether an input requires gradients.
+        pages: Tokens for which a row of the page table has room, and the layouts of table, lengths and scales; None
+            without pages.
+    """
+
+    place: int | str
+    q: torch.Size
+    k: torch.Size
+    v: torch.Size
+    grad: bool
+    means: Means
+    pages: tuple[int, Hashable] | None
+
+
+class StepKey(NamedTuple):
+    """The key of a decoding step.
+
+    Attributes:
+        kind: Everything about the step except its length.
+        keys: Number of keys.
+        parts: Parts of the step, with the runs of lengths that share their plans.
+    """
+
+    kind: tuple[Hashable, ...]
+    keys: int
+    parts: tuple[StepPart, ...]
+
+    @property
+    def of_run(self) -> Hashable:
+        """Key of the prepared program that the lengths of a run share."""
+        return self.kind, tuple([part.key for part in self.parts])
+
+    @property
+    def of_length(self) -> Hashable:
+        """Key of a program for this length alone."""
+        return self.kind, self.keys
+
+
+class Found(NamedTuple):
+    """The result of a look-up.
+
+    Attributes:
+        key: Key of a new call, to be passed to :func:`keep`; None for a known call, or if a key cannot hold it.
+        program: Program of a known call. The program of a step over pages without prepared arguments says that steps
+            of this kind take the general path.
+    """
+
+    key: Hashable | None
+    program: Program | None
+
+
+_NOTHING = Found(None, None)
+# "end" is a function of the other parts of a key: sizes, the first key, and paddings in the pattern's text
+_OFFSETS = (int, NotGiven, str)
+# The last program of each pattern object, since the layers of a model repeat a call. Comparing its arguments touches
+# less memory than a look-up by key.
+_last: dict[int, tuple[Pattern, CallKey, weakref.ref[Program]]] = PROGRAMS.front
+_MOST_LAST = 16
+
+
+def find(given: Arguments, cache: PagedCache | None = None) -> Found:
+    """Look up a program by the arguments of a call, or of a step over the pages of a cache.
+
+    Nothing is found where a mode, transform or profiler watches operators, or an argument cannot be part of a key.
+    """
+    q, k, v, pattern, scale, q_offset, backend = given[:7]
+    if not (plain(q, k, v) and unwatched() and type(backend) is str):
+        return _NOTHING
+    options = _options(given)
+    if type(q_offset) not in _OFFSETS or not (scale is None or type(scale) is float) or options is None:
+        usual = _with_usual_numbers(given)
+        return _NOTHING if usual is given else find(usual, cache)
+    version = tuning.current()
+    # inlined: between the layers of a model a separate function costs a microsecond
+    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    place: int | str = q_offset  # type: ignore[assignment]  # checked above
+    pages = None
+    if cache is not None:
+        place, pages = cache._common_length, _layouts(cache)
+        if grad or len(options) > 1 or version.answers or pages is None or not 1 <= place <= pages[0]:
+            return _NOTHING
+        if q.ndim != 4 or q.shape[2] != 1:
+            return _NOTHING
+    dtypes = q.dtype, k.dtype, v.dtype
+    means = Means(dtypes, scale, backend, torch.get_num_threads(), setting(CPU_VARIANT), options)
+    key = CallKey(place, q.shape, k.shape, v.shape, grad, means, pages)
+    last = _last.get(id(pattern))
+    if last is not None and last[0] is pattern and last[1] == key:
+        known = last[2]()
+        if known is not None and known.tuning_version is version:
+            return Found(None, known)
+    if not (isinstance(pattern, Pattern) and pattern.fixed):
+        return _NOTHING
+    spec = pattern._spec
+    step = _step_key(spec, key, version.answers)
+    if step is None:
+        program: Program | None = PROGRAMS.get((spec, key))
+        if program is not None and program.tuning_version is not version:
+            program = None
+    else:
+        program = _step(step, _operands(given, cache), version)
+    if program is None:
+        return Found(step or (spec, key), None)
+    _remember_last(pattern, key, program)
+    return Found(None, program)
+
+
+def keep(key: Hashable, call: Call, operands: Operands) -> Program:
+    """Compile a checked call of a constant pattern and cache its program by its key.
+
+    A step over pages is cached as the kind of further steps, and keeps no plan.
+    """
+    # before any copy, since a forked process may lack the threads that a copy needs
+    forks.check(operands.q.device)
+    program = Program(call, constant=True)
+    if isinstance(key, StepKey):
+        if call.paged:
+            _of_pages(program, operands)
+        PROGRAMS.put(key.kind, program, _PROGRAM_BYTES)
+        if call.paged:
+            return program
+        program = program.next_length(operands, call.nk, key.parts)
+    else:
+        program.prepare(operands)
+    _put(key, program)
+    return program
+
+
+def _of_pages(program: Program, operands: Operands) -> None:
+    """Set the steps of a kind of steps over pages; they are prepared if one backend computes every part so."""
+    call, pages = program.call, operands.pages
+    assert pages is not None
+    steps = compiled(call.at_lengths(operands.k, (pages.table, pages.lengths, *(operands.scales or ()))))
+    native = all(each.backend.prepare is not None and is_whole(each.branch, call) for each in steps)
+    # a call's steps have equal tiles, unless auto measured other sides
+    sides = {each.branch.tile for each in steps}
+    whole = Branch.whole(call.pattern, 1, call.nk, heads=call.heads, batch=call.batch)
+    program.steps = (Step(dataclasses.replace(whole, sides=sides.pop()), steps[0].backend),)
+    program.prepares_steps = program.prepares_steps and native and not sides
+
+
+def _remember_last(pattern: Pattern, key: CallKey, program: Program) -> None:
+    if len(_last) >= _MOST_LAST:
+        _last.clear()
+    _last[id(pattern)] = pattern, key, weakref.ref(program)
+
+
+def _put(key: Hashable, program: Program) -> None:
+    """Cache a program by its key; a decoding step's by its run or length."""
+    size, prepared = _PROGRAM_BYTES, program.prepared
+    if prepared is not None:
+        heads = program.call.batch * program.call.heads
+        size += sum(p.nbytes + _ROW_BYTES * p.q_tiles * heads + _TILE_BYTES * p.capacity for p in prepared.plans)
+    elif isinstance(key, StepKey) and program.constant:
+        size += sum(step.branch.known.nbytes for step in program.steps if step.branch.known is not None)
+    if isinstance(key, StepKey):
+        key = key.of_length if prepared is None else key.of_run
+    PROGRAMS.put(key, program, size)
+
+
+# ---- decoding steps --------------------------------------------------------------------------------------------------
+
+
+def _step_key(spec: str, key: CallKey, measured: object) -> StepKey | None:
+    """Return the key of a decoding step, which has one query at the position of the last key; None for other calls."""
+    q, k, v, place = key.q, key.k, key.v, key.place
+    if key.pages is not None:
+        assert isinstance(place, int)
+        keys, capacity = place, key.pages[0]
+        kind: tuple[Hashable, ...] = spec, q, k, v, key.pages, key.means
+    else:
+        if key.grad or measured or not len(q) == len(k) == len(v) == 4 or q[2] != 1 or k[2] != v[2]:
+            return None
+        keys = capacity = k[2]
+        at_end = place == keys - 1 or (place == END and "KeyPadding" not in spec)
+        if not at_end or not _differ_in_plan_only(key.means.options):
+            return None
+        kind = spec, q, k[:2], k[3], v[:2], v[3], key.means
+    # imported with the first step
+    from .plan.steps import parts_of_step
+
+    return StepKey(kind, keys, parts_of_step(spec, keys, default_tile(capacity), key.pages is None))
+
+
+def _layouts(cache: PagedCache) -> tuple[int, Hashable] | None:
+    """Return the capacity and the layouts of a cache's tensors as a key; None if a step over it has none.
+
+    Prepared calls pass addresses of these tensors, and ``.data`` may give a tensor another storage.
+    """
+    table, lengths, scales = cache.table, cache.lengths, cache.scales
+    if scales and not (plain(*scales, cache.k) and scales.k.is_contiguous() and scales.v.is_contiguous()):
+        return None
+    of_scales = scales and (scales.k.shape, scales.v.shape, scales.k.dtype, scales.v.dtype)
+    layouts = table.shape, table.stride(), table.dtype, lengths.shape, lengths.stride(), lengths.dtype, of_scales
+    return table.shape[1] * cache.page, layouts
+
+
+def _operands(given: Arguments, cache: PagedCache | None) -> Operands:
+    q, k, v = given[:3]
+    if cache is None:
+        return Operands(q, k, v, 1.0)
+    return Operands(q, k, v, 1.0, pages=Pages(cache.table, cache.lengths, cache.page), scales=cache.scales)
+
+
+def _differ_in_plan_only(options: tuple[Any, ...]) -> bool:
+    """Return whether decoding steps with these options differ only in their plan."""
+    if len(options) == 1:
+        return True
+    _, k_offset, kinds, dropped = options
+    return not (k_offset or dropped or any(learns for _, tables in kinds for *_, learns in tables))
+
+
+def _step(key: StepKey, operands: Operands, version: object) -> Program | None:
+    """Look up the program of a decoding step; None if no step of its kind was checked, or this length does not fit."""
+    program: Program | None = PROGRAMS.get(key.of_run) or PROGRAMS.get(key.of_length)
+    if program is None or program.tuning_version is not version:
+        of_kind: Program | None = PROGRAMS.get(key.kind)
+        if of_kind is None or of_kind.tuning_version is not version:
+            return None
+        try:
+            program = of_kind.next_length(operands, key.keys, key.parts)
+        except PatternError:
+            return None
+        _put(key, program)
+    return program
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+_OTHERS = tuple(Arguments._field_defaults.values())[Arguments._fields.index("on_oom") - 2 :]
+
+
+def _options(given: Arguments) -> tuple[Any, ...] | None:
+    """Return the other arguments as a key, of length 1 if they are defaults, or None if a key cannot contain them."""
+    # learned sinks are not part of the key: they join after the program has run
+    k_offset, context, terms, _sinks, dropout, precision, on_oom = given[7:14]
+    if (
+        context is not None
+        or (precision is not None and precision is not NATIVE)
+        or type(k_offset) is not int
+        or type(on_oom) is not str
+        or (on_oom != "degrade" and on_oom != "raise")
+        or type(dropout) is not float
+        # options after on_oom are not part of the key yet, so they must be defaults
+        or (_OTHERS and any(map(operator.is_not, given[14:], _OTHERS)))
+    ):
+        return None
+    listed = terms if isinstance(terms, (tuple, list)) else () if terms is None else (terms,)
+    if not k_offset and not listed and dropout == 0.0:
+        return (on_oom,)
+    if not 0 <= dropout < 1 or k_offset < 0:
+        return None
+    kinds, grad = [], torch.is_grad_enabled()
+    for term in listed:
+        if not isinstance(term, Term):
+            return None
+        tables = _table_kinds(term.tables, grad) if term.axes else ()
+        if tables is None:
+            return None
+        kinds.append((term._spec, tables))
+    return on_oom, k_offset, tuple(kinds), threshold_of(dropout) if dropout else 0
+
+
+def _table_kinds(tables: tuple[Tensor, ...], grad: bool) -> tuple[Hashable, ...] | None:
+    if not all(plain(x, x, x) for x in tables):
+        return None
+    return tuple([(x.shape, x.dtype, grad and x.requires_grad) for x in tables])
+
+
+def _with_usual_numbers(given: Arguments) -> Arguments:
+    """Return the arguments with numbers and policy in the types that a key has; the same object if nothing changes."""
+    usual: dict[str, Any] = {}
+    for name, kind in (("scale", float), ("q_offset", int), ("k_offset", int), ("dropout", float)):
+        value = getattr(given, name)
+        whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool) and abs(int(value)) < 2**53
+        if type(value) is not kind and (whole or (kind is float and isinstance(value, np.floating))):
+            usual[name] = kind(value)
+    if given.precision is not NATIVE and isinstance(given.precision, Precision) and given.precision == NATIVE:
+        usual["precision"] = NATIVE
+    return given._replace(**usual) if usual else given
