@@ -17,7 +17,7 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave.backends import cpu
-from ringweave.backends.cpu import VARIANT
+from ringweave.environment import CPU_VARIANT
 
 from .. import cases
 from .plans import DTYPES, VARIANTS
@@ -174,7 +174,7 @@ def test_same_bits(name: str, dtype: str, sizes: tuple[int, int, int, int]) -> N
 @pytest.mark.parametrize("name", ["window", "strided", "union"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_same_bits_on_every_variant(variant: str, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIANT, variant)
+    monkeypatch.setenv(CPU_VARIANT, variant)
     assert_same_bits(name, DTYPES[dtype], (3, 1), 24, 24)
 
 
@@ -182,7 +182,7 @@ def test_same_bits_on_every_variant(variant: str, name: str, dtype: str, monkeyp
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_views_count_each_key_once(variant: str, rate: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A view in bfloat16, with blocks of sums that begin at odd keys, has the lse of the definition."""
-    monkeypatch.setenv(VARIANT, variant)
+    monkeypatch.setenv(CPU_VARIANT, variant)
     q, k, v = (torch.randn(1, 1, 2700, 16).bfloat16() for _ in range(3))
     pattern = rw.Strided(rate) & rw.Causal()
     _, lse = rw.attention_with_lse(q, k, v, pattern, backend="cpu")
@@ -269,7 +269,7 @@ def test_same_bits_with_more(
     variant: str, added: str, name: str, dtype: str, sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Terms, dropout, learned sinks, keys and values in 8 bits."""
-    monkeypatch.setenv(VARIANT, variant)
+    monkeypatch.setenv(CPU_VARIANT, variant)
     heads, kv_heads, *dims = sizes
     assert_same_bits(name, DTYPES[dtype], (heads, kv_heads), *dims, added)
 
