@@ -101,8 +101,7 @@ def _stretch(branch: Branch, plan: BlockPlan, columns: Int64, first: np.int64, l
     )
     part, begin = subplan(plan, np.arange(first, last), columns), int(first) * plan.q_tile
     # heads are counted within the view, because views of other heads may share the plan
-    heads = (0, branch.head_count, 1)
-    cut = CutBranch(branch.pattern, heads, 1, 0, 0, part.nq, part.nk, 0, branch.batch, part, spacing=branch.spacing)
+    cut = CutBranch.of(branch, part, heads=(0, branch.head_count, 1))
     return Stretch(runs, slice(begin, begin + part.nq), cut)
 
 

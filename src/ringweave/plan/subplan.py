@@ -21,6 +21,29 @@ class CutBranch(Branch):
     tiles: BlockPlan
     _on: dict[str, BlockPlan] = field(default_factory=dict)
 
+    @staticmethod
+    def of(branch: Branch, tiles: BlockPlan, heads: tuple[int, int, int] | None = None) -> CutBranch:
+        """Return the branch of a plan that :func:`subplan` extracted from a branch's plan; it is in token order.
+
+        Args:
+            branch: The whole branch.
+            tiles: The extracted plan.
+            heads: Heads of the result; None for the whole branch's.
+        """
+        return CutBranch(
+            branch.pattern,
+            branch.heads if heads is None else heads,
+            rate=1,
+            q_first=0,
+            k_first=0,
+            nq=tiles.nq,
+            nk=tiles.nk,
+            q_offset=0,
+            batch=branch.batch,
+            tiles=tiles,
+            spacing=branch.spacing,
+        )
+
     @property
     def structure(self) -> str:
         """Always ``"sparse"``, since no dense kernel computes a selection of rows and columns."""

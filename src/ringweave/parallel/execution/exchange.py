@@ -18,7 +18,8 @@ from torch import Tensor
 from ..planning.demand import Bools, Demand, run_places
 from ..planning.movement import Moves
 from ..planning.placement import Int64
-from .local_attention import LocalAttention, Tokens
+from .local_attention import LocalAttention
+from .tokens import Tokens
 
 SHARD = -1
 
@@ -202,7 +203,7 @@ class _Keys:
         if self.part is None or not mine.any():
             return section
         used = None if mine.all() else Tokens.at(_inside_message(lengths, mine))
-        target = Tokens.at(self.demand.buffer_places(runs[mine], self.part.tile_at))
+        target = Tokens.at(self.demand.buffer_places(runs[mine], self.part.keys.tile_at))
         return replace(section, used=used, target=target)
 
     def relayed(self, runs: Int64, imported: Int64) -> Section:

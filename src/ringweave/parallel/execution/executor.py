@@ -19,9 +19,10 @@ from ...call import Operands
 from ...types import acc_dtype
 from .agreement import Agreement
 from .exchange import Section
-from .local_attention import LocalAttention, Tokens
+from .local_attention import LocalAttention
 from .messages import Channels, Traffic, Way
 from .schedule import Schedule
+from .tokens import Tokens
 
 
 class Computed(NamedTuple):
@@ -133,10 +134,10 @@ class _Output:
     def add(self, attention: LocalAttention, out: Tensor, lse: Tensor) -> None:
         """Merge the result of a kernel call of this rank's queries."""
         all_heads = lse.shape[1] == self._inputs.q.shape[1]
-        if self._running is None and all_heads and attention.queries.span == (0, self._held, 1):
+        if self._running is None and all_heads and attention.queries.shard_tokens.span == (0, self._held, 1):
             self._running = out, lse
         else:
-            self.merge(attention.heads, attention.queries, out, lse)
+            self.merge(attention.heads, attention.queries.shard_tokens, out, lse)
 
     def merge(self, heads: Heads, queries: Tokens, out: Tensor, lse: Tensor) -> None:
         """Merge the result of some heads and queries."""
@@ -182,14 +183,15 @@ class _Sum:
 
     def add_queries(self, attention: LocalAttention, grad: Tensor) -> None:
         """Add the gradients of a kernel's queries."""
-        if not self._begins(attention.queries, grad):
-            attention.queries.add(self.whole[:, attention.heads.queries], grad)
+        tokens = attention.queries.shard_tokens
+        if not self._begins(tokens, grad):
+            tokens.add(self.whole[:, attention.heads.queries], grad)
 
     def add_keys(self, attention: LocalAttention, grad: Tensor) -> None:
         """Add the gradients of the kernel's keys that belong to the shard."""
-        rows = grad if attention.own_at is None else attention.own_at.of(grad)
-        if not self._begins(attention.own, rows):
-            attention.heads.update(self.whole, attention.own.add, rows)
+        tokens, rows = attention.keys.shard_tokens, attention.keys.of_kernel(grad)
+        if not self._begins(tokens, rows):
+            attention.heads.update(self.whole, tokens.add, rows)
 
     def result(self) -> Tensor:
         """Return the sum in the shard's dtype and length; the gradient of padding is zero."""

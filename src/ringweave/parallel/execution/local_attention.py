@@ -1,8 +1,13 @@
-"""One kernel call of a rank: attention of some queries of a branch over keys that the rank holds or has received."""
+"""One kernel call of a rank: attention of some queries of a branch over keys that the rank holds or has received.
+
+The kernel computes a :class:`SubBranch`: some query tiles and key tiles of the branch, renumbered. A
+:class:`QueryView` says which of its queries this call computes, and a :class:`KeyView` where its keys come from.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,63 +22,164 @@ from ...program import choose_backend
 from ...terms import TermOperands
 from ..planning.demand import Bools, Demand
 from ..planning.placement import Int64
+from .tokens import Tokens
+
+
+class QueryView(NamedTuple):
+    """The queries of a kernel call.
+
+    Attributes:
+        shard_tokens: Places of the queries in the shard or, for remote queries, in the received tensor.
+        kernel_tokens: Places of these queries among the kernel's queries; None if they are all of them, in order.
+    """
+
+    shard_tokens: Tokens
+    kernel_tokens: Tokens | None
+
+    @staticmethod
+    def of(demand: Demand, runs: Bools, rows: Int64) -> QueryView:
+        """Build the view of the queries of some runs of the shard; the kernel computes the query tiles ``rows``."""
+        shard_tokens = Tokens.at(demand.shard_places(runs))
+        if _hold_whole(demand, runs, rows):
+            return QueryView(shard_tokens, None)
+        return QueryView(shard_tokens, Tokens.at(demand.buffer_places(runs, _places_of(rows, demand.plan.q_tiles))))
+
+    def of_kernel(self, x: Tensor) -> Tensor:
+        """Return the rows of these queries from a kernel's result."""
+        return x if self.kernel_tokens is None else self.kernel_tokens.of(x)
+
+
+class KeyView(NamedTuple):
+    """The keys of a kernel call: whole tiles in a buffer, which come from the shard and from received messages.
+
+    Attributes:
+        tiles: Key tiles of the whole sequence in the buffer, ascending.
+        tile_at: (key tiles of the whole sequence,) index of each tile in the buffer, or -1.
+        shard_tokens: Places of the used keys in the shard.
+        buffer_tokens: Places of these keys in the buffer; None if they are all of it, read without a copy.
+        present: (tiles, tokens of a tile) keys of the buffer that exist; the plan masks the others. None for all.
+    """
+
+    tiles: Int64
+    tile_at: Int64
+    shard_tokens: Tokens
+    buffer_tokens: Tokens | None
+    present: Bools | None
+
+    @staticmethod
+    def of(demand: Demand, own: Bools, columns: Int64, available: Bools | None) -> KeyView:
+        """Build the view of the key tiles ``columns``.
+
+        Args:
+            demand: The demand of a branch under a placement.
+            own: (runs,) key runs that come from the shard.
+            columns: Key tiles that the kernel computes with.
+            available: (runs,) key runs that come from the shard or from messages; None for all.
+        """
+        tiles = np.unique(_run_tile(demand)[own])
+        shard_tokens = Tokens.at(demand.shard_places(own))
+        # If all needed tiles are whole in the shard and its tokens evenly spaced, the kernel reads them without a copy.
+        if shard_tokens.span is not None and np.isin(columns, tiles).all() and _hold_whole(demand, own, tiles):
+            return KeyView(tiles, _places_of(tiles, demand.plan.kv_tiles), shard_tokens, None, None)
+        tile_at = _places_of(columns, demand.plan.kv_tiles)
+        own = own & (tile_at[_run_tile(demand)] >= 0)
+        present = None if available is None else _present(demand, available, columns)
+        return KeyView(
+            columns,
+            tile_at,
+            shard_tokens=Tokens.at(demand.shard_places(own)),
+            buffer_tokens=Tokens.at(demand.buffer_places(own, tile_at)),
+            present=None if present is None or present.all() else present,
+        )
+
+    def buffer(self, own: Tensor, tokens: int, space: Workspace) -> Tensor:
+        """Return a buffer of ``tokens`` keys with those of the shard, ``own``: (B, heads, shard tokens, C)."""
+        own = self.shard_tokens.of(own)
+        if self.buffer_tokens is None:
+            return own
+        whole = space.take((*own.shape[:2], tokens, own.shape[3]), own.dtype, own.device)
+        if self.present is not None:
+            # some places stay empty
+            whole.zero_()
+        self.buffer_tokens.put(whole, own)
+        return whole
+
+    def of_kernel(self, x: Tensor) -> Tensor:
+        """Return the rows of the shard's keys from the gradient of a buffer."""
+        return x if self.buffer_tokens is None else self.buffer_tokens.of(x)
 
 
 @dataclass(frozen=True, eq=False)
 class SubBranch:
-    """The positions of a kernel's queries and keys in the whole sequence.
+    """Some query tiles and key tiles of a branch, and the branch that a kernel computes for them.
 
     Attributes:
-        view: The branch over the whole sequence, from which the kernel's branch is cut.
+        whole: The branch over the whole sequence.
         tile: Side of its tiles in tokens.
         rows: Query tiles of the kernel.
         columns: Key tiles of the kernel.
+        branch: The branch that the kernel computes.
     """
 
-    view: Branch
+    whole: Branch
     tile: int
     rows: Int64
     columns: Int64
+    branch: Branch
 
-    def of(self, scoring: TermOperands | None) -> TermOperands | None:
+    @staticmethod
+    def of(demand: Demand, rows: Int64, keys: KeyView, edges: list[Bools] | None) -> SubBranch:
+        """Cut the query tiles ``rows`` and a view's key tiles out of a branch; ``edges`` as in `LocalAttention.of`."""
+        whole, plan, columns = demand.branch, demand.plan, keys.tiles
+        branch = whole
+        selects = len(rows) < plan.q_tiles or len(columns) < plan.kv_tiles
+        if selects or edges is not None or keys.present is not None:
+            branch = CutBranch.of(whole, subplan(plan, rows, columns, present=keys.present, wanted=edges))
+        return SubBranch(whole, demand.tile, rows, columns, branch)
+
+    @property
+    def query_positions(self) -> Int64:
+        """Positions of the kernel's queries in the whole sequence."""
+        return self._positions(self.rows, self.whole.q_first, self.whole.nq)
+
+    @property
+    def key_positions(self) -> Int64:
+        """Positions of the kernel's keys in the whole sequence."""
+        return self._positions(self.columns, self.whole.k_first, self.whole.nk)
+
+    def terms(self, terms: TermOperands | None) -> TermOperands | None:
         """Return the terms and dropout with the heads and positions of the kernel's queries and keys."""
-        if scoring is None:
+        if terms is None:
             return None
-        view, device = self.view, scoring.heads.device
-        rows = self._places(self.rows, view.q_first, view.nq).to(device)
-        columns = self._places(self.columns, view.k_first, view.nk).to(device)
-        return scoring._replace(heads=scoring.heads[slice(*view.heads)], rows=rows, columns=columns)
+        rows, columns = (torch.from_numpy(x).to(terms.heads.device) for x in (self.query_positions, self.key_positions))
+        return terms._replace(heads=terms.heads[slice(*self.whole.heads)], rows=rows, columns=columns)
 
-    def _places(self, tiles: Int64, first: int, length: int) -> Tensor:
+    def _positions(self, tiles: Int64, first: int, length: int) -> Int64:
         inside = (tiles[:, None] * self.tile + np.arange(self.tile)).reshape(-1)
-        return torch.from_numpy(first + self.view.rate * inside[inside < length])
+        positions: Int64 = first + self.whole.rate * inside[inside < length]
+        return positions
 
 
 @dataclass(frozen=True, eq=False)
 class LocalAttention:
-    """The queries and keys of one kernel call, as places in shards and buffers.
+    """One kernel call of a rank.
 
     Attributes:
         heads: Heads of the call.
-        queries: Places of the queries in the shard or, for remote queries, in the received tensor.
-        among: Places of these queries among the kernel's queries; None if they are all of them, in order.
-        branch: The branch that the kernel computes.
-        cut: Positions of that branch's tokens in the whole sequence.
-        own: Places of the used keys in the shard.
-        own_at: Places of these keys among the kernel's keys; None if they are all of them, read without a copy.
-        tile_at: (key tiles of the whole sequence,) index of each tile among the kernel's key tiles, or -1.
-        holes: Whether some places of the kernel's keys stay empty; the plan masks them.
+        queries: The queries that the call computes.
+        keys: The keys.
+        cut: The tiles that the kernel computes.
     """
 
     heads: Heads
-    queries: Tokens
-    among: Tokens | None
-    branch: Branch
+    queries: QueryView
+    keys: KeyView
     cut: SubBranch
-    own: Tokens
-    own_at: Tokens | None
-    tile_at: Int64
-    holes: bool
+
+    @property
+    def branch(self) -> Branch:
+        """The branch that the kernel computes."""
+        return self.cut.branch
 
     @staticmethod
     def of(
@@ -108,12 +214,9 @@ class LocalAttention:
         rows = _attending(demand, np.unique(run_tile[here]), columns, edges)
         if not len(rows) or not len(columns):
             return None
-        mine = here & np.isin(run_tile, rows)
-        queries, among = Tokens.at(demand.shard_places(mine)), None
-        if not _hold_whole(demand, mine, rows):
-            among = Tokens.at(demand.buffer_places(mine, _places_of(rows, demand.plan.q_tiles)))
-        keys = _keys(demand, own, rows, columns, available, edges)
-        return LocalAttention(Heads(demand.branch, ratio), queries, among, *keys)
+        queries = QueryView.of(demand, here & np.isin(run_tile, rows), rows)
+        keys = KeyView.of(demand, own, columns, available)
+        return LocalAttention(Heads(demand.branch, ratio), queries, keys, SubBranch.of(demand, rows, keys, edges))
 
     @staticmethod
     def of_remote(demand: Demand, rank: int, ratio: int, edges: list[Bools] | None) -> LocalAttention | None:
@@ -125,81 +228,53 @@ class LocalAttention:
             return None
         pairs = [(row[each], col[each]) for (row, col), each in zip(demand.entries, edges, strict=True)]
         rows, columns = (np.unique(np.concatenate(side)) for side in zip(*pairs, strict=True))
-        keys = _keys(demand, demand.owner == rank, rows, columns, None, edges)
-        return LocalAttention(Heads(demand.branch, ratio, remote=True), Tokens.at(np.arange(keys[0].nq)), None, *keys)
+        keys = KeyView.of(demand, demand.owner == rank, columns, None)
+        cut = SubBranch.of(demand, rows, keys, edges)
+        queries = QueryView(Tokens.at(np.arange(cut.branch.nq)), None)
+        return LocalAttention(Heads(demand.branch, ratio, remote=True), queries, keys, cut)
 
     def buffers(self, inputs: Operands, space: Workspace) -> Operands:
         """Return the inputs with buffers of the kernel's keys and values, (B, distinct key heads, keys, C) each.
 
         The buffers contain the shard's keys and values; the caller writes the received ones.
         """
-        return inputs._replace(k=self._buffer(inputs.k, space), v=self._buffer(inputs.v, space))
+        k, v = (self.keys.buffer(self.heads.of_keys(x), self.branch.nk, space) for x in (inputs.k, inputs.v))
+        return inputs._replace(k=k, v=v)
 
     def forward(self, inputs: Operands, dtype: torch.dtype, backend: str) -> tuple[Tensor, Tensor]:
         """Compute (out, lse) of the queries; q is indexed by ``queries``, and k and v are complete buffers."""
-        inputs = self._taken(inputs)
+        inputs = self._kernel_inputs(inputs)
         out, lse = self.chosen(inputs, backend).forward(inputs, self.branch, dtype)
-        return self._given(out), self._given(lse[..., None])[..., 0]
+        return self.queries.of_kernel(out), self.queries.of_kernel(lse[..., None])[..., 0]
 
     def backward(self, inputs: Operands, upstream: Upstream, backend: str) -> tuple[Tensor, Tensor, Tensor]:
         """Compute dq of the queries, and dk and dv of the buffers, in lse's dtype."""
-        inputs = self._taken(inputs)
+        inputs = self._kernel_inputs(inputs)
         chosen = self.chosen(inputs, backend, needs_grad=True)
         assert chosen.backward is not None
-        lse, delta = self._take(upstream.lse[..., None], -torch.inf), self._take(upstream.delta[..., None])
-        upstream = Upstream(self._take(upstream.dout), lse[..., 0], delta[..., 0])
+        dout, lse, delta = upstream[:3]
+        lse, delta = self._kernel_rows(lse[..., None], -torch.inf), self._kernel_rows(delta[..., None])
+        upstream = Upstream(self._kernel_rows(dout), lse[..., 0], delta[..., 0])
         dq, dk, dv = chosen.backward(upstream, inputs, self.branch, lse.dtype)
-        return self._given(dq), self.heads.from_kernel(dk), self.heads.from_kernel(dv)
+        return self.queries.of_kernel(dq), self.heads.from_kernel(dk), self.heads.from_kernel(dv)
 
     def chosen(self, inputs: Operands, backend: str, needs_grad: bool = False) -> Backend:
         """Choose the backend."""
         return choose_backend(backend, inputs.call(needs_grad), self.branch)
 
-    def _buffer(self, x: Tensor, space: Workspace) -> Tensor:
-        own = self.own.of(self.heads.of_keys(x))
-        if self.own_at is None:
-            return own
-        whole = space.take((*own.shape[:2], self.branch.nk, x.shape[3]), x.dtype, x.device)
-        if self.holes:
-            whole.zero_()
-        self.own_at.put(whole, own)
-        return whole
-
-    def _taken(self, inputs: Operands) -> Operands:
+    def _kernel_inputs(self, inputs: Operands) -> Operands:
         """Convert queries and buffers to the kernel's inputs."""
         k, v = self.heads.for_kernel(inputs.k), self.heads.for_kernel(inputs.v)
-        return inputs._replace(q=self._take(inputs.q), k=k, v=v, terms=self.cut.of(inputs.terms))
+        return inputs._replace(q=self._kernel_rows(inputs.q), k=k, v=v, terms=self.cut.terms(inputs.terms))
 
-    def _take(self, x: Tensor, fill: float = 0.0) -> Tensor:
+    def _kernel_rows(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """Return the kernel's queries from x, (B, Hq, tokens, C); places of other ranks' queries hold ``fill``."""
-        mine = self.queries.of(x[:, self.heads.queries])
-        if self.among is None:
+        mine = self.queries.shard_tokens.of(x[:, self.heads.queries])
+        if self.queries.kernel_tokens is None:
             return mine
         whole = x.new_full((*mine.shape[:2], self.branch.nq, x.shape[3]), fill)
-        self.among.put(whole, mine)
+        self.queries.kernel_tokens.put(whole, mine)
         return whole
-
-    def _given(self, x: Tensor) -> Tensor:
-        """Return the rows of this call's queries from a kernel result."""
-        return x if self.among is None else self.among.of(x)
-
-
-def _keys(
-    demand: Demand, own: Bools, rows: Int64, columns: Int64, available: Bools | None, edges: list[Bools] | None
-) -> tuple[Branch, SubBranch, Tokens, Tokens | None, Int64, bool]:
-    """Cut out a kernel's branch and locate its keys: the fields of :class:`LocalAttention` from ``branch`` on."""
-    tiles = np.unique(_run_tile(demand)[own])
-    shard = Tokens.at(demand.shard_places(own))
-    # If all needed tiles are whole in the shard and its tokens evenly spaced, the kernel reads them without a copy.
-    if shard.span is not None and np.isin(columns, tiles).all() and _hold_whole(demand, own, tiles):
-        tile_at = _places_of(tiles, demand.plan.kv_tiles)
-        return *_cut(demand, rows, tiles, None, edges), shard, None, tile_at, False
-    tile_at = _places_of(columns, demand.plan.kv_tiles)
-    own = own & (tile_at[_run_tile(demand)] >= 0)
-    shard, places = Tokens.at(demand.shard_places(own)), Tokens.at(demand.buffer_places(own, tile_at))
-    present = None if available is None else _present(demand, available, columns)
-    holes = present is not None and not present.all()
-    return *_cut(demand, rows, columns, present if holes else None, edges), shard, places, tile_at, holes
 
 
 def _run_tile(demand: Demand) -> Int64:
@@ -238,68 +313,3 @@ def _present(demand: Demand, available: Bools, columns: Int64) -> Bools:
     tokens[demand.branch.nk :] = True
     by_tile: Bools = tokens.reshape(-1, demand.tile)
     return by_tile[columns]
-
-
-def _cut(
-    demand: Demand, rows: Int64, columns: Int64, present: Bools | None, edges: list[Bools] | None
-) -> tuple[Branch, SubBranch]:
-    branch, plan = demand.branch, demand.plan
-    cut = SubBranch(branch, demand.tile, rows, columns)
-    if len(rows) == plan.q_tiles and len(columns) == plan.kv_tiles and edges is None and present is None:
-        return branch, cut
-    tiles = subplan(plan, rows, columns, present=present, wanted=edges)
-    sizes = tiles.nq, tiles.nk, 0, branch.batch, tiles
-    return CutBranch(branch.pattern, branch.heads, 1, 0, 0, *sizes, spacing=branch.spacing), cut
-
-
-@dataclass(frozen=True, eq=False)
-class Tokens:
-    """Ascending places on an axis of tokens.
-
-    Attributes:
-        count: Number of places.
-        span: (start, stop, step) if they are evenly spaced, else None.
-        index: int64 (count,) if they are not evenly spaced, else None.
-    """
-
-    count: int
-    span: tuple[int, int, int] | None
-    index: Tensor | None
-
-    @staticmethod
-    def at(places: Int64) -> Tokens:
-        """Create the object from an array of places."""
-        if len(places) == 0:
-            return Tokens(0, (0, 0, 1), None)
-        step = int(places[1] - places[0]) if len(places) > 1 else 1
-        first, last = int(places[0]), int(places[-1])
-        if step > 0 and bool((np.diff(places) == step).all()):
-            return Tokens(len(places), (first, last + 1, step), None)
-        return Tokens(len(places), None, torch.from_numpy(np.ascontiguousarray(places)))
-
-    @property
-    def adjacent(self) -> bool:
-        """Whether the places are consecutive."""
-        return self.span is not None and self.span[2] == 1
-
-    def of(self, x: Tensor) -> Tensor:
-        """Return these tokens of x, (..., tokens, channels), as a view if they are evenly spaced, else as a copy."""
-        if self.span is not None:
-            return x[..., slice(*self.span), :]
-        assert self.index is not None
-        return x.index_select(-2, self.index.to(x.device))
-
-    def put(self, x: Tensor, values: Tensor) -> None:
-        """Write values to these places of x."""
-        if self.span is not None:
-            x[..., slice(*self.span), :] = values
-        else:
-            assert self.index is not None
-            x.index_copy_(x.ndim - 2, self.index.to(x.device), values.to(x.dtype))
-
-    def add(self, x: Tensor, values: Tensor) -> None:
-        """Add values to these places of x; places are distinct, so the order of additions is the order of calls."""
-        if self.span is not None:
-            x[..., slice(*self.span), :] += values
-        else:
-            self.put(x, self.of(x) + values)

@@ -79,10 +79,12 @@ def allgather(
     hops: tuple[Hop, ...] = (direct_hop(demands, own, rank, placement.ranks),)
     if per_node is not None:
         hops = node_hops(demands, own, rank, placement.ranks, per_node)
-    first = own[0] if len(own) == 1 else None
-    whole = first is not None and first.queries.span == (0, held, 1) and first.branch.head_count == heads[0]
     stage = Stage(0, _by_branch(own), hops)
-    return Schedule((stage,), _heads(demands, ratio), said, held, keeps=True, single=whole)
+    single = False
+    if len(own) == 1 and own[0] is not None:
+        covers = own[0].queries.shard_tokens.span == (0, held, 1)
+        single = covers and own[0].branch.head_count == heads[0]
+    return Schedule((stage,), _heads(demands, ratio), said, held, keeps=True, single=single)
 
 
 def ring(

@@ -197,7 +197,7 @@ def _starts(problem: Problem) -> dict[str, Callable[[], tuple[Tensor, Tensor]]] 
         return None
     plan = branch.plan()
     in_order = replace(plan, order=torch.arange(plan.order.numel(), dtype=plan.order.dtype))
-    cut = CutBranch(branch.pattern, branch.heads, 1, 0, 0, n, n, 0, 1, in_order)
+    cut = CutBranch.of(branch, in_order)
     return {
         "longest first": lambda: kernel.forward(inputs, branch, dtype),
         "rows in order": lambda: kernel.forward(inputs, cut, dtype),
