@@ -23,7 +23,9 @@ from .cache import fact
 from .call import Call, Operands
 from .errors import UnsupportedError, is_out_of_memory
 from .host_offload import program_of
-from .patterns.function import PinnedClosure, check_use, note_use, pinned_closure
+from .patterns import Pattern
+from .patterns.function import Pinned, check_use, note_use, pinned
+from .patterns.parse import called
 from .plan import pattern_of
 from .program import Program, Returned
 from .torch_compat import all_plain, dispatch_modes, forward_mode, transforming, untraced, unwatched
@@ -255,8 +257,7 @@ class _Attention(Differentiable):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         """Save the program and the tensors for backward."""
         q, k, v, ctx.program, *tensors = inputs
-        spec = "" if ctx.program.constant else ctx.program.call.pattern.spec
-        _save(ctx, spec, q, k, v, tensors, output)
+        _save(ctx, None if ctx.program.constant else ctx.program.call.pattern, q, k, v, tensors, output)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
@@ -271,16 +272,19 @@ _differentiable: Callable[..., Any] = super(torch.autograd.Function, _Attention)
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, tensors, *ctx.call = inputs
-    _save(ctx, ctx.call[0].partition("\n")[0], q, k, v, tensors, output)
+    _save(ctx, followed(ctx.call[0], tensors, q), q, k, v, tensors, output)
 
 
-def _save(ctx: Any, spec: str, *saved: Any) -> None:
+def followed(text: str, tensors: Sequence[Tensor], q: Tensor) -> Pattern | None:
+    """Build the pattern of an operator's text if it contains a function or key bounds, and the call is not traced."""
+    spec = text.partition("\n")[0]
+    return pattern_of(spec, tensors) if all_plain((q,)) and called(spec) & {"TokenMask", "KeyPadding"} else None
+
+
+def _save(ctx: Any, pattern: Pattern | None, *saved: Any) -> None:
     *inputs, tensors, output = saved
-    if "TokenMask(_" in spec and all_plain(inputs[:1]):
-        # of compiled code, where tensors name the functions
-        spec = pattern_of(spec, tensors).spec
     # kept alive for backward, which checks that the pattern's function and key bounds have not changed
-    ctx.held = pinned_closure(spec, tensors, inputs[0])
+    ctx.held = None if pattern is None else pinned(pattern, tensors, inputs[0])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs, *output, *savable(tensors))
 
@@ -291,7 +295,7 @@ def savable(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
 
 
 # compiled autograd traces backward; the check reads values, so it runs between two graphs
-_check_held = untraced(PinnedClosure.check)
+_check_held = untraced(Pinned.check)
 
 
 def _gradients(
@@ -356,7 +360,9 @@ def vectorize(op: Any) -> None:
 
     def run(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         # Folding changes the numbers of batch elements, on which tables, seeds and functions may depend.
-        apart = any(x if isinstance(x, (list, tuple)) else isinstance(x, str) and "TokenMask(" in x for x in args)
+        apart = any(
+            x if isinstance(x, (list, tuple)) else isinstance(x, str) and "TokenMask" in called(x) for x in args
+        )
         results = (_one_by_one if apart else _folded)(op, info.batch_size, in_dims, args)
         several = isinstance(results, tuple)
         dims = tuple(0 if isinstance(x, Tensor) else [0] * len(x) for x in results)

@@ -25,8 +25,9 @@ from .kv_cache import PagedCache
 from .names import renamed_value
 from .patterns import Pattern, check_extents
 from .patterns.alignment import END, ends_at_query, first_query, padded_keys
+from .patterns.documents import packed_apart
 from .patterns.fitting import refuse
-from .patterns.parse import of_call
+from .patterns.function import of_call
 from .patterns.shifted import placed
 from .precision import as_precision, store
 from .program import compiled, names
@@ -221,7 +222,7 @@ def check_terms(
     """Raise an error unless the terms fit a call of sizes (batch, heads, queries, keys)."""
     for term in terms:
         term.check(*sizes, device)
-    of_distance = "cu_seqlens_q=" in pattern.spec and {type(term).__name__ for term in terms if term.distances}
+    of_distance = packed_apart(pattern) and {type(term).__name__ for term in terms if term.distances}
     if of_distance:
         # queries and keys are then indices of two axes, and their difference is not a distance
         got = f"{', '.join(sorted(of_distance))} where queries and keys are packed apart"

@@ -365,7 +365,7 @@ def density(branch: Branch) -> int:
     power: int | None = PATTERNS.get(key)
     if power is None:
         power = _power(_share(branch))
-        PATTERNS.put(key, power, _DENSITY_BYTES + made_of.nbytes, holders(pattern.spec))
+        PATTERNS.put(key, power, _DENSITY_BYTES + made_of.nbytes, holders(pattern))
     return power
 
 

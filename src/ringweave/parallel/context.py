@@ -17,7 +17,7 @@ from ..checks import one_of, whole
 from ..errors import PatternError, RingError, ShapeError, UnsupportedError
 from ..patterns import BlockTable, Pattern, check_extents
 from ..patterns.fitting import refuse
-from ..patterns.parse import of_call
+from ..patterns.function import of_call
 from ..precision import Precision, as_precision
 from ..program import Program, names
 from ..torch_compat import transforming

@@ -17,10 +17,10 @@ from torch import Tensor
 from ..backends.backend import readable
 from ..call import Arguments, Call, Operands, term_operands
 from ..errors import UnsupportedError
-from ..patterns.function import pinned_closure
+from ..patterns.function import pinned
 from ..terms import STEPS, Term, tables_in
 from ..torch_compat import untraced
-from ..torch_ops import differentiate, fake_grads, operators, refuse_twice, savable, table_grads
+from ..torch_ops import differentiate, fake_grads, followed, operators, refuse_twice, savable, table_grads
 from ..types import acc_dtype
 from .execution import executor
 from .execution.agreement import NAME_WORDS, Opaque, Value, text_words
@@ -244,7 +244,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     q, k, v, tensors, ctx.text, ctx.scale, ctx.dropout, others, ctx.shared = inputs
     # The registry is weak: this reference keeps the context alive until backward has run.
     ctx.holder = _contexts.get(ctx.shared.partition("\n")[0])
-    ctx.held, ctx.others = pinned_closure(ctx.text.partition("\n")[0], tensors, q), len(others)
+    pattern = followed(ctx.text, tensors, q)
+    ctx.held, ctx.others = None if pattern is None else pinned(pattern, tensors, q), len(others)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
     ctx.save_for_backward(q, k, v, *output, *savable(tensors))

@@ -42,7 +42,7 @@ class Schedules:
     def of(self, pattern: Pattern, batch: int = 1) -> Schedule:
         """Return the rank's schedule for a pattern, planned on first use."""
         made_of = pattern.key()
-        key, kept = ("schedule", self._name, made_of.value, batch), store_of(pattern.spec, PLACEMENTS)
+        key, kept = ("schedule", self._name, made_of.value, batch), store_of(pattern, PLACEMENTS)
         made: Schedule | None = kept.get(key)
         if made is not None:
             return made

@@ -53,7 +53,7 @@ class Combined(_Operator):
         nest(new, max(self.depth, 1 + part.depth), self.leaves + part.leaves)
         whole = len(self.parts) % _GROUP == 0
         text = new._text() if whole else f"{self.spec}{self.sign}{self._bracketed(part, part.spec)}"
-        new.write(text, self._follows or part._follows)
+        new.write(text, self._follows or part._follows, self.has_function or part.has_function)
         return new
 
     def _text(self) -> str:

@@ -10,6 +10,7 @@ from ..errors import ShapeError, shown
 from .algebra import And, Or, PerHead
 from .base import Pattern
 from .dilated import LongNet
+from .documents import packed_apart
 from .fitting import refuse
 from .key_padding import KeyPadding
 from .local import Causal, SlidingWindow
@@ -136,7 +137,7 @@ def ends_at_query(pattern: Pattern) -> bool:
         return pattern.causal
     if isinstance(pattern, Within):
         # queries that are packed apart from keys are the last tokens of their sequences already
-        return ends_at_query(pattern.pattern) and "cu_seqlens_q=" not in pattern.spec
+        return ends_at_query(pattern.pattern) and not packed_apart(pattern)
     if isinstance(pattern, PerHead):
         return all(map(ends_at_query, pattern.patterns))
     return isinstance(pattern, Causal) or (isinstance(pattern, And) and any(map(ends_at_query, pattern.parts)))

@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Self, TypeVar
 
 import numpy as np
 import torch
@@ -38,8 +38,9 @@ from .tiles import FULL, Int64, Ranges, Tiles
 if TYPE_CHECKING:
     from ..plan.block_plan import BlockPlan
 
+P = TypeVar("P", bound="Pattern")
 # attributes that a pattern derives from the others; they are not pickled
-_WRITTEN = ("_spec", "_follows", "_spelled_anew", "_fixed")
+_WRITTEN = ("_spec", "_follows", "has_function", "_fixed")
 _NUMBER = re.compile(r"TokenMask\(\d+")
 
 
@@ -178,19 +179,23 @@ class Pattern(ABC):
     _spec: str
     # whether this pattern, or a part of it, follows the contents of its tensors
     _follows: bool
-    # whether the text is written at each access, since a function in the pattern may read new values
-    _spelled_anew: bool
+    #: Whether a function is part of the pattern. It may read new values, so ``spec`` is then written at each access.
+    has_function: bool
 
     def __post_init__(self) -> None:
         parts = self.parts_within()
-        self.write(self._text(), any(part._follows for part in parts) if parts else self.follows)
+        follows = any(part._follows for part in parts) if parts else self.follows
+        self.write(self._text(), follows, any(part.has_function for part in parts))
 
-    def write(self, text: str, follows: bool) -> None:
-        """Store the pattern's text; attributes cannot be assigned afterwards."""
+    def write(self, text: str, follows: bool, function: bool) -> None:
+        """Store the pattern's text, and whether it follows tensors and contains a function.
+
+        Attributes cannot be assigned afterwards.
+        """
         # Stored, not computed: torch.compile guards on a stored string, but would make symbols of changing numbers.
         object.__setattr__(self, "_follows", follows)
-        object.__setattr__(self, "_spelled_anew", follows and "TokenMask(" in text)
-        if self._spelled_anew and not torch.compiler.is_compiling():
+        object.__setattr__(self, "has_function", function)
+        if function and not torch.compiler.is_compiling():
             # only compiled code reads it; a tensor names the function there, so that graphs serve every function
             text = _NUMBER.sub("TokenMask(_", text)
         object.__setattr__(self, "_spec", text)
@@ -198,7 +203,7 @@ class Pattern(ABC):
     @property
     def spec(self) -> str:
         """The pattern as a Python expression, with ``_`` for each tensor of ``tables`` in turn."""
-        return self._text() if self._spelled_anew and not torch.compiler.is_compiling() else self._spec
+        return self._text() if self.has_function and not torch.compiler.is_compiling() else self._spec
 
     @property
     def fixed(self) -> bool:
@@ -467,6 +472,14 @@ class Pattern(ABC):
         return self.plot(heads=heads or 1) if batch is None else ""
 
 
+def parts_of(pattern: Pattern, kind: type[P]) -> list[P]:
+    """Return the patterns of a kind inside a pattern, itself included, in the order of the text."""
+    found = [pattern] if isinstance(pattern, kind) else []
+    for part in pattern.parts_within():
+        found += parts_of(part, kind)
+    return found
+
+
 class Composite(Pattern):
     """A pattern that consists of patterns, and depends on batch elements and heads as they do."""
 
@@ -490,16 +503,17 @@ class Composite(Pattern):
         return batch, heads
 
     def select(self, b: int, h: int) -> Pattern:
-        return self._of([part.select(b, h) for part in self.parts_within()])
+        return self.with_parts([part.select(b, h) for part in self.parts_within()])
 
     def bound(self, heads: int | None, kv_heads: int | None = None, rank: int = 0, ranks: int = 1) -> Pattern:
-        return self._of([part.bound(heads, kv_heads, rank, ranks) for part in self.parts_within()])
+        return self.with_parts([part.bound(heads, kv_heads, rank, ranks) for part in self.parts_within()])
 
     def check(self, nq: int, nk: int, q_offset: int) -> None:
         for part in self.parts_within():
             part.check(nq, nk, q_offset)
 
-    def _of(self, parts: Sequence[Pattern]) -> Pattern:
+    def with_parts(self, parts: Sequence[Pattern]) -> Pattern:
+        """Return ``self`` with other parts; ``self`` if they are the same objects."""
         same = all(new is old for new, old in zip(parts, self.parts_within(), strict=True))
         return self if same else self.remade(parts)
 

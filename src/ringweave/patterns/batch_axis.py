@@ -8,7 +8,7 @@ all elements on this axis; patterns with different bounds per element compute wi
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..torch_compat import wrapped
-from .base import Composite, Pattern
+from .base import Composite, Pattern, parts_of
 from .cache_key import CacheKey
 from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, mix
 
@@ -251,12 +251,9 @@ class Bounds(Pattern):
         return CacheKey.following(self.spec, self.tables)
 
 
-def bounds_in(pattern: Pattern) -> Iterator[Bounds]:
-    """Iterate over the patterns inside a pattern that have bounds in tensors."""
-    if isinstance(pattern, Bounds) and pattern.tables:
-        yield pattern
-    for part in pattern.parts_within():
-        yield from bounds_in(part)
+def bounds_in(pattern: Pattern) -> list[Bounds]:
+    """Return the patterns inside a pattern that have bounds in tensors."""
+    return [each for each in parts_of(pattern, Bounds) if each.tables]  # type: ignore[type-abstract]
 
 
 def rows_of(table: Tensor, sides: int) -> Int64:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..checks import INTEGERS, LONGEST, integers, whole
 from ..errors import PatternError, shown
-from .base import Full, Pattern
+from .base import Full, Pattern, parts_of
 from .batch_axis import ELEMENT, ELEMENT_BITS, Bounds, Spans, rows_of
 from .declared import declare
 from .fitting import made_again, made_by
@@ -185,6 +185,11 @@ class Documents(Bounds):
         self._make()  # raises if the bounds do not increase
         bounds = torch.unique(-((offset - self._tables["cu_seqlens"]) // rate))
         return Documents(cu_seqlens=bounds) if len(bounds) > 1 and int(bounds[0]) == 0 else None
+
+
+def packed_apart(pattern: Pattern) -> bool:
+    """Return whether documents in a pattern have separate bounds for queries and for keys."""
+    return any("cu_seqlens_q" in each._tables for each in parts_of(pattern, Documents))
 
 
 def _of_ids(ids: Int64) -> _Packed:

@@ -17,7 +17,6 @@ import dis
 import functools
 import hashlib
 import itertools
-import re
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -32,9 +31,10 @@ from ..checks import whole
 from ..errors import PatternError, in_a_line, shown
 from ..torch_compat import uncompiled, wrapped
 from .algebra import PerHead
-from .base import Pattern
-from .cache_key import CacheKey, TableId, content_key
+from .base import Composite, Pattern, parts_of
+from .cache_key import CacheKey
 from .declared import declare
+from .key_padding import KeyPadding
 from .tiles import Int64, Ranges, Tiles, mix
 
 V = TypeVar("V")
@@ -197,12 +197,12 @@ class Holder:
         fn: The function.
         named: Tensors that the caller named.
         reads: The values that it read; None for the holder of a single call.
-        unseen: As in ``reads``.
     """
 
     def __init__(self, fn: MaskMod, named: tuple[Tensor, ...] | None, reads: Reads | None):
         self.number = next(_numbers)
         self.fn, self.named, self.reads = fn, named, reads
+        #: As in ``reads``; None for the holder of a single call.
         self.unseen = None if reads is None else reads.unseen
         #: Caches of plans and programs of its patterns, which are dropped with it.
         self.stores: weakref.WeakKeyDictionary[LRUCache[Any], LRUCache[Any]] = weakref.WeakKeyDictionary()
@@ -213,18 +213,24 @@ class Holder:
         # digests of masks by the digests of their indices
         self._masks: dict[bytes, bytes] = {}
 
+    def now(self) -> tuple[Holder, tuple[Tensor, ...]]:
+        """Return the holder of the function's present values, and the tensors that it reads."""
+        if self.reads is None:
+            return self, ()
+        reads = Reads(self.fn, self.named)
+        same = reads.state == self.reads.state
+        return self if same else _holder_of(self.fn, self.named, reads), tuple(reads.tables)
+
     def tables(self) -> tuple[Tensor, ...]:
         """Return the tensors that the function reads.
 
         Raises:
             PatternError: The function reads other values than when it got its number.
         """
-        if self.reads is None:
-            return ()
-        reads = Reads(self.fn, self.named)
-        if reads.state != self.reads.state:
+        now, tables = self.now()
+        if now is not self:
             raise changed("other values")
-        return tuple(reads.tables)
+        return tables
 
     def check(self, indices: Sequence[Tensor], mask: Tensor) -> None:
         """Raise PatternError if a mask of a single call differs from an earlier mask of the same indices."""
@@ -265,10 +271,10 @@ class Ticket:
         if len(tables) != len(self.tables) or not all(map(_same, self.tables, tables)):
             # a write inside the graph reaches the function's own tensor only after the graph
             raise changed("tensors that compiled code changed before the call")
-        reads = Reads(self.holder.fn, self.holder.named)
-        if reads.unseen:
-            raise _refused(reads.unseen)
-        return _holder_of(self.holder.fn, self.holder.named, reads), tuple(reads.tables)
+        holder, live = self.holder.now()
+        if holder.unseen:
+            raise _refused(holder.unseen)
+        return holder, live
 
 
 def _numbered(holder: Holder, tables: tuple[Tensor, ...]) -> Tensor:
@@ -283,23 +289,21 @@ def _numbered(holder: Holder, tables: tuple[Tensor, ...]) -> Tensor:
 
 def note_use(pattern: Pattern) -> None:
     """Note the functions of a compiled forward pass, for its gradient."""
-    for mask in _masks(pattern):
+    for mask in functions_in(pattern):
         if mask._ticket is not None and len(mask._ticket.used) < 2:
             mask._ticket.used.add(mask._holder)
 
 
 def check_use(pattern: Pattern) -> None:
     """Raise PatternError if a compiled backward pass might use other values of a function than its forward pass."""
-    for mask in _masks(pattern):
+    for mask in functions_in(pattern):
         if mask._ticket is not None and mask._ticket.used != {mask._holder}:
             raise changed("other values")
 
 
-def _masks(pattern: Pattern) -> Iterator[TokenMask]:
-    if isinstance(pattern, TokenMask):
-        yield pattern
-    for part in pattern.parts_within() if "TokenMask(" in pattern.spec else ():
-        yield from _masks(part)
+def functions_in(pattern: Pattern) -> list[TokenMask]:
+    """Return the functions inside a pattern."""
+    return parts_of(pattern, TokenMask) if pattern.has_function else []
 
 
 _numbers = itertools.count()
@@ -317,67 +321,62 @@ def _holder_of(fn: MaskMod, named: tuple[Tensor, ...] | None, reads: Reads) -> H
     return holder
 
 
-def holders(spec: str) -> list[Holder]:
-    """Return the holders of the functions that a text names, except those that no longer exist."""
-    if "TokenMask(" not in spec:
-        return []
-    known = (_holders.get(int(number)) for number in re.findall(r"TokenMask\((\d+)", spec))
-    return [holder for holder in known if holder is not None]
+def holders(pattern: Pattern) -> list[Holder]:
+    """Return the holders of the present values of the functions inside a pattern."""
+    return [mask.now()[0] for mask in functions_in(pattern)]
 
 
-def for_one_call(spec: str) -> tuple[str, list[Holder]]:
-    """Give each function with untracked values a number for one call; return the new text and the new holders."""
-    made: list[Holder] = []
+def of_call(pattern: Pattern) -> Pattern:
+    """Return the pattern for one call: ``self``, unless a function in it reads untracked values.
 
-    def number(found: re.Match[str]) -> str:
-        known = _holders.get(int(found[1]))
-        if known is None or not known.unseen:
-            return found[0]
-        made.append(Holder(known.fn, known.named, None))
-        _holders[made[-1].number] = made[-1]
-        return f"TokenMask({made[-1].number}"
-
-    return re.sub(r"TokenMask\((\d+)", number, spec), made
+    Plans of the call's pattern are dropped with it.
+    """
+    if not pattern.has_function or torch.compiler.is_compiling():
+        return pattern
+    if isinstance(pattern, Composite):
+        return pattern.with_parts([of_call(part) for part in pattern.parts_within()])
+    return pattern.for_one_call() if isinstance(pattern, TokenMask) else pattern
 
 
-def store_of(spec: str, common: LRUCache[V]) -> LRUCache[V]:
+def store_of(pattern: Pattern, common: LRUCache[V]) -> LRUCache[V]:
     """Return the cache for entries about a pattern: that of its function if it has one, else the common one."""
-    held = holders(spec)
+    held = holders(pattern)
     return held[0].stores.setdefault(common, common.like(common.max_bytes, _KEPT)) if held else common
 
 
-def table_keys(tables: Sequence[Tensor]) -> tuple[Hashable, ...]:
-    """Identify tensors that others may write to, by contents or by storage and version."""
-    return tuple(content_key(table) or TableId(table) for table in tables)
-
-
-class PinnedClosure:
+class Pinned:
     """The functions and bounds that a call's pattern follows, kept to check in the backward pass that none changed.
 
     Args:
-        spec: Text of the call's pattern.
-        tables: Tensors of the pattern.
+        pattern: The call's pattern.
+        tables: Its tensors in this call.
     """
 
-    def __init__(self, spec: str, tables: Sequence[Tensor]):
-        self._held = [(holder, table_keys(holder.tables())) for holder in holders(spec)]
-        self._tables = tuple(x for x in tables if not wrapped(x)) if "KeyPadding(" in spec else ()
-        self._read = table_keys(self._tables)
+    def __init__(self, pattern: Pattern, tables: Sequence[Tensor]):
+        self._held = [(holder, _contents(holder.tables())) for holder in holders(pattern)]
+        bounds = parts_of(pattern, KeyPadding)
+        self._tables = tuple(x for x in tables if not wrapped(x)) if bounds else ()
+        self._read = _contents(self._tables)
 
     def check(self) -> None:
         """Raise PatternError if a function reads other values than in the forward pass, or bounds were changed."""
-        for holder, key in self._held:
+        for holder, read in self._held:
             holder.complete = True
-            if table_keys(holder.tables()) != key:
+            if _contents(holder.tables()) != read:
                 raise changed("a tensor that was changed")
-        if table_keys(self._tables) != self._read:
+        if _contents(self._tables) != self._read:
             raise changed("bounds that were changed", "KeyPadding")
 
 
-def pinned_closure(spec: str, tables: Sequence[Tensor], q: Tensor) -> PinnedClosure | None:
+def _contents(tables: tuple[Tensor, ...]) -> Hashable:
+    return CacheKey.following("", tables).value
+
+
+def pinned(pattern: Pattern, tables: Sequence[Tensor], q: Tensor) -> Pinned | None:
     """Keep the functions and bounds that a call's pattern follows; None if there are none, or the call is traced."""
-    follows = "TokenMask(" in spec or "KeyPadding(" in spec
-    return PinnedClosure(spec, tables) if follows and type(q) in (Tensor, torch.nn.Parameter) else None
+    if type(q) not in (Tensor, torch.nn.Parameter) or not (pattern.has_function or parts_of(pattern, KeyPadding)):
+        return None
+    return Pinned(pattern, tables)
 
 
 @declare("TokenMask(lambda b, h, q, k: (q // 64 + k // 64) % 3 == 0)", "By table, function or head", text=False)
@@ -428,7 +427,7 @@ class TokenMask(Pattern):
         holder, read = _holder_of(fn, named, reads), tuple(reads.tables)
         self._of(holder, read, batch, head, _numbered(holder, read))
         self._probe(*_FIRST)
-        if Reads(fn, named).state != reads.state:
+        if holder.now()[0] is not holder:
             raise PatternError(
                 "mask_mod",
                 "a function that reads values that it changes itself",
@@ -452,20 +451,29 @@ class TokenMask(Pattern):
         # the holder when the pattern was built, which torch.compile uses, and the holder at the last inspection
         self._holder = self._seen = holder
         self._tables = tables
-        self.__post_init__()
+        self.write(self._text(), follows=True, function=True)
         return self
 
-    def _now(self) -> tuple[Holder, tuple[Tensor, ...]]:
+    def now(self) -> tuple[Holder, tuple[Tensor, ...]]:
         """Inspect the function; return the holder of its present values, and its tensors."""
-        if self._holder.reads is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return self._holder, self._tables
-        reads, seen = Reads(self.fn, self._named), self._seen
-        if seen.reads is None or reads.state != seen.reads.state:
-            object.__setattr__(self, "_seen", seen := _holder_of(self.fn, self._named, reads))
-        return seen, tuple(reads.tables)
+        seen, tables = self._seen.now()
+        if seen is not self._seen:
+            object.__setattr__(self, "_seen", seen)
+        return seen, tables
+
+    def for_one_call(self) -> TokenMask:
+        """Return the pattern with a number for one call if its function reads untracked values, else ``self``."""
+        holder = self.now()[0]
+        if not holder.unseen:
+            return self
+        single = Holder(self.fn, self._named, None)
+        _holders[single.number] = single
+        return TokenMask.__new__(TokenMask)._of(single, (), self._batch, self._head)
 
     def _chosen(self, batch: int | None, head: int | None) -> TokenMask:
-        now = self._now()
+        now = self.now()
         return TokenMask.__new__(TokenMask)._of(*now, batch, head, _numbered(*now))
 
     @classmethod
@@ -496,7 +504,7 @@ class TokenMask(Pattern):
         return cls.__new__(cls)._of(holder, live, batch, head)
 
     def _text(self) -> str:
-        return self._spelled(*self._now())
+        return self._spelled(*self.now())
 
     def _spelled(self, holder: Holder, tables: tuple[Tensor, ...]) -> str:
         return f"TokenMask({holder.number}{', _' * len(tables)}{self._bound()})"
@@ -516,10 +524,10 @@ class TokenMask(Pattern):
     def tables(self) -> tuple[Tensor, ...]:
         if self._number is not None and torch.compiler.is_compiling():
             return self._number, *self._tables
-        return self._now()[1]
+        return self.now()[1]
 
     def key(self) -> CacheKey:
-        holder, tables = self._now()
+        holder, tables = self.now()
         if holder.unseen:
             return CacheKey(object())  # equal to no other key
         return CacheKey.following(self._spelled(holder, tables), tables)

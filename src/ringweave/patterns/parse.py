@@ -7,7 +7,6 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from ..cache import fact
@@ -17,7 +16,6 @@ from .algebra import And, Or, join
 from .base import Pattern
 from .boxes import Grid
 from .declared import DECLARED
-from .function import for_one_call
 from .key_padding import KeyPadding
 from .shifted import Offsets, Shifted
 
@@ -29,6 +27,7 @@ _SIGNS = 64  # most signs before one value
 _STRANGE = re.compile(r"[^\x20-\x7e\s]|[#\\]", re.ASCII)
 _LINE = "\n"
 _BLANK = re.compile(r"\s")
+_CALLED = re.compile(r"(\w+)\(")
 _WORD = re.compile(r"\w+|.?")
 # the ends of brackets around a value
 _CLOSED = re.compile(r"[\s)]*")
@@ -85,18 +84,9 @@ def _held() -> dict[str, Callable[..., object]]:
     return names() | own | {"Offsets": Offsets, "Shifted": Shifted}
 
 
-def of_call(pattern: Pattern) -> Pattern:
-    """Return the pattern for one call: ``self``, unless a function in it reads untracked values.
-
-    Plans of the call's pattern are dropped with it.
-    """
-    if torch.compiler.is_compiling():
-        return pattern
-    spec = pattern.spec
-    if "TokenMask(" not in spec:
-        return pattern
-    spec, numbered = for_one_call(spec)
-    return rebuild(spec, pattern.tables) if numbered else pattern
+def called(spec: str) -> set[str]:
+    """Return the names that the text of a pattern calls, without building the pattern."""
+    return set(_CALLED.findall(spec))
 
 
 def tree(text: str) -> ast.expr:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import PatternError, shown
 from .algebra import Combined, Not, PerHead
-from .base import Composite, Pattern
+from .base import Composite, Pattern, parts_of
 from .batch_axis import ELEMENT, Bounds, Shared, bounds_in
 from .declared import declare
 from .documents import Documents
@@ -65,7 +65,7 @@ class Within(Composite):
         if not pattern.combinable:
             remedy = "A LongNet selects tokens by their place in the whole sequence: use Dilated or Segments."
             raise PatternError("pattern", repr(pattern), "a relation", remedy)
-        if _has_table(pattern):
+        if parts_of(pattern, BlockTable):
             remedy = "The blocks of a table count from the start of the whole sequence: combine it with & instead."
             raise PatternError("pattern", repr(pattern), "one without a block table", remedy)
         self.pattern, self.bounds = pattern, bounds
@@ -123,17 +123,14 @@ def _looks_up(pattern: Pattern) -> bool:
     return looks or any(map(_looks_up, pattern.parts_within()))
 
 
-def _has_table(pattern: Pattern) -> bool:
-    return isinstance(pattern, BlockTable) or any(map(_has_table, pattern.parts_within()))
-
-
 def batched(pattern: Pattern, head: int) -> Pattern | None:
     """Return the pattern of a head on the axis of all batch elements, with its bounds read; None if it has none."""
     if isinstance(pattern, Bounds) and pattern.tables:
         return pattern.read()
-    if next(bounds_in(pattern), None) is None:
+    if not bounds_in(pattern):
         one = pattern.select(0, head)
-        apart = _function_in(pattern) and one.key().value != pattern.select(1, head).key().value
+        # extents do not say whether a function uses the batch or head index
+        apart = pattern.has_function and one.key().value != pattern.select(1, head).key().value
         return None if apart or pattern.extents()[0] is not None else Shared(one)
     if isinstance(pattern, PerHead):
         return batched(pattern.patterns[head], head)
@@ -169,12 +166,7 @@ def by_head(pattern: Pattern) -> bool:
     """Return whether the pattern may differ between heads."""
     if pattern.extents()[1] is not None:
         return True
-    return _function_in(pattern) and pattern.select(0, 0).key().value != pattern.select(0, 1).key().value
-
-
-def _function_in(pattern: Pattern) -> bool:
-    # extents do not say whether a function uses the batch or head index
-    return "TokenMask(" in pattern.spec
+    return pattern.has_function and pattern.select(0, 0).key().value != pattern.select(0, 1).key().value
 
 
 def elements(pattern: Pattern, batch: int) -> tuple[Int64, Int64]:

@@ -190,7 +190,7 @@ def summands(pattern: Pattern) -> tuple[Pattern, ...]:
 def _of_union(union: Or) -> tuple[Pattern, ...]:
     by_residue = [part for part in union.parts if part.residue_rate > 1]
     # a table or a function may be made for one length, and its tiles cannot be counted at another
-    if not by_residue or not union.fixed or "TokenMask(" in union.spec:
+    if not by_residue or not union.fixed:
         return (union,)
     key = ("summands", union.spec)
     parts: tuple[Pattern, ...] | None = PROGRAMS.get(key)
@@ -236,7 +236,7 @@ def _views(pattern: Pattern, size: Sizes) -> tuple[Branch, ...]:
             moved = (replace(b, nk=b.nk + later // b.rate, q_offset=b.q_offset + later // b.rate) for b in earlier)
             return _exact(tuple(moved), whole)
     made_of = pattern.key()
-    key, programs = ("branches", made_of.value, size), store_of(pattern.spec, PROGRAMS)
+    key, programs = ("branches", made_of.value, size), store_of(pattern, PROGRAMS)
     found: tuple[Branch, ...] | None = programs.get(key)
     if found is None:
         if isinstance(pattern, LongNet):

@@ -14,8 +14,7 @@ from ..checks import check_sizes, named_device, whole
 from ..patterns import Pattern, rebuild
 from ..patterns.cache_key import CacheKey
 from ..patterns.fitting import refuse
-from ..patterns.function import changed, holders
-from ..patterns.parse import of_call
+from ..patterns.function import changed, holders, of_call
 from .block_plan import BlockPlan, Extent
 from .cuda_sync import made, used
 from .decode_plans import gathered
@@ -117,7 +116,7 @@ class PlanCache:
                 plan = _of_rows(pattern, sizes, device)
             if plan is None:
                 plan = self._made(pattern, sizes, device, kept is self._kept)
-            ties = holders(pattern.spec)
+            ties = holders(pattern)
             if (ties or made_of.versions) and not pattern.key().same(made_of):
                 raise changed("values that were changed during planning", "TokenMask" if ties else "pattern")
             if made(plan, device):
@@ -193,12 +192,11 @@ _PARSED = 10
 
 def pattern_of(spec: str, tables: Sequence[Tensor]) -> Pattern:
     """Read the pattern of a spec; patterns without tables and functions are cached."""
-    if tables or "TokenMask(" in spec:
-        return rebuild(spec, tables)
-    pattern: Pattern | None = PATTERNS.get(("pattern", spec))
+    pattern: Pattern | None = None if tables else PATTERNS.get(("pattern", spec))
     if pattern is None:
-        pattern = rebuild(spec, ())
-        PATTERNS.put(("pattern", spec), pattern, 2048 + _PARSED * len(spec))
+        pattern = rebuild(spec, tables)
+        if pattern.fixed:
+            PATTERNS.put(("pattern", spec), pattern, 2048 + _PARSED * len(spec))
     return pattern
 
 

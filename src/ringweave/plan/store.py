@@ -46,7 +46,7 @@ class PlanStore:
         """Return the name of a plan's file; None for patterns with functions, tables on a GPU, or very large tables."""
         tables = pattern.tables
         size = sum(table.nbytes for table in tables)
-        if "TokenMask(" in pattern.spec or size > _MOST_TABLES or any(t.device.type != "cpu" for t in tables):
+        if pattern.has_function or size > _MOST_TABLES or any(t.device.type != "cpu" for t in tables):
             return None
         digest = hashlib.blake2b(repr((_FORMAT, _version(), pattern.spec, sizes)).encode(), digest_size=_DIGEST)
         for table in tables:

@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from ...api import attention, paged_attention
 from ...errors import PatternError, ShapeError, UnsupportedError, shown
 from ...patterns import Causal, Documents, Full, Pattern, SlidingWindow, parse
+from ...patterns.base import parts_of
 from ...patterns.fitting import refuse
 from ...terms import Bias, Softcap, Term
 from .keywords import DOCUMENTS, OTHER, READ, apart, check
@@ -244,7 +245,7 @@ def _counted(own: Pattern, mask: PatternMask | None, documents: Documents | None
 
 def _of_the_batch(pattern: Pattern) -> bool:
     """Whether a pattern holds the documents of a batch, so that it already counts the tokens of whole rows."""
-    return "Documents(" in pattern.spec
+    return bool(parts_of(pattern, Documents))
 
 
 def _bias(table: Tensor, query: Tensor, key: Tensor) -> Bias:

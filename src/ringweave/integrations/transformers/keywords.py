@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...errors import ShapeError, UnsupportedError, shown
 from ...patterns import Documents, Full, Pattern
+from ...patterns.base import parts_of
 from ...torch_compat import version
 from .masks import PatternMask
 from .notices import warn_once
@@ -102,7 +103,7 @@ def apart(
         got = f"documents for {nq} queries over {nk} keys, of which some are cached"
         raise UnsupportedError(name, got, "documents in a call without cached keys", "Pass use_cache=False.")
     known = mask is not None and isinstance(mask.rows, Documents)
-    if not known and "Documents(" in pattern.spec:
+    if not known and parts_of(pattern, Documents):
         got = f"documents beside a mask that counts from the first token of the row, {pattern}"
         raise UnsupportedError(name, got, "a mask of windows and padding", _POSITIONS)
     documents = _shared(name, q, k, numbers, mask, sizes)

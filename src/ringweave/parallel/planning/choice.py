@@ -89,7 +89,7 @@ def choose(workload: Workload, ranks: int, block: int, machine: Machine = _MACHI
     if choice is None:
         choice = _choose(workload, ranks, block, machine)
         held = sum(pattern.key().nbytes for pattern in patterns)
-        ties = [holder for pattern in patterns for holder in holders(pattern.spec)]
+        ties = [holder for pattern in patterns for holder in holders(pattern)]
         PLACEMENTS.put(key, choice, _CHOICE_BYTES + held, ties)
     return choice
 
