@@ -28,8 +28,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import ringweave as rw
-from ringweave.tune.problem import Attend
 from ringweave_lab.bench.text import ByteModel, standard_library
+from ringweave_lab.tune.problem import Attend
 
 WARMUP = 5
 

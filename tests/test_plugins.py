@@ -51,7 +51,7 @@ def test_the_list_of_commands_names_absent_ones() -> None:
 
 def test_attributes_of_other_distributions() -> None:
     assert rw.audit.__name__ == "ringweave_audit"
-    assert rw.bench.__name__ == "ringweave_lab.bench"
+    assert (rw.bench.__name__, rw.tune.__name__) == ("ringweave_lab.bench", "ringweave_lab.tune")
     assert rw.parallel.simulate(rw.Causal(), 2**16, [8])[0].ranks == 8
 
 

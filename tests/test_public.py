@@ -48,7 +48,7 @@ def test_patterns_and_terms_are_in_their_submodules() -> None:
         assert {*names} <= {*module.__all__}
 
 
-@pytest.mark.parametrize("name", ["adaptive", "memory", "nn", "parallel", "patterns", "plan", "terms", "tune"])
+@pytest.mark.parametrize("name", ["adaptive", "memory", "nn", "parallel", "patterns", "plan", "terms"])
 def test_modules_list_their_public_names(name: str) -> None:
     module = importlib.import_module(f"ringweave.{name}")
     assert dir(module) == sorted(module.__all__)
@@ -149,11 +149,7 @@ def _measure(code: str) -> str:
 def test_import_pulls_in_nothing_optional() -> None:
     loaded = json.loads(_measure("import json, sys, ringweave; print(json.dumps(sorted(sys.modules)))"))
     assert not {"triton", "matplotlib", "typer", "rich", "jinja2", "psutil", "scipy"} & set(loaded)
-    assert not [
-        name
-        for name in loaded
-        if name.startswith(("ringweave.cli", "ringweave.tune", "ringweave_audit", "ringweave_lab"))
-    ]
+    assert not [name for name in loaded if name.startswith(("ringweave.cli", "ringweave_audit", "ringweave_lab"))]
 
 
 #: prints the CPU seconds of importing, over `import torch`, and of a yardstick round it

@@ -63,7 +63,6 @@ from .types import AttentionOutput as AttentionOutput
 
 if TYPE_CHECKING:
     from . import adaptive, integrations, memory, nn, parallel
-    from . import tune as tune
     from .explanation import explain
     from .hierarchical import hierarchical_attention
     from .parallel import ContextParallel
@@ -137,7 +136,7 @@ _UNLISTED = (
 
 
 # imported when first used, so that importing ringweave stays quick
-_SUBMODULES = ("adaptive", "integrations", "memory", "nn", "parallel", "tune")
+_SUBMODULES = ("adaptive", "integrations", "memory", "nn", "parallel")
 _ELSEWHERE = {
     "BlockWeights": "weights",
     "ContextParallel": "parallel",

@@ -15,6 +15,7 @@ ATTRIBUTES = {
     "ringweave.audit": "ringweave-audit",
     "ringweave.bench": "ringweave-lab",
     "ringweave.parallel.simulate": "ringweave-lab",
+    "ringweave.tune": "ringweave-lab",
 }
 
 

@@ -18,12 +18,11 @@ COMMANDS = {
     "doctor": (
         "Check Python, PyTorch, devices, the native kernel, compilers, packages and backends, and give a verdict."
     ),
-    "tune": 'Measure the fastest backend and tiles for a call, and store them for backend="auto".',
 }
 #: The commands of other distributions, which are there if their distribution is installed.
 ELSEWHERE = {
     "audit": "ringweave-audit",
-    **dict.fromkeys(("bench", "demo", "explore", "profile", "simulate"), "ringweave-lab"),
+    **dict.fromkeys(("bench", "bits", "demo", "explore", "profile", "simulate", "tune"), "ringweave-lab"),
 }
 
 

@@ -13,10 +13,9 @@ import torch
 import ringweave as rw
 from ringweave.backends import tuning
 from ringweave.backends.triton import launch_config as module
-from ringweave.backends.triton.launch_config import Device, LaunchConfig, choose, misfit, overriding
+from ringweave.backends.triton.launch_config import Device, LaunchConfig, choose, misfit
 from ringweave.call import Call
-
-from .test_triton import in_a_process, needs_triton
+from ringweave_lab.tune.answers import write_entries
 
 HERE = "a device; versions"
 HOPPER = Device("hopper", 227 * 1024, name=HERE)
@@ -95,7 +94,7 @@ def test_descriptors_need_the_device() -> None:
 
 def test_what_was_measured_is_taken_for_the_same_kernel_and_tiles_alone() -> None:
     assert asked() == USUAL
-    tuning.record([], [entry(SMALL)])
+    write_entries([], [entry(SMALL)])
     assert asked() == SMALL
     # the table alone, for those who compile it
     assert choose("forward", 64, 64, 2, (128, 128), HOPPER) == USUAL
@@ -106,7 +105,7 @@ def test_what_was_measured_is_taken_for_the_same_kernel_and_tiles_alone() -> Non
         {"device": dataclasses.replace(HOPPER, name="another")}, {"device": dataclasses.replace(HOPPER, name="")},
     ):  # fmt: skip
         assert asked(**changes) != SMALL  # type: ignore[arg-type]
-    tuning.record([], [entry(USUAL)])
+    write_entries([], [entry(USUAL)])
     assert asked() == USUAL
 
 
@@ -122,7 +121,7 @@ def test_what_was_measured_is_taken_for_the_same_kernel_and_tiles_alone() -> Non
 def test_what_does_not_suit_is_ignored_with_one_line(
     blocks: object, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tuning.record([], [entry(blocks)])
+    write_entries([], [entry(blocks)])
     with caplog.at_level(logging.WARNING, "ringweave"):
         assert [asked() for _ in range(3)] == [USUAL] * 3
     (line,) = caplog.records
@@ -130,23 +129,8 @@ def test_what_does_not_suit_is_ignored_with_one_line(
     assert said in line.message
 
 
-def test_an_override_hides_the_store_and_hears_what_is_asked_for() -> None:
-    tuning.record([], [entry(SMALL)])
-    with overriding({}) as given:
-        assert asked() == USUAL
-    (heard,) = given.asked
-    kind = tuning.KernelKey("forward", HERE, "bfloat16", (64, 64), (128, 128), True)
-    assert (heard.key, heard.usual, heard.device) == (kind, USUAL, HOPPER)
-    other = LaunchConfig(128, 32, 4, 1)
-    with overriding({kind: SMALL}) as outer, overriding({kind: other}):
-        assert asked() == other
-        assert asked(masked=False) == USUAL
-    assert [each.key.masked for each in outer.asked] == [True, False]
-    assert asked() == SMALL
-
-
 def test_a_call_looks_at_the_file_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    tuning.record([], [entry(SMALL)])
+    write_entries([], [entry(SMALL)])
     looked = []
     state = tuning._state
     monkeypatch.setattr(tuning, "_state", lambda path: looked.append(path) or state(path))
@@ -158,7 +142,7 @@ def test_a_call_looks_at_the_file_once_a_second(monkeypatch: pytest.MonkeyPatch)
 def test_what_people_see_of_it() -> None:
     case = Call(1, 2, 2, 256, 256, 64, 64, torch.bfloat16, "cpu")
     assert module.measured(case) == []
-    tuning.record(
+    write_entries(
         [], [entry(SMALL, where=tuning.where("cpu")), entry(SMALL, where=tuning.where("cpu"), dims=[128, 64])]
     )
     assert module.measured(case) == [
@@ -166,28 +150,11 @@ def test_what_people_see_of_it() -> None:
     ]
 
 
-@needs_triton
-def test_in_the_interpreter(tmp_path: Path) -> None:
-    """An override is what a call runs with, its results are right, and the search ends where it was led."""
-    command = [
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "tests.backends.patched_once",
-        "--show-capture=all",
-    ]
-    command += ["tests/backends/interpreted_configs.py"]
-    in_a_process(command, tmp_path, TRITON_INTERPRET="1")
-
-
 def test_explain_names_the_blocks_where_triton_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     if rw.backends.triton.installed() is False:
         pytest.skip("triton is not installed")
-    tuning.record([], [entry(SMALL, where=tuning.where("cpu"), dtype="float16")])
+    write_entries([], [entry(SMALL, where=tuning.where("cpu"), dtype="float16")])
     said = rw.explain(rw.SlidingWindow(9), 256, dtype=torch.float16, backend="triton")
     assert "measured here: forward on partial tiles of 128 x 128: m 64, n 32, warps 4" in said
     assert "measured here" not in rw.explain(rw.SlidingWindow(9), 256, dtype=torch.float16, backend="dense_batched")

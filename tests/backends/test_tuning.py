@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import json
 import logging
-import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,10 +16,8 @@ import ringweave as rw
 from ringweave import program
 from ringweave.backends import cpu, tuning
 from ringweave.call import Call
-from ringweave.errors import UnsupportedError
 from ringweave.plan import Branch, branches
-
-from ..parallel.processes import forked
+from ringweave_lab.tune.answers import write_entries
 
 WINDOW = rw.SlidingWindow(64)
 
@@ -59,7 +53,7 @@ def test_without_a_store_nothing_is_known_and_nothing_is_written(cache: Path) ->
 
 def test_auto_takes_what_was_measured_for_the_same_kind_alone() -> None:
     dense = branch(rw.Causal())
-    assert tuning.record([entry("dense_batched", case(), dense)]) == tuning.store()
+    assert write_entries([entry("dense_batched", case(), dense)]) == tuning.tuning_file()
     assert chosen(case(), dense) == "dense_batched"
     # lengths within a power of two are of one kind
     assert chosen(case(1500), branch(rw.Causal(), 1500)) == "dense_batched"
@@ -78,7 +72,7 @@ def test_densities_are_apart() -> None:
     n = 4096
     narrow, wide = (branch(rw.SlidingWindow(width, width), n) for width in (64, 1024))
     assert tuning.density(narrow) > tuning.density(wide) > 0
-    tuning.record([entry("dense_batched", case(n), narrow)])
+    write_entries([entry("dense_batched", case(n), narrow)])
     assert tuning.lookup(case(n), narrow) == ("dense_batched", None)
     assert tuning.lookup(case(n), wide) is None
 
@@ -87,7 +81,7 @@ def test_explain_says_where_the_choice_comes_from() -> None:
     of = branch(rw.Causal())
     call = {"heads": 2, "head_dim": 32, "dtype": torch.float64, "needs_grad": False}
     assert "ringweave tune" not in rw.explain(rw.Causal(), 1024, **call)  # type: ignore[call-overload]
-    tuning.record([entry("dense_batched", case(), of)])
+    write_entries([entry("dense_batched", case(), of)])
     said = rw.explain(rw.Causal(), 1024, **call)  # type: ignore[call-overload]
     assert "dense_batched x 1 (asked for auto)" in said
     assert "chosen by what ringweave tune measured on this machine" in said
@@ -99,7 +93,7 @@ def test_explain_says_where_the_choice_comes_from() -> None:
 def test_the_answer_is_the_same_and_runs() -> None:
     x = [torch.randn(1, 2, 300, 32, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     want = rw.attention(*x, rw.Causal())
-    tuning.record([entry("dense_batched", case(300, needs_grad=g), branch(rw.Causal(), 300)) for g in (False, True)])
+    write_entries([entry("dense_batched", case(300, needs_grad=g), branch(rw.Causal(), 300)) for g in (False, True)])
     got = rw.attention(*x, rw.Causal())
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(torch.autograd.grad(got.sum(), x), torch.autograd.grad(want.sum(), x))
@@ -111,7 +105,7 @@ def sides_of(name: str, about: Call, pattern: rw.Pattern = WINDOW) -> tuple[int,
 
 
 def test_auto_takes_the_tiles_that_were_measured_and_a_named_backend_its_own() -> None:
-    tuning.record([entry("dense_batched", case(), branch(), (32, 64))])
+    write_entries([entry("dense_batched", case(), branch(), (32, 64))])
     assert sides_of("auto", case()) == (32, 64)
     assert sides_of("dense_batched", case()) == (128, 128)
     assert sides_of("auto", case(needs_grad=True)) == (128, 128)
@@ -127,7 +121,7 @@ def test_auto_takes_the_tiles_that_were_measured_and_a_named_backend_its_own() -
 @pytest.mark.parametrize("name", ["sdpa", "triton"])
 def test_tiles_of_a_backend_that_is_not_taken_are_not_either(name: str) -> None:
     """Of one that cannot run the case: auto takes another, with tiles of its own."""
-    tuning.record([entry(name, case(), branch(), (32, 64))])
+    write_entries([entry(name, case(), branch(), (32, 64))])
     assert sides_of("auto", case()) == (128, 128)
 
 
@@ -139,7 +133,7 @@ def test_tiles_that_were_measured_change_no_result() -> None:
     name = "dense_batched" if cpu.module() is None else "cpu"
     want = rw.attention(*x, pattern)
     backward = dataclasses.replace(call, needs_grad=True)
-    tuning.record([entry(name, call, of, (32, 16)), entry(name, backward, of, (64, 256))])
+    write_entries([entry(name, call, of, (32, 16)), entry(name, backward, of, (64, 256))])
     assert sides_of("auto", call, pattern) == (32, 16)
     assert sides_of("auto", backward, pattern) == (64, 256)
     got = rw.attention(*x, pattern)
@@ -149,7 +143,7 @@ def test_tiles_that_were_measured_change_no_result() -> None:
 
 @pytest.mark.parametrize("name", ["triton", "reference", "warp", "sdpa"])
 def test_a_stored_backend_that_cannot_run_is_left_alone(name: str) -> None:
-    tuning.record([entry(name, case(), branch())])
+    write_entries([entry(name, case(), branch())])
     assert tuning.lookup(case(), branch()) == (name, None)
     assert chosen(case(), branch()) == "dense_batched"
 
@@ -215,7 +209,7 @@ def test_a_corrupt_file_is_ignored_with_one_warning(
             assert chosen(case(), branch()) == "dense_batched"
     assert [each.message.startswith(f"the tuning store {path} is ignored: ") for each in caplog.records] == [True]
     # the next answer replaces it
-    tuning.record([entry("dense_batched", case(), branch(rw.Causal()))])
+    write_entries([entry("dense_batched", case(), branch(rw.Causal()))])
     assert chosen(case(), branch(rw.Causal())) == "dense_batched"
 
 
@@ -238,7 +232,7 @@ def test_a_file_that_another_process_wrote_is_read_again(cache: Path) -> None:
 
 
 def test_a_choice_looks_at_the_file_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    tuning.record([entry("dense_batched", case(), branch(rw.Causal()))])
+    write_entries([entry("dense_batched", case(), branch(rw.Causal()))])
     looked = []
     state = tuning._state
     monkeypatch.setattr(tuning, "_state", lambda path: looked.append(path) or state(path))
@@ -259,27 +253,17 @@ def test_no_table_on_a_gpu_is_read() -> None:
     assert tuning.density(branch(table)) == 2
 
 
-def test_without_the_packages(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    monkeypatch.setitem(sys.modules, "filelock", None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'ringweave\[tune\]'"):
-        tuning.record([])
-    monkeypatch.delenv(tuning.VARIABLE)
-    monkeypatch.setitem(sys.modules, "platformdirs", None)
+@pytest.mark.parametrize("named", ["", "XDG_CACHE_HOME"])
+def test_the_usual_place_is_the_users_cache_folder(named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is the one of XDG_CACHE_HOME, or ~/.cache."""
+    for name in (tuning.VARIABLE, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(named or "HOME", str(tmp_path))
     tuning._file.cache_clear()
     try:
-        assert tuning.store() is None
-        assert tuning.lookup(case(), branch()) is None
+        assert tuning.tuning_file() == tmp_path / ("" if named else ".cache") / "ringweave" / "tuning.json"
     finally:
         tuning._file.cache_clear()
-    assert list(cache.iterdir()) == []
-
-
-def test_the_usual_place_is_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    platformdirs = pytest.importorskip("platformdirs")
-    monkeypatch.delenv(tuning.VARIABLE)
-    path = tuning.store()
-    assert path is not None
-    assert path.parent == Path(platformdirs.user_cache_dir("ringweave", appauthor=False))
 
 
 def test_importing_reads_nothing(cache: Path) -> None:
@@ -288,27 +272,3 @@ def test_importing_reads_nothing(cache: Path) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=240)
     assert done.stdout.strip() == "None"
     assert "ignored" not in done.stderr
-
-
-def write(folder: Path, number: int) -> str:
-    """A process of its own: ten answers, each followed by a look; what it had to say."""
-    os.environ[tuning.VARIABLE] = str(folder)
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        for step in range(10):
-            tuning.record([{"kind": f"{number}", "density": step, "backend": "dense_batched", "tile": None}])
-            path = tuning.store()
-            assert path is not None
-            assert tuning.load(path)["entries"], "a reader saw half a file"
-    return said.getvalue()
-
-
-@pytest.mark.timeout(600)
-def test_eight_processes_at_once(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """No answer is lost, and no reader ever sees anything but a whole file."""
-    with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(forked, [write] * 8, [cache] * 8, range(8))) == [""] * 8
-    tuning.refresh()
-    found = tuning.answers()
-    assert {kind: sorted(each) for kind, each in found.items()} == {str(n): list(range(10)) for n in range(8)}
-    assert not caplog.records
-    assert sorted(path.name for path in cache.iterdir()) in (["tuning.json"], ["tuning.json", "tuning.lock"])

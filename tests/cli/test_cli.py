@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -18,19 +17,16 @@ import ringweave as rw
 pytest.importorskip("typer")
 
 import typer
-from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from ringweave.backends import cpu, tuning
-from ringweave.backends.triton.launch_config import LaunchConfig
+from ringweave.backends import cpu
 from ringweave.backends.tuning import KernelKey
-from ringweave.cli import bits
-from ringweave.cli.app import _blocks, app
+from ringweave.cli.app import app
 from ringweave.cli.doctor import diagnose, verdict
 from ringweave.environment import CPU_VARIANT
-from ringweave.tune.descent import Descent, Tuned
 from ringweave_command import main
 from ringweave_lab.simulation.simulate import simulate
+from ringweave_lab.tune.answers import write_entries
 
 PATTERN = "(SlidingWindow(1024) | Sinks(64)) & Causal()"
 
@@ -44,7 +40,7 @@ def test_commands_and_options_are_frozen() -> None:
     found = {
         name: sorted(option for parameter in command.params for option in parameter.opts)
         for name, command in commands.items()
-        if name in ("show", "explain", "explore", "profile", "simulate", "doctor", "tune")
+        if name in ("show", "explain", "explore", "profile", "simulate", "doctor", "tune", "bits")
     }
     assert found == {
         "show": ["--heads", "--out", "--tokens", "-n", "-o", "pattern"],
@@ -60,7 +56,8 @@ def test_commands_and_options_are_frozen() -> None:
             "--bandwidth", "--flops", "--gpus", "--head-dim", "--heads", "--itemsize", "--json", "--latency", "--plot",
             "--tokens", "-n", "pattern",
         ],
-        "doctor": ["--bits", "--json"],
+        "doctor": ["--json"],
+        "bits": ["--json"],
         "tune": [
             "--batch", "--device", "--dry-run", "--dtype", "--forward-only", "--head-dim", "--heads", "--kv-heads",
             "--rounds", "--seconds", "--tokens", "-n", "pattern",
@@ -135,20 +132,6 @@ def test_doctor_finds_this_python() -> None:
     text = run("doctor").stdout
     for word in ("torch", "backends", "compilers", "AVX" if findings["system"]["cpu"].startswith("AVX") else "cpu"):
         assert word in text
-
-
-def test_doctor_compares_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every row has the same bits for any threads, batch, chunks, steps, pages and padding, in each dtype and grouping."""
-    pytest.importorskip("ringweave._cpu", exc_type=ImportError)
-    found = bits.compared((300, 1300))
-    features = dict.fromkeys(["dilated", "LongNet", "terms, sinks", "dropout", "8 bits"], 6)
-    assert {each.added: each.cases for each in found} == {"causal": 18, **features}
-    assert [each for each in found if each.equal < each.cases] == []
-    one = bits.Bits("another function", "causal", 9, 9)
-    monkeypatch.setattr(bits, "compared", lambda: [one, one._replace(added="dropout", equal=0)])
-    result = run("doctor", "--bits")
-    assert result.exit_code == 1
-    assert re.search(r"causal +dropout\s+another function +9 of 9 +0 of 9", result.stdout)
 
 
 def test_doctor_names_the_kernels_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,54 +397,6 @@ def test_simulate_says_what_is_wrong(arguments: tuple[str, ...], said: str) -> N
     assert said in result.stderr
 
 
-def test_tune_stores_what_explain_then_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RINGWEAVE_CACHE", str(tmp_path))
-    options = ["Causal()", "-n", "256", "--heads", "2", "--head-dim", "32", "--rounds", "1"]
-    dry = run("tune", *options, "--forward-only", "--dry-run")
-    assert dry.exit_code == 0, dry.output
-    assert "nothing stored" in dry.output
-    assert not (tmp_path / "tuning.json").exists()
-    assert diagnose()["tuning store"] == {"file": str(tmp_path / "tuning.json"), "answers": 0}
-    result = run("tune", *options)
-    assert result.exit_code == 0, result.output
-    assert f"stored in {tmp_path / 'tuning.json'}" in result.output
-    for word in ("Causal(), 256 tokens, forward", "chosen", "time", "not timed: it runs on CUDA"):
-        assert word in result.output
-    assert diagnose()["tuning store"]["answers"] == 2
-    said = run("explain", "Causal()", "-n", "256", "--heads", "2", "--head-dim", "32")
-    assert "chosen by what ringweave tune measured on this machine" in said.output
-
-
-def test_tune_looks_for_a_place_before_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tune names what is missing before it measures, whether a package is missing or the folder cannot be made."""
-    monkeypatch.setattr("ringweave.tune.tune", None)
-    monkeypatch.setenv("RINGWEAVE_CACHE", str(tmp_path / "file" / "below"))
-    (tmp_path / "file").touch()
-    result = run("tune", "Causal()", "-n", "256", columns=200)
-    assert result.exit_code == 2
-    assert "Set RINGWEAVE_CACHE to another folder." in result.stderr
-    monkeypatch.setattr("ringweave.backends.tuning.store", lambda: None)
-    result = run("tune", "Causal()", "-n", "256", columns=200)
-    assert (result.exit_code, "pip install 'ringweave[tune]'" in result.stderr) == (2, True)
-
-
-def test_tune_has_a_line_for_each_choice_of_blocks(capsys: pytest.CaptureFixture[str]) -> None:
-    usual, best, broken = (
-        LaunchConfig(128, 64, 8, 2),
-        LaunchConfig(128, 32, 4, 3, described=True),
-        LaunchConfig(64, 64, 8, 2),
-    )
-    kind = KernelKey("forward", "here", "bfloat16", (64, 64), (128, 128), False)
-    descent = Descent(usual, best, {usual: 0.002, best: 0.001}, {broken: "OutOfResources: shared memory"})
-    Console(width=140).print(_blocks(Tuned(kind, descent, 2.0, best)))
-    title, head, first, second, third = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert " ".join(title) == "triton, forward, 128 x 128, full tiles"
-    assert head == ["m", "n", "warps", "stages", "resident", "described", "time"]
-    assert first == ["128", "32", "4", "3", "0", "yes", "chosen", "1", "ms"]
-    assert second == ["128", "64", "8", "2", "0", "usual", "2", "ms"]
-    assert " ".join(third) == "64 64 8 2 0 not timed: OutOfResources: shared memory"
-
-
 def test_doctor_says_what_the_store_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RINGWEAVE_CACHE", str(tmp_path))
     fields = {"m": 64, "n": 64, "warps": 4, "stages": 2, "resident": 0, "described": False}
@@ -470,16 +405,6 @@ def test_doctor_says_what_the_store_holds(tmp_path: Path, monkeypatch: pytest.Mo
         {"kind": name, "density": 3, "backend": "cpu", "tile": tile}
         for name, tile in (("a", [32, 32]), ("b", [32, 32]), ("c", [64, 128]), ("d", None))
     ]
-    tuning.record(answers, [kernel])
+    write_entries(answers, [kernel])
     found = diagnose()["tuning store"]
     assert (found["answers"], found["tiles"], found["blocks"]) == (4, "32 x 32 (2), 64 x 128 (1)", "backward_q (1)")
-
-
-def test_tune_needs_the_device_that_it_is_asked_for() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    result = run("tune", "Causal()", "-n", "256", "--device", "cuda")
-    assert result.exit_code == 2
-    assert "this torch finds no CUDA device" in result.output

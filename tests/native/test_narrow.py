@@ -12,8 +12,8 @@ from ringweave.backends import cpu
 from ringweave.call import Operands
 from ringweave.environment import CPU_VARIANT
 from ringweave.plan import Branch
-from ringweave.tune.measure import by_processor, interleaved
 from ringweave_lab.bench.cases.tile_sizes import documents
+from ringweave_lab.tune.measure import by_processor, interleaved
 
 from .plans import DTYPES, VARIANTS
 

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from ringweave.cli.app import app
 from ringweave.errors import UnsupportedError
-from ringweave.tune.measure import by_processor
 from ringweave_lab.bench import gate, gate_command
 from ringweave_lab.bench.cliffs import CLIFFS
 from ringweave_lab.bench.gate import HEADLINES, Held, Verdict, kind, measured, slowed
+from ringweave_lab.tune.measure import by_processor
 
 LAB = Path(__file__).parents[2]
 

@@ -14,20 +14,20 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave.errors import UnsupportedError
-from ringweave.tune import session
-from ringweave.tune.measure import Call, Ratio, Timing, replayed
-from ringweave.tune.problem import Drawn, Problem
-from ringweave.tune.session import Built, Peer
 from ringweave_lab.bench import CaseResult, Options, Outcome, Target
 from ringweave_lab.bench.cases import gpu
 from ringweave_lab.bench.cases.gpu import OWN, asked, linear, part
 from ringweave_lab.bench.compare import Comparison
 from ringweave_lab.bench.peak import Peak, aside
 from ringweave_lab.bench.record import targets
+from ringweave_lab.tune import session
+from ringweave_lab.tune.measure import Ratio, Runnable, Timing, replayed
+from ringweave_lab.tune.problem import Problem, RandomBlocks
+from ringweave_lab.tune.session import Built, Peer
 
 # the package hides the module behind its function
 compare = importlib.import_module("ringweave_lab.bench.compare")
-PROBLEM = Problem("stage A", Drawn(0.5), 512, 3, 16)
+PROBLEM = Problem("stage A", RandomBlocks(0.5), 512, 3, 16)
 SMALL = part(PROBLEM, ("ringweave:dense_batched", "flex"))
 
 
@@ -35,7 +35,7 @@ SMALL = part(PROBLEM, ("ringweave:dense_batched", "flex"))
 def steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call runs, and takes as many seconds as it comes in order."""
 
-    def interleaved(calls: Mapping[str, Call], *, rounds: int, **options: object) -> dict[str, Timing]:
+    def interleaved(calls: Mapping[str, Runnable], *, rounds: int, **options: object) -> dict[str, Timing]:
         for call in calls.values():
             call()
         return {name: Timing((number + 1.0,) * rounds) for number, name in enumerate(calls)}
@@ -62,7 +62,7 @@ def silent(text: str) -> None: ...
 def test_the_sizes_are_those_of_the_targets() -> None:
     problems = [each.entries[0][0] for each in gpu.PARTS.values()]
     by_name = {each.name: each for each in problems}
-    drawn = {each.name: each.relation for each in problems if isinstance(each.relation, Drawn)}
+    drawn = {each.name: each.relation for each in problems if isinstance(each.relation, RandomBlocks)}
     assert {*by_name} - {*drawn} == {"causal", "window", "documents", "sinks"}
     stage = [each for each in gpu.PARTS.values() if each.entries[0][0].name == "stage A"]
     assert [each.entries[0][0].tokens for each in stage] == [16384, 32768, 65536]
@@ -81,7 +81,7 @@ def test_the_sizes_are_those_of_the_targets() -> None:
     # tiles of every part are whole: operations are those of tiles
     for each in (*gpu.PARTS.values(), *gpu.QUICK):
         problem = each.entries[0][0]
-        if isinstance(problem.relation, Drawn):
+        if isinstance(problem.relation, RandomBlocks):
             assert problem.tokens % problem.relation.block_size == 0
 
 
@@ -89,7 +89,7 @@ def test_the_patterns_have_the_density_asked_for() -> None:
     half = PROBLEM.pattern
     assert half.density(512) == 0.5
     assert half == dataclasses.replace(PROBLEM).pattern
-    drawn = Drawn(block_size=64, chosen=4)
+    drawn = RandomBlocks(block_size=64, chosen=4)
     top = drawn.pattern(1024)
     assert isinstance(top, rw.BlockTable)
     assert top.mask.sum(-1).tolist() == [4] * 16
@@ -97,8 +97,8 @@ def test_the_patterns_have_the_density_asked_for() -> None:
     assert top.tables[0].device.type == "cpu"
     assert drawn.pattern(1024, "meta").tables[0].device.type == "meta"
     # a row has the diagonal and more
-    assert Drawn(0.01).pattern(512).density(512) > 0.25
-    assert Drawn(0.01).pattern(100).density(100) == 1.0
+    assert RandomBlocks(0.01).pattern(512).density(512) > 0.25
+    assert RandomBlocks(0.01).pattern(100).density(100) == 1.0
 
 
 def test_kernels_are_checked_timed_and_counted(steady: None) -> None:
@@ -196,7 +196,7 @@ def test_replays_are_timed_and_what_no_graph_can_hold_by_itself(monkeypatch: pyt
         def replay(self) -> None:
             done.append("replay")
 
-    def timed(calls: Mapping[str, Call], **options: object) -> dict[str, Timing]:
+    def timed(calls: Mapping[str, Runnable], **options: object) -> dict[str, Timing]:
         for call in calls.values():
             call()
         return {name: Timing((1.0,)) for name in calls}

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 import ringweave as rw
 from ringweave import program
 from ringweave.backends import cpu
-from ringweave.tune.measure import Ratio, Timing
 from ringweave_lab.bench import CaseResult, Options, Outcome, Target, run_case
 from ringweave_lab.bench.cases.kernels import TARGETS, USUAL, asked, fma_peak, overheads, whole_grid
 from ringweave_lab.bench.record import targets
 from ringweave_lab.commands import register
+from ringweave_lab.tune.measure import Ratio, Timing
 
 app = typer.Typer()
 register(app)

@@ -8,12 +8,12 @@ import torch
 
 import ringweave as rw
 from ringweave.errors import ShapeError, UnsupportedError
-from ringweave.tune import session
-from ringweave.tune.oracle import Oracle, sample_rows
-from ringweave.tune.problem import Drawn, Problem, Sample
-from ringweave.tune.session import Built, Peer
 from ringweave_lab.bench.compare import compare
 from ringweave_lab.bench.peers import PEERS, gather_scatter, peers, taking_part
+from ringweave_lab.tune import session
+from ringweave_lab.tune.oracle import Oracle, sample_rows
+from ringweave_lab.tune.problem import Problem, RandomBlocks, Sample
+from ringweave_lab.tune.session import Built, Peer
 
 # the package hides the module behind its function
 module = importlib.import_module("ringweave_lab.bench.compare")
@@ -190,7 +190,7 @@ def test_a_function_that_several_problems_share_is_timed_once(monkeypatch: pytes
     monkeypatch.setattr(
         session, "interleaved", lambda calls, **options: timed.append(len(calls)) or usual(calls, **options)
     )
-    problems = [Problem(f"{density}", Drawn(density), 512, 2, 16) for density in (0.5, 1.0)]
+    problems = [Problem(f"{density}", RandomBlocks(density), 512, 2, 16) for density in (0.5, 1.0)]
     comparison = module.Comparison([(each, ("ringweave", "sdpa")) for each in problems], ("forward",), 1, memory=False)
     found = list(module.outcomes(comparison))
     assert timed == [3]

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import pytest
 
 import ringweave as rw
-from ringweave.tune.problem import FORWARD, Problem
 from ringweave_lab.campaign import compiling, precompile
+from ringweave_lab.tune.problem import FORWARD, Problem
 
 
 class Pool:

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from ringweave.cli.app import app
 from ringweave.errors import ShapeError
-from ringweave.tune.measure import Ratio, Timing
-from ringweave.tune.problem import FORWARD
 from ringweave_lab.bench.peak import Peak
 from ringweave_lab.bench.record import Outcome, PlanCost, Published, Record, Score, Target, plain
 from ringweave_lab.bench.report import case_pages, read_lines, record_of, write_figures
+from ringweave_lab.tune.measure import Ratio, Timing
+from ringweave_lab.tune.problem import FORWARD
 
 RESULTS = sorted((Path(__file__).parents[2] / "results").glob("*.jsonl"))
 WHERE = {"date": "2026-01-02T00:00:00", "cpu": "one", "threads": 2, "load": 0.1, "torch": "2", "ringweave": "0",

@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 import ringweave as rw
 from ringweave.errors import UnsupportedError
-from ringweave.tune.measure import Timing
-from ringweave.tune.session import Entry
 from ringweave_lab.bench import Options, Outcome, Problem, Target, rank, run_case
 from ringweave_lab.bench.cases import ring
 from ringweave_lab.bench.cases.ring import documents
 from ringweave_lab.bench.launched import LaunchError, run, torchrun
 from ringweave_lab.commands import register
+from ringweave_lab.tune.measure import Timing
+from ringweave_lab.tune.session import Entry
 from tests.sampled import is_long
 
 app = typer.Typer()

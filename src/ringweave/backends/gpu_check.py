@@ -175,24 +175,23 @@ _COMMAND = (sys.executable, "-P", "-m", __name__)
 _BEGAN, _FOUND = "ringweave: began", "ringweave: found "
 
 
-def kept(name: str, call: Call, structure: str) -> tuple[Path | None, str]:
-    """Return the file that stores the verdict on a kind of case (None without a folder), and the case as text."""
+def kept(name: str, call: Call, structure: str) -> tuple[Path, str]:
+    """Return the file that stores the verdict on a kind of case, and the case as text."""
     from .triton import launch_config
 
-    folder = tuning.store()
     # a set's order differs between processes, so the features are sorted below
     anywhere = dataclasses.replace(call, device=torch.device(call.device).type, features=frozenset())
     about = name, anywhere, *sorted(call.features), structure
     facts = where(call.device), _driver(), *about, _source(), *launch_config.measured(call)
     of = "; ".join(map(str, facts))
     digest = hashlib.sha256(of.encode()).hexdigest()[:24]
-    return None if folder is None else folder.parent / "trials" / f"{digest}.json", of
+    return tuning.tuning_file().parent / "trials" / f"{digest}.json", of
 
 
-def known(file: Path | None, of: str) -> tuple[str | None] | None:
+def known(file: Path, of: str) -> tuple[str | None] | None:
     """Read a stored verdict as a tuple of one; None if the file is missing, unreadable or about another case."""
     try:
-        line = {} if file is None else files.parse(files.read(file))
+        line = files.parse(files.read(file))
     except (OSError, ValueError):
         return None
     if not isinstance(line, dict) or line.get("of") != of or not isinstance(line.get("verdict", 0), str | None):
@@ -211,7 +210,7 @@ def tried(name: str, call: Call, structure: str, here: Callable[[], str | None])
     """
     file, of = kept(name, call, structure)
     verdict, lasts = _apart(name, call, structure, here)
-    if lasts and file is not None and not says_no_memory(verdict or ""):
+    if lasts and not says_no_memory(verdict or ""):
         _keep(file, {"of": of, "verdict": verdict})
     return verdict
 

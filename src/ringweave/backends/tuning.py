@@ -1,22 +1,19 @@
-"""The store of ``ringweave tune``: the fastest backend and tile size measured on this machine for each kind of call.
+"""Read the fastest backend and tile size measured on this machine for each kind of call.
 
-Answers are stored by the kind of a call (``call_key``), together with launch configurations of GPU kernels (see
-``triton/launch_config.py``), in one JSON file in the user's cache folder. The file is read when auto first chooses a
-backend, never at import, and again after it has changed; otherwise a choice costs one dict lookup. Writing needs
-filelock, and finding the folder needs platformdirs; the extra ``tune`` installs both.
+``ringweave tune``, of the distribution ringweave-lab, writes them by the kind of a call (``call_key``), together with
+launch configurations of GPU kernels (see ``triton/launch_config.py``), into one JSON file in the user's cache folder.
+The file is read when auto first chooses a backend, never at import, and again after it has changed; otherwise a choice
+costs one dict lookup.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
-import json
 import logging
 import math
 import os
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,7 +26,6 @@ from .. import files
 from ..cache import PATTERNS, fact
 from ..call import Call
 from ..environment import setting
-from ..errors import UnsupportedError
 from ..patterns import BlockTable, Full, Pattern
 from ..patterns.algebra import leaves, replace
 from ..patterns.function import holders
@@ -37,7 +33,7 @@ from ..plan import Branch
 from ..plan.from_pattern import default_tile, estimate_tiles
 from .backend import RENAMED
 
-#: Environment variable with the folder of the store; the default is the user's cache folder, from platformdirs.
+#: Environment variable with the folder of the file; the default is a folder in the user's cache folder.
 VARIABLE = "RINGWEAVE_CACHE"
 FORMAT = 2
 #: Longest side of a tile that every backend supports.
@@ -46,20 +42,16 @@ _CHECKED_EVERY = 1.0  # seconds between two checks of the file's modification ti
 _log = logging.getLogger("ringweave")
 
 
-def store() -> Path | None:
-    """Return the store's file; None if platformdirs is not installed and the environment variable is not set."""
+def tuning_file() -> Path:
+    """Return the file of the answers, which may not exist."""
     return _file(setting(VARIABLE))
 
 
 @fact
-def _file(named: str) -> Path | None:
-    if named:
-        return Path(named) / "tuning.json"
-    try:
-        import platformdirs
-    except ImportError:
-        return None
-    return Path(platformdirs.user_cache_dir("ringweave", appauthor=False)) / "tuning.json"
+def _file(named: str) -> Path:
+    # as torch and transformers do, on every system
+    usual = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111  (also without a home)
+    return (Path(named) if named else Path(usual) / "ringweave") / "tuning.json"
 
 
 class Answer(NamedTuple):
@@ -80,7 +72,7 @@ Fields = tuple[tuple[str, int], ...]
 
 @dataclass(eq=False, repr=False)
 class _Read:
-    """The content of the store as last read.
+    """The content of the file as last read.
 
     Attributes:
         named: Value of the environment variable at that time.
@@ -118,15 +110,15 @@ def configs() -> Mapping[KernelKey, Fields]:
 
 
 def current() -> _Read:
-    """Return the current content of the store, a new object whenever the file has been read again."""
+    """Return the current content of the file, a new object whenever the file has been read again."""
     global _read
     named, now = setting(VARIABLE), time.monotonic()
     if named == _read.named and now - _read.checked < _CHECKED_EVERY:
         return _read
-    path = store()
+    path = tuning_file()
     state = _state(path)
     if path != _read.path or state != _read.state:
-        stored = load(path) if path is not None and state is not None else _nothing()
+        stored = load(path)
         made = _Read(named, path, state, now)
         for entry in stored["entries"].values():
             tile = entry["tile"]
@@ -134,20 +126,13 @@ def current() -> _Read:
                 entry["backend"], None if tile is None else (tile[0], tile[1])
             )
         for entry in stored["blocks"].values():
-            made.configs[_kernel_key(entry)] = tuple(entry["blocks"].items())
+            made.configs[KernelKey.of(entry)] = tuple(entry["blocks"].items())
         _read = made
     _read.named, _read.checked = named, now
     return _read
 
 
-def _kernel_key(entry: Mapping[str, Any]) -> KernelKey:
-    dims, tile = ((entry[name][0], entry[name][1]) for name in ("dims", "tile"))
-    return KernelKey(entry["kernel"], entry["where"], entry["dtype"], dims, tile, entry["masked"])
-
-
-def _state(path: Path | None) -> tuple[int, int] | None:
-    if path is None:
-        return None
+def _state(path: Path) -> tuple[int, int] | None:
     try:
         status = path.stat()
     except OSError:
@@ -218,61 +203,6 @@ _PARTS: dict[str, tuple[dict[str, type], Callable[[dict[str, Any]], bool]]] = {
 }
 
 
-def writable() -> Path:
-    """Return the store's file after making its folder; measurements look first whether they can be stored.
-
-    Raises:
-        UnsupportedError: No folder is known or can be made, or filelock is not installed.
-    """
-    path, remedy = store(), "pip install 'ringweave[tune]'"
-    if path is None or importlib.util.find_spec("filelock") is None:
-        raise UnsupportedError("tuning store", "no place for it", "platformdirs and filelock", remedy)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        got = f"{path.parent}: {error.strerror or error}"
-        raise UnsupportedError("tuning store", got, "a folder", f"Set {VARIABLE} to another folder.") from None
-    return path
-
-
-def record(answers: list[dict[str, Any]], configs: list[dict[str, Any]] | None = None) -> Path:
-    """Add entries to the store, replacing those with the same keys.
-
-    Concurrent processes may call it: a lock lets one process at a time read, extend and replace the file, and readers
-    see either the old file or the new one.
-
-    Args:
-        answers: Entries with kind, density, backend and tile (sides, or None for the branch's default).
-        configs: Entries for kernels, with the fields of a :class:`KernelKey` and ``blocks``, a launch configuration's
-            fields and values.
-
-    Returns:
-        Path of the file.
-
-    Raises:
-        UnsupportedError: As :func:`writable`.
-    """
-    path = writable()
-    import filelock
-
-    with filelock.FileLock(path.with_suffix(".lock")):
-        stored = load(path)
-        stored["entries"] |= {f"{entry['kind']}; density 2^-{entry['density']}": entry for entry in answers}
-        stored["blocks"] |= {"; ".join(map(str, _kernel_key(entry))): entry for entry in configs or []}
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix="tuning-", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump({"format": FORMAT} | stored, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).replace(path)
-        finally:
-            # already gone if it has replaced the store
-            Path(temporary).unlink(missing_ok=True)
-    refresh()
-    return path
-
-
 def lookup(call: Call, branch: Branch) -> Answer | None:
     """Return the fastest measured backend and tile for this kind of call; None if none was measured."""
     known = answers()
@@ -301,6 +231,12 @@ class KernelKey(NamedTuple):
     dims: tuple[int, int]
     tile: tuple[int, int]
     masked: bool
+
+    @staticmethod
+    def of(entry: Mapping[str, Any]) -> KernelKey:
+        """Return the key of an entry of the file."""
+        dims, tile = ((entry[name][0], entry[name][1]) for name in ("dims", "tile"))
+        return KernelKey(entry["kernel"], entry["where"], entry["dtype"], dims, tile, entry["masked"])
 
 
 def call_key(call: Call, branch: Branch) -> str | None:

@@ -1,19 +1,15 @@
-"""The command-line application: the commands show, explain and tune, and the handling of errors."""
+"""The command-line application: the commands show and explain, and the handling of errors."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
-from rich.table import Table
-from rich.text import Text
 from typer.core import TyperGroup
 
-from .. import __version__, units
-from ..backends import BACKENDS
+from .. import __version__
 from ..cells import Panel, picture
 from ..errors import RingweaveError
 from ..explanation import explain as explained
@@ -22,10 +18,6 @@ from ..picture import ASCII_SHADES, SHADES, art_rows
 from ..plugins import registrations, require_command
 from . import doctor, terminal
 from .terminal import HeadDim, Heads, KvHeads, PatternText, Tokens
-
-if TYPE_CHECKING:
-    from ..tune import Finding
-    from ..tune.descent import Tuned
 
 _GAP = 3
 _LEAST = 24  # narrowest panel in characters; if panels would be narrower, they are placed below each other
@@ -175,110 +167,6 @@ def explain(
 
 
 app.command("doctor")(doctor.doctor)
-
-
-@app.command()
-def tune(
-    pattern: PatternText,
-    tokens: Tokens,
-    heads: Heads = None,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = 64,
-    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Number of batch elements.")] = 1,
-    dtype: Annotated[
-        Literal["float32", "float16", "bfloat16"],
-        typer.Option(metavar="TYPE", help="Type of q, k and v: float32, float16 or bfloat16."),
-    ] = "float32",
-    device: Annotated[str, typer.Option(metavar="NAME", help="Device to measure: cpu or cuda.")] = "cpu",
-    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Number of timed rounds.")] = 7,
-    seconds: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            metavar="S",
-            help="Time limit for each branch and direction (default: 20; 120 on a GPU, where kernels are compiled).",
-        ),
-    ] = None,
-    forward_only: Annotated[bool, typer.Option("--forward-only", help="Measure without gradients.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure, but store nothing.")] = False,
-) -> None:
-    """Measure the fastest backend and tiles for a call, and store them for backend="auto"."""
-    from ..backends.tuning import writable
-    from ..tune import store
-    from ..tune import tune as measure
-    from ..tune.problem import DIRECTIONS, Problem
-
-    terminal.check_device(device)
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise typer.BadParameter("this torch finds no CUDA device.", param_hint="'--device'")
-    relation = parse(pattern)
-    console = terminal.out()
-    if not dry_run:
-        writable()
-    problem = Problem(
-        "tune", relation, tokens, heads or relation.extents()[1] or 1, head_dim, relation.extents()[0] or batch,
-        getattr(torch, dtype), device, kv_heads,
-    )  # fmt: skip
-    with console.status("starting") as status:
-        choices = measure(
-            problem,
-            directions=DIRECTIONS[: 1 if forward_only else 2],
-            rounds=rounds,
-            budget=(120.0 if device.startswith("cuda") else 20.0) if seconds is None else seconds,
-            say=lambda text: status.update(Text(text)),
-        )
-    for choice in choices:
-        console.print(_candidates(choice))
-        for tuned in choice.kernels:
-            console.print(_blocks(tuned))
-    if dry_run:
-        console.print("nothing stored")
-        return
-    path = store(choices)
-    said = "nothing to store: no backend could be timed" if path is None else f"stored in {path}"
-    console.print(said, markup=False, soft_wrap=True)
-
-
-def _candidates(choice: Finding) -> Table:
-    """Return a table of the candidates: timed ones, fastest first, then the others with reasons."""
-    title = f"{choice.problem.pattern!r}, {choice.problem.tokens} tokens, {choice.direction}"
-    table = _table(title, "backend", "tiles", "", "time")
-    chosen = choice.chosen
-    for each, timing in sorted(choice.timings.items(), key=lambda item: item[1].median):
-        tiles = _sides(each.step(choice.branch)[1].tile if BACKENDS[each.backend].tiled else None)
-        blocks = ", measured blocks" if each.blocks else ""
-        table.add_row(each.backend + blocks, tiles, "chosen" if each == chosen else "", units.seconds(timing.median))
-    for each, reason in choice.reasons.items():
-        table.add_row(each.backend, _sides(each.tile), "", Text(f"not timed: {reason}"))
-    return table
-
-
-def _blocks(tuned: Tuned) -> Table:
-    """Return a table of the blocks that were tried for one kernel: timed ones, fastest first, then the others."""
-    key, descent = tuned.key, tuned.descent
-    title = f"triton, {key.kernel}, {key.tile[0]} x {key.tile[1]}, {'partial' if key.masked else 'full'} tiles"
-    names = [field.name for field in dataclasses.fields(descent.start)]
-    table = _table(title, *names, "", "time")
-    for each, seconds in sorted(descent.seconds.items(), key=lambda item: item[1]):
-        mark = "chosen" if each == tuned.chosen else "usual" if each == descent.start else ""
-        table.add_row(*_cells(dataclasses.astuple(each)), mark, units.seconds(seconds))
-    for each, reason in descent.reasons.items():
-        table.add_row(*_cells(dataclasses.astuple(each)), "", Text(f"not timed: {reason}"))
-    return table
-
-
-def _sides(tile: tuple[int, int] | None) -> str:
-    return "" if tile is None else f"{tile[0]} x {tile[1]}"
-
-
-def _cells(values: tuple[int, ...]) -> list[str]:
-    return [("yes" if value else "") if isinstance(value, bool) else str(value) for value in values]
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(*columns, box=None, pad_edge=False, title_justify="left")
-    table.title = Text(title)
-    return table
 
 
 for register in registrations():

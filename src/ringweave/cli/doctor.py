@@ -27,7 +27,7 @@ from ..errors import RingweaveError
 from ..patterns import Causal, SlidingWindow
 from ..plan import branches
 from ..units import nbytes
-from . import bits, terminal
+from . import terminal
 
 _OPTIONAL = (
     "numpy",
@@ -38,8 +38,6 @@ _OPTIONAL = (
     "matplotlib",
     "jinja2",
     "psutil",
-    "platformdirs",
-    "filelock",
     "transformers",
 )
 _COMPILERS = ("g++", "clang++", "c++", "nvcc")
@@ -56,14 +54,8 @@ _VARIABLES = {
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
-    same_bits: Annotated[
-        bool, typer.Option("--bits", help="Instead, check that different ways to compute a row give the same bits.")
-    ] = False,
 ) -> None:
     """Check Python, PyTorch, devices, the native kernel, compilers, packages and backends, and give a verdict."""
-    if same_bits:
-        _show_bits(as_json)
-        return
     findings = diagnose()
     console = terminal.out()
     if as_json:
@@ -81,25 +73,6 @@ def doctor(
     console.print(table)
     # a redirected verdict stays one line; a terminal wraps it between words
     console.print(f"\n{verdict(findings)}", markup=False, soft_wrap=not console.is_terminal)
-
-
-def _show_bits(as_json: bool) -> None:
-    found, console = bits.compared(), terminal.out()
-    if as_json:
-        console.print(json.dumps([each._asdict() for each in found], indent=2), markup=False, soft_wrap=True)
-    else:
-        console.print("Bits of forward on this CPU, compared with one call over everything (torch.equal):")
-        kinds = list(dict.fromkeys(each.added for each in found))
-        table = Table("cases with the same bits", *kinds, box=None, pad_edge=False)
-        cells: dict[str, dict[str, str]] = {}
-        for each in found:
-            cells.setdefault(each.way, {})[each.added] = f"{each.equal} of {each.cases}"
-        for way, row in cells.items():
-            table.add_row(way, *(row.get(kind, "") for kind in kinds))
-        console.print(table)
-    if any(each.equal < each.cases for each in found):
-        terminal.fail("bits differ that must be equal. Please report this machine.")
-        raise typer.Exit(1)
 
 
 def _memory() -> str:
@@ -189,10 +162,8 @@ def _kernel() -> dict[str, str]:
 
 
 def _store() -> dict[str, str | int]:
-    """Return the file where ``ringweave tune`` stores its results, and its numbers of answers, tiles and blocks."""
-    path = tuning.store()
-    if path is None:
-        return {"file": "none: platformdirs is not installed, and RINGWEAVE_CACHE is not set"}
+    """Return the file of answers that ``ringweave tune`` writes, and its numbers of answers, tiles and blocks."""
+    path = tuning.tuning_file()
     tuning.refresh()
     answers = [answer for each in tuning.answers().values() for answer in each.values()]
     facts: dict[str, str | int] = {"file": str(path), "answers": len(answers)}

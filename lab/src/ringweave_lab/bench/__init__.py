@@ -4,9 +4,8 @@
 >>> result = run_case("planning", Options(quick=True))
 """
 
-from ringweave.tune.problem import Problem
-from ringweave.tune.session import Peer
-
+from ..tune.problem import Problem
+from ..tune.session import Peer
 from .cases import CASES, run_case
 from .compare import compare
 from .peers import peers

@@ -17,9 +17,9 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave.plan.from_pattern import build
-from ringweave.tune.measure import Call
-from ringweave.tune.session import Say
 
+from ..tune.measure import Runnable
+from ..tune.session import Say
 from .gate import Headline
 
 _SMALL = 16
@@ -29,10 +29,10 @@ def _drawn(tokens: int, heads: int = 1, dim: int = 16) -> Tensor:
     return torch.randn(1, heads, tokens, dim)
 
 
-def _calls(ours: Sequence[tuple[rw.patterns.Pattern, dict[str, Any]]]) -> Callable[[Say], tuple[Call, Call]]:
+def _calls(ours: Sequence[tuple[rw.patterns.Pattern, dict[str, Any]]]) -> Callable[[Say], tuple[Runnable, Runnable]]:
     """Return a function that makes small calls, and as many plain ones."""
 
-    def pair(say: Say) -> tuple[Call, Call]:
+    def pair(say: Say) -> tuple[Runnable, Runnable]:
         q = _drawn(_SMALL)
 
         def run(calls: Sequence[tuple[rw.patterns.Pattern, dict[str, Any]]]) -> object:
@@ -45,19 +45,19 @@ def _calls(ours: Sequence[tuple[rw.patterns.Pattern, dict[str, Any]]]) -> Callab
     return pair
 
 
-def _parameters(say: Say) -> tuple[Call, Call]:
+def _parameters(say: Say) -> tuple[Runnable, Runnable]:
     q = _drawn(_SMALL).requires_grad_()
     learned = torch.nn.Parameter(q.detach())
     return lambda: rw.attention(learned, q, q, rw.Causal()), lambda: rw.attention(q, q, q, rw.Causal())
 
 
-def _steps(pattern: rw.patterns.Pattern, **options: Any) -> Callable[[Say], tuple[Call, Call]]:
+def _steps(pattern: rw.patterns.Pattern, **options: Any) -> Callable[[Say], tuple[Runnable, Runnable]]:
     """Return a function that makes decoding steps over a growing cache, and causal ones over the same lengths."""
 
-    def pair(say: Say) -> tuple[Call, Call]:
+    def pair(say: Say) -> tuple[Runnable, Runnable]:
         k, q = _drawn(4096, 4, 32), _drawn(1, 4, 32)
 
-        def steps(of: rw.patterns.Pattern, **more: Any) -> Call:
+        def steps(of: rw.patterns.Pattern, **more: Any) -> Runnable:
             lengths = itertools.cycle(range(2048, 4096))
 
             def step() -> object:
@@ -72,18 +72,18 @@ def _steps(pattern: rw.patterns.Pattern, **options: Any) -> Callable[[Say], tupl
     return pair
 
 
-def _plans(*patterns: Callable[[], rw.patterns.Pattern]) -> Callable[[Say], tuple[Call, Call]]:
+def _plans(*patterns: Callable[[], rw.patterns.Pattern]) -> Callable[[Say], tuple[Runnable, Runnable]]:
     """Return a function that makes two plans of 16,384 tokens, which no cache has."""
 
-    def pair(say: Say) -> tuple[Call, Call]:
+    def pair(say: Say) -> tuple[Runnable, Runnable]:
         ours, other = ((lambda new=new: build(new(), 2**14, 2**14, tile=(128, 128))) for new in patterns)
         return ours, other
 
     return pair
 
 
-def _channels(say: Say) -> tuple[Call, Call]:
-    def step(dim: int) -> Call:
+def _channels(say: Say) -> tuple[Runnable, Runnable]:
+    def step(dim: int) -> Runnable:
         q, k = _drawn(1, 4, dim), _drawn(1024, 1, dim)
         return lambda: rw.attention(q, k, k, rw.Causal(), q_offset=1023)
 

@@ -9,10 +9,10 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from ringweave.errors import ShapeError, UnsupportedError
-from ringweave.tune.measure import Timing, ratio
-from ringweave.tune.problem import BOTH, DIRECTIONS, FORWARD, Problem, Sample
-from ringweave.tune.session import Entry, Peer, Say, Session, in_turn, silent
 
+from ..tune.measure import Timing, ratio
+from ..tune.problem import BOTH, DIRECTIONS, FORWARD, Problem, Sample
+from ..tune.session import Entry, Peer, Say, Session, in_turn, silent
 from .peak import Peak, peak_memory
 from .peers import taking_part
 from .record import Outcome

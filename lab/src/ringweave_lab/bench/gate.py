@@ -27,10 +27,10 @@ import ringweave as rw
 from ringweave import files
 from ringweave.errors import UnsupportedError
 from ringweave.plan.from_pattern import build
-from ringweave.tune.measure import Call, Timer, by_processor, interleaved, ratio
-from ringweave.tune.problem import BOTH, FORWARD, Drawn, Problem
-from ringweave.tune.session import Say, Session, silent
 
+from ..tune.measure import Runnable, Timer, by_processor, interleaved, ratio
+from ..tune.problem import BOTH, FORWARD, Problem, RandomBlocks
+from ..tune.session import Say, Session, silent
 from .peers import peers
 from .record import environment
 
@@ -64,7 +64,7 @@ class Headline:
 
     name: str
     what: str
-    pair: Callable[[Say], tuple[Call, Call]]
+    pair: Callable[[Say], tuple[Runnable, Runnable]]
     most: float | None = None
 
     def held(self, stored: Mapping[str, Held]) -> Held | None:
@@ -72,7 +72,7 @@ class Headline:
         return stored.get(self.name) if self.most is None else Held(self.most, 1.0)
 
 
-def _checked(problem: Problem, direction: str, name: str, say: Say) -> Call:
+def _checked(problem: Problem, direction: str, name: str, say: Say) -> Runnable:
     """Return a peer's call after checking it against the oracle."""
     (peer,) = peers(name)
     entry = Session(problem.inputs(), say).check(problem, peer, direction)
@@ -83,17 +83,17 @@ def _checked(problem: Problem, direction: str, name: str, say: Say) -> Call:
 
 def _attention(
     problem: Problem, direction: str, ours: str = "ringweave", beside: torch.dtype | None = None
-) -> Callable[[Say], tuple[Call, Call]]:
+) -> Callable[[Say], tuple[Runnable, Runnable]]:
     """Return a function that makes a call and torch's dense attention, in another type if one is given."""
     other = replace(problem, dtype=beside or problem.dtype)
 
-    def pair(say: Say) -> tuple[Call, Call]:
+    def pair(say: Say) -> tuple[Runnable, Runnable]:
         return _checked(problem, direction, ours, say), _checked(other, direction, "sdpa", say)
 
     return pair
 
 
-def _mixed(say: Say) -> tuple[Call, Call]:
+def _mixed(say: Say) -> tuple[Runnable, Runnable]:
     """Return a mixture's call, and torch's dense attention in each segment of its branches, joined without weights."""
     ours = _checked(Problem("LongNet", rw.LongNet([256, 1024], [1, 4]), 2048, 2), FORWARD, "ringweave", say)
     q = torch.randn(1, 2, 2048, 64)
@@ -108,7 +108,7 @@ def _mixed(say: Say) -> tuple[Call, Call]:
     return ours, other
 
 
-def _planned(say: Say) -> tuple[Call, Call]:
+def _planned(say: Say) -> tuple[Runnable, Runnable]:
     """Return a call that plans without a cache, and as many small numpy and torch operations of the same kinds."""
     pattern, tokens = (rw.SlidingWindow(1024) | rw.Sinks(64)) & rw.Causal(), 65536
     rows, places = np.arange(512), torch.arange(128)
@@ -134,7 +134,7 @@ def _planned(say: Say) -> tuple[Call, Call]:
     return plan, other
 
 
-def _called(say: Say) -> tuple[Call, Call]:
+def _called(say: Say) -> tuple[Runnable, Runnable]:
     """Return a call so small that its kernel takes hardly any time, and torch's calls of the same size."""
     ours = _checked(Problem("small", rw.Causal(), 16, 1, 16), FORWARD, "ringweave:cpu", say)
     q = torch.randn(1, 1, 16, 16)
@@ -153,11 +153,11 @@ def _called(say: Say) -> tuple[Call, Call]:
 _MASKED = (rw.SlidingWindow(512) | rw.Sinks(64)) & rw.Causal()
 HEADLINES = (
     Headline("kernel", "float32, a tenth of the tiles: forward over dense SDPA's",
-             _attention(Problem("random 10%", Drawn(0.1), 2048, 2), FORWARD)),
+             _attention(Problem("random 10%", RandomBlocks(0.1), 2048, 2), FORWARD)),
     Headline("gradients", "float32, a tenth of the tiles: forward and backward over dense SDPA's",
-             _attention(Problem("random 10%", Drawn(0.1), 2048, 1), BOTH)),
+             _attention(Problem("random 10%", RandomBlocks(0.1), 2048, 1), BOTH)),
     Headline("bfloat16", "bfloat16, a tenth of the tiles: forward over dense SDPA's in float32",
-             _attention(Problem("random 10%", Drawn(0.1), 2048, 2, dtype=torch.bfloat16), FORWARD,
+             _attention(Problem("random 10%", RandomBlocks(0.1), 2048, 2, dtype=torch.bfloat16), FORWARD,
                         beside=torch.float32)),
     Headline("dense", "float32, every pair: forward over SDPA's",
              _attention(Problem("full", rw.Full(), 1024, 2), FORWARD, "ringweave:cpu")),
@@ -224,7 +224,7 @@ def kind() -> str:
     return f"{where.cpu}, kernel {where.kernel or 'none'}, torch {where.torch.split('+')[0]}"
 
 
-def slowed(call: Call, factor: float, timer: Timer = by_processor) -> Call:
+def slowed(call: Runnable, factor: float, timer: Timer = by_processor) -> Runnable:
     """Return a call that takes ``factor`` times as long, to test the gate."""
 
     def slow() -> object:
@@ -239,7 +239,7 @@ def slowed(call: Call, factor: float, timer: Timer = by_processor) -> Call:
 
 
 def measured(
-    pair: tuple[Call, Call], *, rounds: int = _ROUNDS, seconds: float = _SECONDS, timer: Timer = by_processor
+    pair: tuple[Runnable, Runnable], *, rounds: int = _ROUNDS, seconds: float = _SECONDS, timer: Timer = by_processor
 ) -> float:
     """Measure the ratio of two calls: the median over rounds in which they run in turn.
 
@@ -293,7 +293,7 @@ def prepared(headlines: Sequence[Headline] | None = None, say: Say = silent) -> 
     return [replace(each, pair=_made(each.pair(say))) for each in headlines]
 
 
-def _made(pair: tuple[Call, Call]) -> Callable[[Say], tuple[Call, Call]]:
+def _made(pair: tuple[Runnable, Runnable]) -> Callable[[Say], tuple[Runnable, Runnable]]:
     return lambda say: pair
 
 

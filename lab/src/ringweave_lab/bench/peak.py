@@ -13,7 +13,8 @@ import torch
 
 from ringweave.memory import peak
 from ringweave.memory.pressure import to_system
-from ringweave.tune.measure import Call, on_device
+
+from ..tune.measure import Runnable, on_device
 
 
 @contextmanager
@@ -41,7 +42,7 @@ class Peak:
     method: str
 
 
-def peak_memory(call: Call, *, device: str = "cpu", warm: bool = True) -> Peak:
+def peak_memory(call: Runnable, *, device: str = "cpu", warm: bool = True) -> Peak:
     """Measure the peak memory of one run of a callable.
 
     On CUDA the allocator knows it. On Linux the kernel keeps the high-water mark of the resident set; the heap is
@@ -74,7 +75,7 @@ def peak_memory(call: Call, *, device: str = "cpu", warm: bool = True) -> Peak:
     return Peak(max(after - before, 0), "cuda allocator" if where.type == "cuda" else "peak resident set")
 
 
-def _sampled_peak(call: Call, interval: float = 0.001) -> Peak:
+def _sampled_peak(call: Runnable, interval: float = 0.001) -> Peak:
     process = psutil.Process()
     before = highest = int(process.memory_info().rss)
     stop = threading.Event()

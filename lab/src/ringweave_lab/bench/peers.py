@@ -23,8 +23,9 @@ from ringweave.errors import RingweaveError, UnsupportedError
 from ringweave.patterns import BlockTable, LongNet
 from ringweave.plan import BlockPlan, branches, unpack_masks
 from ringweave.program import PREFERENCE, compiled, describe
-from ringweave.tune.problem import FORWARD, Problem, Sample
-from ringweave.tune.session import Built, Peer
+
+from ..tune.problem import FORWARD, Problem, Sample
+from ..tune.session import Built, Peer
 
 _MASK_TOKENS = 16384
 _REFERENCE_TOKENS = 4096

@@ -19,10 +19,10 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave.parallel import ContextParallel, Transport
-from ringweave.tune.measure import Call, Timing, by_clock
-from ringweave.tune.problem import BOTH, Problem, Sample
-from ringweave.tune.session import Built, Entry, Peer, Session, in_turn
 
+from ..tune.measure import Runnable, Timing, by_clock
+from ..tune.problem import BOTH, Problem, Sample
+from ..tune.session import Built, Entry, Peer, Session, in_turn
 from .compare import weighed
 from .record import Options, Record, Target
 
@@ -86,7 +86,7 @@ def measure(carrier: Transport, options: Options) -> list[Record]:
     if carrier.agree(torch.tensor(wrong).long(), what="speed").any():
         return records(one, two, options)
 
-    def timer(call: Call, times: int) -> float:
+    def timer(call: Runnable, times: int) -> float:
         torch.set_num_threads(2 if call is one.call else 1)
         # both start together; while rank 0 computes alone, rank 1 waits for the next agreement without using a core
         carrier.agree(torch.zeros(1, dtype=torch.int64), what="speed")

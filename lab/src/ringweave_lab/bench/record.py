@@ -20,10 +20,10 @@ import ringweave
 from ringweave.backends import cpu
 from ringweave.backends.tuning import processor
 from ringweave.errors import UnsupportedError
-from ringweave.tune.measure import Ratio, Timing
-from ringweave.tune.oracle import Accuracy, Limit
-from ringweave.tune.problem import Problem
 
+from ..tune.measure import Ratio, Timing
+from ..tune.oracle import Accuracy, Limit
+from ..tune.problem import Problem
 from .peak import Peak
 
 

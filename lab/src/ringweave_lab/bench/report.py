@@ -14,9 +14,9 @@ from jinja2 import PackageLoader, StrictUndefined
 
 from ringweave import files
 from ringweave.errors import ShapeError
-from ringweave.tune.measure import Ratio, Timing
 from ringweave.units import nbytes, percent
 
+from ..tune.measure import Ratio, Timing
 from . import plots
 from .peak import Peak
 from .record import Environment, Outcome, PlanCost, Published, Record, Score, Target, plain

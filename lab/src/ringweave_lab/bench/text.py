@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ringweave.errors import UnsupportedError
-from ringweave.tune.problem import Attend, Sample
+
+from ..tune.problem import Attend, Sample
 
 LAYERS = 2
 _WARMUP = 5

@@ -16,12 +16,12 @@ from multiprocessing import get_context
 import torch
 
 from ringweave.backends.backend import Upstream
-from ringweave.backends.triton.launch_config import overriding
 from ringweave.call import Operands
 from ringweave.errors import RingweaveError, in_a_line
-from ringweave.tune.problem import FORWARD, Drawn, Problem
-from ringweave.tune.search import whole
 
+from ..tune.overrides import overriding
+from ..tune.problem import FORWARD, Problem, RandomBlocks
+from ..tune.search import whole
 from .compiling import Target, begin, kernels
 
 
@@ -38,7 +38,7 @@ def compiled(variant: Variant) -> str | None:
     from ringweave.backends import triton
 
     # the plan of a table on a GPU does not read its data; the host plans everything else
-    device = "meta" if isinstance(variant.problem.relation, Drawn) else "cpu"
+    device = "meta" if isinstance(variant.problem.relation, RandomBlocks) else "cpu"
     problem = dataclasses.replace(variant.problem, device=device)
     heads = (problem.heads, problem.key_heads, problem.key_heads, problem.heads)
     q, k, v, dout = (

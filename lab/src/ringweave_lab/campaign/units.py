@@ -27,17 +27,17 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave import call as described
-from ringweave import tune
 from ringweave.backends import gpu_check, triton
 from ringweave.errors import UnsupportedError, in_a_line
-from ringweave.tune.measure import Call, by_clock, interleaved, replayed
-from ringweave.tune.problem import BACKWARD, Problem
-from ringweave.tune.session import FAILURES, Entry
 
 from ..bench.cases import gpu
 from ..bench.compare import weighed
 from ..bench.peak import aside
 from ..bench.record import Options, Outcome, Record, Target, environment, plain, write_lines
+from ..tune import save_answers, tune
+from ..tune.measure import Runnable, by_clock, interleaved, replayed
+from ..tune.problem import BACKWARD, Problem
+from ..tune.session import FAILURES, Entry
 from . import compiling, precompile
 from .precompile import Variant
 
@@ -235,7 +235,7 @@ def _decoding(tokens: int, device: str) -> Mapping[str, float | str]:
     weights = (q.double().unflatten(1, (8, 4)) @ k.double()[:, :, None].mT / math.sqrt(128)).softmax(-1)
     exact = (weights @ v.double()[:, :, None]).flatten(1, 2)
     errors = {name: float((call().double() - exact).norm()) for name, call in calls.items()}
-    replays: dict[str, Call] = {}
+    replays: dict[str, Runnable] = {}
     refused: dict[str, str] = {}
     for name, call in calls.items():
         try:
@@ -301,8 +301,8 @@ def tuned(name: str, job: Job) -> Iterator[Target]:
     if job.dry:
         yield job.figure(what, size, lambda: 0.0)
         return
-    found = tune.tune(dataclasses.replace(problem, device=job.device), budget=_TUNED, say=say)
-    tune.store(found)
+    found = tune(dataclasses.replace(problem, device=job.device), budget=_TUNED, say=say)
+    save_answers(found)
     for each in (kernel for finding in found for kernel in finding.kernels):
         best = each.chosen
         said = f"{size}, {each.key.kernel}: {best.m} x {best.n}, {best.warps} warps, {best.stages} stages"

@@ -14,9 +14,6 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
-from ringweave.tune.oracle import Accuracy, Limit
-from ringweave.tune.problem import BOTH, Problem, Sample
-from ringweave.tune.session import Session
 
 from ..bench.cases.attention import window_with_sinks
 from ..bench.compare import Comparison, outcomes
@@ -24,6 +21,9 @@ from ..bench.launched import SharedTraining, around
 from ..bench.peers import chosen_backend, peers
 from ..bench.record import Environment, Outcome, environment
 from ..bench.text import Corpus, Training, standard_library, text_inputs, train
+from ..tune.oracle import Accuracy, Limit
+from ..tune.problem import BOTH, Problem, Sample
+from ..tune.session import Session
 
 #: A function that receives the part, the share of it that is done, and a progress message.
 Advance = Callable[[str, float, str], None]

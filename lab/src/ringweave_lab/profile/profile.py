@@ -33,11 +33,11 @@ from ringweave.errors import UnsupportedError
 from ringweave.parallel import ContextParallel, Transport
 from ringweave.parallel.transport import transport
 from ringweave.plan import PlanCache, plan_cache
-from ringweave.tune.problem import BOTH, Drawn, Problem, Sample
-from ringweave.tune.session import Built, Say, silent
 
 from ..bench.launched import run, torchrun
 from ..bench.record import Options
+from ..tune.problem import BOTH, Problem, RandomBlocks, Sample
+from ..tune.session import Built, Say, silent
 
 PARTS = ("plan", "kernel", "merge", "exchange", "Python")
 _MARK = "ringweave: "
@@ -49,7 +49,7 @@ _WINDOW = (rw.SlidingWindow(1024) | rw.Sinks(64)) & rw.Causal()
 #: Problems that can be profiled, by name.
 PROBLEMS = {
     "window": Problem("a causal window with sinks", _WINDOW, 8192),
-    "random": Problem("a tenth of the tiles, at random", Drawn(0.1), 4096),
+    "random": Problem("a tenth of the tiles, at random", RandomBlocks(0.1), 4096),
     "longnet": Problem("LongNet", rw.LongNet([512, 2048], [1, 4]), 4096),
     "ring": Problem("a causal window around two processes", rw.SlidingWindow(1024) & rw.Causal(), 8192),
 }

@@ -8,12 +8,11 @@ their speed on a GPU is still unmeasured.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -252,13 +251,13 @@ def misfit(
     return None
 
 
-class Asked(NamedTuple):
-    """A configuration that a kernel requested under :func:`overriding`.
+class Request(NamedTuple):
+    """A kernel's request for a configuration.
 
     Attributes:
         key: Kernel and tiles.
         itemsize: Bytes of an element.
-        device: Device that the kernel was launched for.
+        device: Device that the kernel is launched for.
         usual: The table's configuration.
     """
 
@@ -267,35 +266,10 @@ class Asked(NamedTuple):
     device: Device
     usual: LaunchConfig
 
-    def misfit(self, config: LaunchConfig) -> str | None:
-        """Return why a configuration does not suit this request; None if it does."""
-        return misfit(config, self.key.kernel, *self.key.dims, self.itemsize, self.key.tile, self.device)
 
-
-@dataclass
-class Overrides:
-    """The state of :func:`overriding`: configurations to use, and the requests of kernels so far."""
-
-    configs: Mapping[KernelKey, LaunchConfig]
-    asked: list[Asked] = field(default_factory=list)
-
-
-_overrides: ContextVar[Overrides | None] = ContextVar("overrides", default=None)
-
-
-@contextlib.contextmanager
-def overriding(configs: Mapping[KernelKey, LaunchConfig]) -> Iterator[Overrides]:
-    """Make kernels in this thread use the given configurations, the table's for other keys, and no stored ones.
-
-    When nested, the inner configurations apply, and requests are recorded for both.
-    """
-    outer = _overrides.get()
-    given = Overrides(configs) if outer is None else Overrides(configs, outer.asked)
-    token = _overrides.set(given)
-    try:
-        yield given
-    finally:
-        _overrides.reset(token)
+#: Answers requests in place of the stored configurations, in this context; None from it means the table's. Tuning sets
+#: it to measure other configurations.
+chooser: ContextVar[Callable[[Request], LaunchConfig | None] | None] = ContextVar("chooser", default=None)
 
 
 def choose(
@@ -322,15 +296,14 @@ def choose(
         traits: Other properties of the launch. Measured configurations apply only without terms.
     """
     said = usual(kernel, dim, value_dim, itemsize, tile, device, traits)
-    given = _overrides.get()
-    stored = tuning.configs() if given is None and device.name else {}
-    if about is None or traits.terms or (given is None and not stored):
+    answer = chooser.get()
+    stored = tuning.configs() if answer is None and device.name else {}
+    if about is None or traits.terms or (answer is None and not stored):
         return said
     name = str(about[0]).removeprefix("torch.")
     key = KernelKey(kernel, device.name, name, (padded(dim), padded(value_dim)), tile, about[1])
-    if given is not None:
-        config = given.configs.get(key)
-        given.asked.append(Asked(key, itemsize, device, said))
+    if answer is not None:
+        config = answer(Request(key, itemsize, device, said))
     else:
         fields = stored.get(key)
         config = None if fields is None else _of(fields, key, itemsize, device)

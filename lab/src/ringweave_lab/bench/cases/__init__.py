@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from ringweave.errors import UnsupportedError
-from ringweave.tune.session import Say, silent
 
+from ...tune.session import Say, silent
 from ..peak import aside
 from ..record import CaseResult, Measuring, Options, Record
 from . import attention, decoding, gpu, memory, models, modules, prior_tables, quality, ring, scoring, tile_sizes

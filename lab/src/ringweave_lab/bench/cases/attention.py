@@ -18,12 +18,12 @@ from ringweave.plan.branches import Branch
 from ringweave.plan.from_pattern import build
 from ringweave.plan.subplan import CutBranch
 from ringweave.program import candidates
-from ringweave.tune import Finding, tune
-from ringweave.tune.measure import interleaved
-from ringweave.tune.problem import DIRECTIONS, FORWARD, Drawn, Problem
-from ringweave.tune.search import Candidate, whole
-from ringweave.tune.session import Say
 
+from ...tune import Finding, tune
+from ...tune.measure import interleaved
+from ...tune.problem import DIRECTIONS, FORWARD, Problem, RandomBlocks
+from ...tune.search import Candidate, whole
+from ...tune.session import Say
 from ..compare import Comparison, outcomes
 from ..peers import peers
 from ..record import Measuring, Options, Outcome, PlanCost, Target
@@ -40,7 +40,7 @@ def attention(options: Options, say: Say) -> Measuring:
     heads, rounds = (2, 3) if options.quick else (8, 5)
     others = ("sdpa", "gather_scatter", "sdpa+mask", *(() if options.quick else ("flex",)))
     records: list[Outcome] = []
-    for name, relation in (("window + sinks", window_with_sinks(tokens // 8, 64)), ("random 10%", Drawn(0.1))):
+    for name, relation in (("window + sinks", window_with_sinks(tokens // 8, 64)), ("random 10%", RandomBlocks(0.1))):
         entry = options.of(Problem(name, relation, tokens, heads)), ("ringweave", "ringweave:*", *others)
         records += yield from outcomes(Comparison([entry], rounds=options.rounds or rounds), say)
     return _against_dense(records)
@@ -49,7 +49,7 @@ def attention(options: Options, say: Say) -> Measuring:
 def backends(options: Options, say: Say) -> Measuring:
     """Compare every backend that this machine can run, including those that auto never chooses, on a random table."""
     tokens = options.tokens or (512 if options.quick else 4096)
-    problem = options.of(Problem("random 10%", Drawn(0.1, min(128, tokens // 16)), tokens, 2))
+    problem = options.of(Problem("random 10%", RandomBlocks(0.1, min(128, tokens // 16)), tokens, 2))
     names = [f"ringweave:{name}" for name in BACKENDS]
     able = [each.name for each in peers(*names) if each.supports(problem, True) is None]
     entry = problem, ("ringweave", *able, "sdpa", "gather_scatter")
@@ -103,7 +103,7 @@ def crossover(options: Options, say: Say) -> Measuring:
     densities = (0.25, 1.0) if options.quick else (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
     records: list[Outcome] = []
     for density in densities:
-        entry = options.of(Problem(f"random {density:.0%}", Drawn(density), tokens, 4)), ("ringweave", "sdpa")
+        entry = options.of(Problem(f"random {density:.0%}", RandomBlocks(density), tokens, 4)), ("ringweave", "sdpa")
         comparison = Comparison([entry], rounds=options.rounds or 3, budget=20.0, memory=False)
         records += yield from outcomes(comparison, say)
     return " ".join(f"{direction}: {_crossing(records, direction)}" for direction in DIRECTIONS)
@@ -130,7 +130,7 @@ def planning(options: Options, say: Say) -> Measuring:
     table = options.tokens or (8192 if options.quick else 65536)
     problems = [Problem("window + sinks", window_with_sinks(4096, 64), n) for n in lengths]
     linear: list[PlanCost] = []
-    for problem in (*problems, Problem("random 10%", Drawn(0.1), table)):
+    for problem in (*problems, Problem("random 10%", RandomBlocks(0.1), table)):
         name, pattern, tokens = problem.name, problem.pattern, problem.tokens
         say(f"planning {name}, {tokens} tokens")
 
@@ -217,7 +217,7 @@ def tuned(options: Options, say: Say) -> Measuring:
     for name, relation in (
         ("narrow window", rw.SlidingWindow(64)),
         ("window + sinks", window_with_sinks(tokens // 8, 64)),
-        ("random 10%", Drawn(0.1)),
+        ("random 10%", RandomBlocks(0.1)),
         ("causal", rw.Causal()),
     ):
         problem = options.of(Problem(name, relation, tokens, heads, dtype=torch.float32 if on_cpu else torch.bfloat16))

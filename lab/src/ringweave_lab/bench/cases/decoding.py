@@ -18,9 +18,9 @@ from ringweave.call import Call
 from ringweave.errors import UnsupportedError
 from ringweave.precision import STORED, store, widened
 from ringweave.torch_ops import attend
-from ringweave.tune.measure import interleaved, ratio
-from ringweave.tune.session import Say
 
+from ...tune.measure import interleaved, ratio
+from ...tune.session import Say
 from ..record import Measuring, Options, Target
 from .kernels import reading
 

@@ -17,10 +17,10 @@ import torch
 import ringweave as rw
 from ringweave.errors import UnsupportedError
 from ringweave.patterns import Pattern
-from ringweave.tune.measure import interleaved
-from ringweave.tune.problem import BACKWARD, BOTH, FORWARD, Drawn, Problem
-from ringweave.tune.session import FAILURES, Peer, Say
 
+from ...tune.measure import interleaved
+from ...tune.problem import BACKWARD, BOTH, FORWARD, Problem, RandomBlocks
+from ...tune.session import FAILURES, Peer, Say
 from ..compare import Comparison, outcomes
 from ..record import Measuring, Options, Outcome, Rule, Target, over_first, targets
 
@@ -49,36 +49,36 @@ def part(
     return Comparison(entries, directions, 10, memory=whole, ends=True, failures=FAILURES)
 
 
-def _problem(name: str, relation: Pattern | Drawn, tokens: int, heads: int = 16, head_dim: int = 128) -> Problem:
+def _problem(name: str, relation: Pattern | RandomBlocks, tokens: int, heads: int = 16, head_dim: int = 128) -> Problem:
     return Problem(name, relation, tokens, heads, head_dim, dtype=torch.bfloat16, device="cuda")
 
 
 def _series(densities: Sequence[float], tokens: int) -> Comparison:
     """Return the comparison of densities of one length."""
-    first, *rest = (_problem("densities", Drawn(density), tokens) for density in densities)
+    first, *rest = (_problem("densities", RandomBlocks(density), tokens) for density in densities)
     of = part(first, (OWN,))
     return dataclasses.replace(of, entries=[*of.entries, *((each, (OWN,)) for each in rest)])
 
 
 #: Comparisons by the names that ``ringweave bench kernels --part`` accepts.
 PARTS = {
-    "16K": part(_problem("stage A", Drawn(0.1), 16384), _ALL, dense=True),
-    "32K": part(_problem("stage A", Drawn(0.1), 32768), _ALL, dense=True),
-    "65K": part(_problem("stage A", Drawn(0.1), 65536), _ALL),
+    "16K": part(_problem("stage A", RandomBlocks(0.1), 16384), _ALL, dense=True),
+    "32K": part(_problem("stage A", RandomBlocks(0.1), 32768), _ALL, dense=True),
+    "65K": part(_problem("stage A", RandomBlocks(0.1), 65536), _ALL),
     "causal": part(_problem("causal", rw.Causal(), 16384), _ALL),
     "window": part(_problem("window", rw.SlidingWindow(1023, 0), 65536), _ALL),
     "documents": part(_problem("documents", rw.Documents([2731] * 24) & rw.Causal(), 24 * 2731)),
     "sinks": part(_problem("sinks", (rw.SlidingWindow(1023, 0) | rw.Global(4)) & rw.Causal(), 65536)),
     "densities": _series((0.5, 0.25, 0.1, 0.05, 0.02, 0.01), 32768),
-    "D 64": part(_problem("90% sparse", Drawn(0.1), 65536, 8, 64), dense=True),
-    "D 256": part(_problem("D 256", Drawn(0.1), 16384, 8, 256), (OWN, "flex")),
-    "64 x 64": part(_problem("64 x 64, top 64", Drawn(block_size=64, chosen=64), 109632, 7)),
-    "million": part(_problem("a million tokens", Drawn(0.01), 2**20), (OWN,), whole=True),
+    "D 64": part(_problem("90% sparse", RandomBlocks(0.1), 65536, 8, 64), dense=True),
+    "D 256": part(_problem("D 256", RandomBlocks(0.1), 16384, 8, 256), (OWN, "flex")),
+    "64 x 64": part(_problem("64 x 64, top 64", RandomBlocks(block_size=64, chosen=64), 109632, 7)),
+    "million": part(_problem("a million tokens", RandomBlocks(0.01), 2**20), (OWN,), whole=True),
 }
 QUICK = (
-    part(_problem("stage A", Drawn(0.1), 16384), (OWN, "ringweave:flash"), dense=True),
+    part(_problem("stage A", RandomBlocks(0.1), 16384), (OWN, "ringweave:flash"), dense=True),
     _series((0.5, 0.05), 16384),
-    part(_problem("64 x 64, top 64", Drawn(block_size=64, chosen=64), 16384, 7), (OWN,)),
+    part(_problem("64 x 64, top 64", RandomBlocks(block_size=64, chosen=64), 16384, 7), (OWN,)),
 )
 
 

@@ -14,10 +14,10 @@ import torch
 
 import ringweave as rw
 from ringweave.backends import cpu
-from ringweave.tune.measure import Call, interleaved
-from ringweave.tune.problem import BOTH, FORWARD, Drawn, Problem, Sample
-from ringweave.tune.session import Entry, Say, Session, in_turn
 
+from ...tune.measure import Runnable, interleaved
+from ...tune.problem import BOTH, FORWARD, Problem, RandomBlocks, Sample
+from ...tune.session import Entry, Say, Session, in_turn
 from ..compare import Comparison, outcomes
 from ..peers import peers
 from ..record import Measuring, Options, Outcome, Rule, Target, over_first, targets
@@ -39,7 +39,7 @@ def _size(
 ) -> Comparison:
     """Return the comparison of ringweave and its peers on one size at some densities."""
     problems = (
-        Problem(f"random {density:.0%}", Drawn(density), tokens, heads, head_dim, kv_heads=kv_heads)
+        Problem(f"random {density:.0%}", RandomBlocks(density), tokens, heads, head_dim, kv_heads=kv_heads)
         for density in densities
     )
     return Comparison(
@@ -138,16 +138,16 @@ def asked(size: Comparison, options: Options, dtype: torch.dtype) -> Comparison:
     entries = []
     for problem, names in size.entries:
         problem = dataclasses.replace(options.of(problem), dtype=dtype)
-        if isinstance(problem.relation, Drawn) and problem.relation.density >= _TILE / problem.tokens:
+        if isinstance(problem.relation, RandomBlocks) and problem.relation.density >= _TILE / problem.tokens:
             entries.append((problem, names))
     if not entries:
         problem, names = size.entries[-1]
-        full = dataclasses.replace(options.of(problem), name="random 100%", relation=Drawn(1.0), dtype=dtype)
+        full = dataclasses.replace(options.of(problem), name="random 100%", relation=RandomBlocks(1.0), dtype=dtype)
         entries.append((full, names))
     return dataclasses.replace(size, entries=entries, rounds=options.rounds or size.rounds)
 
 
-def reading(quick: bool) -> tuple[Call, int]:
+def reading(quick: bool) -> tuple[Runnable, int]:
     """Return a loop that adds up an array larger than any cache on torch's threads, and the bytes that it reads."""
     native, threads = cpu.module(), torch.get_num_threads()
     assert native is not None
@@ -236,7 +236,7 @@ def _sparse(options: Options, dtype: torch.dtype, say: Say) -> Target:
     tokens, heads = _tokens(options, 32768), options.heads or (8 if options.full else 2)
     low = min(1.0, max(0.01, 1.25 * _TILE / tokens))
     problems = [
-        Problem(f"{density:.0%} of tiles", Drawn(density), tokens, heads, dtype=dtype, device=options.device)
+        Problem(f"{density:.0%} of tiles", RandomBlocks(density), tokens, heads, dtype=dtype, device=options.device)
         for density in (low, 0.5)
     ]
     found, figure = _per_tile(options, problems, say)
@@ -263,7 +263,7 @@ def _strided(options: Options, dtype: torch.dtype, direction: str, say: Say) -> 
     tokens, heads, rate = _tokens(options, 32768), options.heads or 8, 4
     inside = tokens // rate
     density = min(1.0, max(0.1, 1.25 * _TILE / inside))
-    problem = Problem(f"every {rate}th", Drawn(density), inside, heads, dtype=dtype, device=options.device)
+    problem = Problem(f"every {rate}th", RandomBlocks(density), inside, heads, dtype=dtype, device=options.device)
     whole = dataclasses.replace(problem, tokens=tokens).inputs()
     views = Sample(*(x[:, :, ::rate] for x in whole))
     entries = [

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave.memory.workspace import scratch
-from ringweave.tune.measure import interleaved, ratio
-from ringweave.tune.session import Say
 
+from ...tune.measure import interleaved, ratio
+from ...tune.session import Say
 from .. import resident
 from ..launched import LaunchError
 from ..record import Measuring, Options, Target

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from ringweave.errors import UnsupportedError
-from ringweave.tune.measure import interleaved, ratio
-from ringweave.tune.session import Say
 from ringweave.units import nbytes
 from ringweave_audit.model_zoo import library
 
+from ...tune.measure import interleaved, ratio
+from ...tune.session import Say
 from ..peak import peak_memory
 from ..record import Measuring, Options, Target
 

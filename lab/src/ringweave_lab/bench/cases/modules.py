@@ -10,10 +10,10 @@ from torch.nn.functional import linear
 
 import ringweave as rw
 from ringweave.errors import UnsupportedError
-from ringweave.tune.measure import interleaved, ratio
-from ringweave.tune.problem import DIRECTIONS, FORWARD
-from ringweave.tune.session import Say
 
+from ...tune.measure import interleaved, ratio
+from ...tune.problem import DIRECTIONS, FORWARD
+from ...tune.session import Say
 from ..record import Measuring, Options, Target
 
 _BOUND = 1.05

@@ -20,10 +20,10 @@ from ringweave.backends.backend import Backend
 from ringweave.call import Operands
 from ringweave.plan import Branch, PlanCache
 from ringweave.plan.from_pattern import build
-from ringweave.tune.measure import interleaved
-from ringweave.tune.problem import FORWARD, Drawn, Problem
-from ringweave.tune.session import Say
 
+from ...tune.measure import interleaved
+from ...tune.problem import FORWARD, Problem, RandomBlocks
+from ...tune.session import Say
 from ..compare import Comparison, outcomes
 from ..record import Measuring, Options, Outcome, Published
 from .attention import window_with_sinks
@@ -56,10 +56,10 @@ def measure(options: Options, say: Say) -> Measuring:
     tokens = options.tokens or (512 if options.quick else 4096)
     heads = options.heads or (1 if options.quick else 2)
 
-    def problem(relation: rw.Pattern | Drawn, tokens: int, heads: int = heads) -> Problem:
+    def problem(relation: rw.Pattern | RandomBlocks, tokens: int, heads: int = heads) -> Problem:
         return options.of(Problem("seeds", relation, tokens, heads))
 
-    table = problem(Drawn(0.1, min(128, tokens // 16)), tokens)
+    table = problem(RandomBlocks(0.1, min(128, tokens // 16)), tokens)
     found = _timed(table, (_SPARSE, _BATCHED, _ENTRIES), options, say)
     for name, published, memory, note, peer in _AT_4K:
         yield from _rows(f"4K tokens, 90% sparse: {name}", published, memory, note, found[peer])
@@ -68,11 +68,13 @@ def measure(options: Options, say: Say) -> Measuring:
     yield from _rows("4K tokens: ImprovedDilatedAttention", 29.72, 28.27, "it attended across heads", baseline)
     lengths = _LENGTHS if options.full else _LENGTHS[1:3]
     for length, before, after in () if options.sized else lengths:
-        found = _timed(problem(Drawn(0.1), length), (_SPARSE, _BATCHED), options, say)
+        found = _timed(problem(RandomBlocks(0.1), length), (_SPARSE, _BATCHED), options, say)
         yield from _rows(f"{length:,} tokens: original", before, None, _WRONG, found[_SPARSE])
         yield from _rows(f"{length:,} tokens: optimised", after, None, _WRONG, found[_BATCHED])
     for density, before, after in _DENSITIES:
-        found = _timed(problem(Drawn(density, min(128, tokens // 16)), tokens), (_SPARSE, _BATCHED), options, say)
+        found = _timed(
+            problem(RandomBlocks(density, min(128, tokens // 16)), tokens), (_SPARSE, _BATCHED), options, say
+        )
         yield from _rows(f"density {density:.0%}: before vectorising", before, None, _WRONG, found[_SPARSE])
         yield from _rows(f"density {density:.0%}: after", after, None, _WRONG, found[_BATCHED])
     # with a user's sizes there is only one long row, with sixteen times their tokens

@@ -22,9 +22,9 @@ from torch import Tensor
 import ringweave as rw
 from ringweave.adaptive import BlockIndexer, ImportanceTracker, SparsitySchedule, select, tile_mass
 from ringweave.hierarchical import hierarchical_attention
-from ringweave.tune.problem import Attend
-from ringweave.tune.session import Say
 
+from ...tune.problem import Attend
+from ...tune.session import Say
 from ..record import Measuring, Options, Score, Target, write_lines
 from ..report import read_lines, record_of
 from ..text import LAYERS, ByteModel, Corpus, standard_library, train

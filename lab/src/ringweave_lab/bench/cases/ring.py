@@ -24,9 +24,9 @@ from ringweave.parallel.planning.placement import block_for
 from ringweave.parallel.planning.workload import Widths, Workload
 from ringweave.patterns import Pattern
 from ringweave.plan import branches
-from ringweave.tune.measure import by_processor, interleaved
-from ringweave.tune.session import Say
 
+from ...tune.measure import by_processor, interleaved
+from ...tune.session import Say
 from ..launched import LaunchError, run, torchrun
 from ..record import Measuring, Options, Record, Target
 

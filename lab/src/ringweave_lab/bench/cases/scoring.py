@@ -10,10 +10,10 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave.errors import UnsupportedError
-from ringweave.tune.measure import interleaved, ratio
-from ringweave.tune.problem import DIRECTIONS, FORWARD, Problem
-from ringweave.tune.session import Say
 
+from ...tune.measure import interleaved, ratio
+from ...tune.problem import DIRECTIONS, FORWARD, Problem
+from ...tune.session import Say
 from ..record import Measuring, Options, Target
 
 # upper bounds on the ratio of forward times; other kinds of calls have no target

@@ -12,11 +12,11 @@ import torch
 
 import ringweave as rw
 from ringweave.backends import cpu
-from ringweave.tune.measure import by_processor
-from ringweave.tune.problem import BOTH, FORWARD, Problem
-from ringweave.tune.search import Candidate
-from ringweave.tune.session import Say, Session, in_turn
 
+from ...tune.measure import by_processor
+from ...tune.problem import BOTH, FORWARD, Problem
+from ...tune.search import Candidate
+from ...tune.session import Say, Session, in_turn
 from ..compare import weighed
 from ..record import Measuring, Options, Target
 

@@ -1,4 +1,4 @@
-"""``ringweave doctor --bits``: check that different ways to compute a row give the same bits on this machine.
+"""``ringweave bits``: check that different ways to compute a row give the same bits on this machine.
 
 Outputs are compared for equality, without a tolerance. A case is a dtype, a grouping of heads and a length.
 """
@@ -6,17 +6,21 @@ Outputs are compared for equality, without a tolerance. A case is a dtype, a gro
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
+import typer
+from rich.table import Table
 from torch import Tensor
 
-from ..api import attention, paged_attention
-from ..kv_cache import PagedCache
-from ..patterns import Causal, Dilated, KeyPadding, LongNet, Pattern, SlidingWindow
-from ..precision import Precision
-from ..terms import ALiBi, DistanceBias, Softcap
+from ringweave.api import attention, paged_attention
+from ringweave.cli import terminal
+from ringweave.kv_cache import PagedCache
+from ringweave.patterns import Causal, Dilated, KeyPadding, LongNet, Pattern, SlidingWindow
+from ringweave.precision import Precision
+from ringweave.terms import ALiBi, DistanceBias, Softcap
 
 _TILE = 128
 _DIM = 64
@@ -177,3 +181,25 @@ def compared(lengths: tuple[int, ...] = _LENGTHS) -> list[Bits]:
                 if way not in _WITHOUT.get(added, ()):
                     equal.setdefault((way, added), []).append(same(whole))
     return [Bits(*key, sum(found), len(found)) for key, found in equal.items()]
+
+
+def command(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the counts as JSON.")] = False,
+) -> None:
+    """Check that different ways to compute a row give the same bits on this machine."""
+    found, console = compared(), terminal.out()
+    if as_json:
+        console.print(json.dumps([each._asdict() for each in found], indent=2), markup=False, soft_wrap=True)
+    else:
+        console.print("Bits of forward on this CPU, compared with one call over everything (torch.equal):")
+        kinds = list(dict.fromkeys(each.added for each in found))
+        table = Table("cases with the same bits", *kinds, box=None, pad_edge=False)
+        cells: dict[str, dict[str, str]] = {}
+        for each in found:
+            cells.setdefault(each.way, {})[each.added] = f"{each.equal} of {each.cases}"
+        for way, row in cells.items():
+            table.add_row(way, *(row.get(kind, "") for kind in kinds))
+        console.print(table)
+    if any(each.equal < each.cases for each in found):
+        terminal.fail("bits differ that must be equal. Please report this machine.")
+        raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""Measured blocks in Triton's interpreter: run by test_launch_config.py in a process that has TRITON_INTERPRET=1 set."""
+"""Measured blocks in Triton's interpreter: run by test_interpreted.py in a process that has TRITON_INTERPRET=1 set."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 
 import ringweave as rw
 from ringweave.backends import tuning
-from ringweave.backends.triton import kernels, launch
-from ringweave.backends.triton import launch_config as module
-from ringweave.backends.triton.launch_config import LaunchConfig, overriding
-from ringweave.tune import store, tune
-from ringweave.tune.measure import Timing
-from ringweave.tune.problem import BOTH, FORWARD, Problem
-from ringweave.tune.search import Candidate, Search
-from ringweave.tune.session import FAILURES, Entry, Session
-
-from ..oracle import Inputs
-from ..test_conformance import conforms
+from ringweave.backends.triton import kernels, launch, launch_config
+from ringweave.backends.triton.launch_config import LaunchConfig
+from ringweave_lab.tune import save_answers, tune
+from ringweave_lab.tune.answers import write_entries
+from ringweave_lab.tune.measure import Timing
+from ringweave_lab.tune.overrides import overriding
+from ringweave_lab.tune.problem import BOTH, FORWARD, Problem
+from ringweave_lab.tune.search import Candidate, Search
+from ringweave_lab.tune.session import FAILURES, Entry, Session
+from tests.oracle import Inputs
+from tests.test_conformance import conforms
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 PATTERN = rw.SlidingWindow(20)
@@ -71,10 +71,10 @@ def test_measured_blocks_are_what_a_call_runs_with_and_it_is_right(
     with overriding({}) as given:
         launch.cut("forward", x.q, x.k, x.v, PATTERN.plan(130, heads=2))
     for name in KERNELS:
-        tile = (128, 128) if name == "backward_kv" else given.asked[0].key.tile
-        kinds[name] = given.asked[0].key._replace(kernel=name, tile=tile)
+        tile = (128, 128) if name == "backward_kv" else given.requests[0].key.tile
+        kinds[name] = given.requests[0].key._replace(kernel=name, tile=tile)
     entries = [kinds[name]._asdict() | {"blocks": dataclasses.asdict(blocks[name])} for name in KERNELS]
-    tuning.record([], entries)
+    write_entries([], entries)
     conforms(x, PATTERN, "triton")
     for name in KERNELS:
         taken, before = (
@@ -94,7 +94,7 @@ def test_blocks_of_half_a_word_know_which_keys_are_alive(poisoned: None) -> None
         plan = PATTERN.plan(40, tile=32)
         with overriding({}) as given:
             launch.cut("forward", x.q, x.k, x.v, plan)
-        kind = given.asked[0].key
+        kind = given.requests[0].key
         assert kind.tile == (32, 32)
         kinds = [kind._replace(kernel=kernel) for kernel in KERNELS]
         run = _search(True)
@@ -112,9 +112,9 @@ def test_of_another_type_they_are_not_taken(launched: Mapping[str, Mapping[str, 
     x = Inputs.random(40, heads=1)
     with overriding({}) as given:
         launch.cut("forward", x.q, x.k, x.v, PATTERN.plan(40))
-    kind = given.asked[0].key
+    kind = given.requests[0].key
     assert kind.dtype == "float32"
-    tuning.record(
+    write_entries(
         [], [kind._replace(dtype="float16")._asdict() | {"blocks": dataclasses.asdict(LaunchConfig(16, 16, 2, 1))}]
     )
     conforms(x, PATTERN, "triton")
@@ -125,8 +125,8 @@ def test_of_another_type_they_are_not_taken(launched: Mapping[str, Mapping[str, 
 def test_the_search_ends_where_the_clock_leads_it(needs_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates are really computed and checked; seconds are a stand-in, by blocks: 16 keys, one stage are best."""
     run = _search(needs_grad)
-    monkeypatch.setattr("ringweave.tune.descent._HELD", (16, 32))
-    monkeypatch.setattr("ringweave.tune.descent._STREAMED", (16, 32))
+    monkeypatch.setattr("ringweave_lab.tune.descent._HELD", (16, 32))
+    monkeypatch.setattr("ringweave_lab.tune.descent._STREAMED", (16, 32))
     computed = []
 
     def time(calls: Mapping[Candidate, Entry], part: float) -> dict[Candidate, Timing]:
@@ -154,19 +154,19 @@ def test_the_search_ends_where_the_clock_leads_it(needs_grad: bool, monkeypatch:
 
 def test_wrong_blocks_have_a_reason_and_no_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     run = _search(False)
-    (asked,) = run.asked(Candidate("triton"))
+    (request,) = run.requests(Candidate("triton"))
     right = launch.forward
 
     def forward(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = right(*arguments)  # type: ignore[arg-type]
-        wrong = module._overrides.get().configs[asked.key].stages == 3  # type: ignore[union-attr]
-        if module._overrides.get().configs[asked.key].stages == 4:  # type: ignore[union-attr]
+        wrong = launch_config.chooser.get().configs[request.key].stages == 3  # type: ignore[union-attr]
+        if launch_config.chooser.get().configs[request.key].stages == 4:  # type: ignore[union-attr]
             raise RuntimeError("PassManager::run failed")
         return (out * 1.1 if wrong else out), lse
 
     monkeypatch.setattr(launch, "forward", forward)
-    tried = [dataclasses.replace(asked.usual, stages=stages) for stages in (1, 3, 4)]
-    found = run.measure(Candidate("triton"), asked, tried)
+    tried = [dataclasses.replace(request.usual, stages=stages) for stages in (1, 3, 4)]
+    found = run.measure(Candidate("triton"), request, tried)
     assert isinstance(found[tried[0]], float)
     assert str(found[tried[1]]).startswith("wrong: root mean square error")
     assert found[tried[2]] == "RuntimeError: PassManager::run failed"
@@ -187,14 +187,14 @@ def test_what_tune_stores_is_what_auto_then_runs(
         return sum([1.0 if candidate.tile is None else 0.8] + [0.0 if of.n < 32 else 0.1 for _, of in candidate.blocks])
 
     monkeypatch.setattr(Search, "time", time)
-    monkeypatch.setattr("ringweave.tune.descent._STREAMED", (16, 32))
+    monkeypatch.setattr("ringweave_lab.tune.descent._STREAMED", (16, 32))
     problem = Problem("test", PATTERN, 40, 1, 16, dtype=torch.float16)
     choices = tune(problem, rounds=1)
     assert [choice.chosen for choice in choices if choice.chosen is not None and choice.chosen.tile == (32, 32)]
     assert [[each.key.kernel for each in choice.kernels] for choice in choices] == [
         ["forward"], ["backward_q", "backward_kv"]
     ]  # fmt: skip
-    assert store(choices) == str(tuning.store())
+    assert save_answers(choices) == str(tuning.tuning_file())
     assert {kind.kernel: dict(fields)["n"] for kind, fields in tuning.configs().items()}["forward"] == 16
     x = Inputs.random(40, heads=1, dtype=torch.float16)
     assert "measured here: tiles of 32 x 32" in rw.explain(PATTERN, 40, head_dim=16, dtype=torch.float16)

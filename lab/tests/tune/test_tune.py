@@ -10,11 +10,11 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave.backends import BACKENDS, cpu, dense_batched, tuning
-from ringweave.tune import search, store, tune
-from ringweave.tune.measure import Timing
-from ringweave.tune.problem import Problem
-from ringweave.tune.search import CLOSE, SIDES, Candidate, Search, fastest, pick, sides, whole
-from ringweave.tune.session import Entry
+from ringweave_lab.tune import save_answers, search, tune
+from ringweave_lab.tune.measure import Timing
+from ringweave_lab.tune.problem import Problem
+from ringweave_lab.tune.search import CLOSE, SIDES, Candidate, Search, fastest, pick, sides, whole
+from ringweave_lab.tune.session import Entry
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +36,8 @@ def test_what_can_run_is_checked_timed_and_stored() -> None:
         assert choice.reasons[Candidate("flash")] == "it calls kernels for CUDA tensors, and these are on cpu"
         assert not any(each.backend == "reference" for each in choice.reasons)
         assert {len(timing.seconds) for timing in choice.timings.values()} == {2}
-    path = store(choices)
-    assert path == str(tuning.store())
+    path = save_answers(choices)
+    assert path == str(tuning.tuning_file())
     call = {"heads": 2, "head_dim": 16, "as_dict": True}
     for choice, needs_grad in zip(choices, (False, True), strict=True):
         found = rw.explain(rw.Causal(), 256, needs_grad=needs_grad, **call)["backend"]  # type: ignore[call-overload]
@@ -67,9 +67,8 @@ def test_a_wrong_backend_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice.reasons[Candidate("dense_batched")].startswith("wrong: root mean square error")
     assert choice.reasons[Candidate("sdpa")] == "RuntimeError: out of something"
     assert choice.backend is None
-    assert store([choice]) is None
-    assert tuning.store() is not None
-    assert not tuning.store().exists()  # type: ignore[union-attr]
+    assert save_answers([choice]) is None
+    assert not tuning.tuning_file().exists()
 
 
 def test_a_backend_that_auto_prefers_stays_where_it_is_about_as_fast() -> None:
@@ -124,7 +123,7 @@ def test_tiles_are_tried_for_backends_near_the_fastest(monkeypatch: pytest.Monke
     # sdpa is near and has no tiles; cpu has tiles and is not near
     assert stand.timed[1:] == [["dense_batched", "sdpa", *tiles]]
     assert choice.chosen == Candidate("dense_batched", (64, 64))
-    assert store([choice]) is not None
+    assert save_answers([choice]) is not None
     kept = json.loads((tmp_path / "tuning.json").read_text())["entries"]
     assert [each["tile"] for each in kept.values()] == [[64, 64]]
 
@@ -191,7 +190,7 @@ def test_on_a_gpu_blocks_are_searched_and_taken() -> None:
         assert any(each.backend == "triton" for each in choice.timings), choice.reasons
         wrong = [reason for tuned in choice.kernels for reason in tuned.descent.reasons.values() if "wrong" in reason]
         assert wrong == []
-    assert store(choices) is not None
+    assert save_answers(choices) is not None
     q, k, v = (torch.randn(1, 4, 4096, 64, device="cuda", dtype=torch.float16) for _ in range(3))
     got, want = (rw.attention(q, k, v, of.pattern, backend=name).float() for name in ("auto", "dense_batched"))
     torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-2)

@@ -12,9 +12,9 @@ import torch
 
 from ringweave.errors import ShapeError
 from ringweave.memory.pressure import to_system
-from ringweave.tune.measure import Timing, interleaved, ratio
 from ringweave_lab.bench.peak import Peak, _sampled_peak, peak_memory
 from ringweave_lab.bench.record import environment, write_lines
+from ringweave_lab.tune.measure import Timing, interleaved, ratio
 
 
 def test_calls_take_turns_after_the_warm_up() -> None:

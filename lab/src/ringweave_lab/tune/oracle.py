@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..patterns import LongNet, Pattern
+from ringweave.patterns import LongNet, Pattern
+
 from .problem import Sample
 
 

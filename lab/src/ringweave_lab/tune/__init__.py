@@ -14,17 +14,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..backends import tuning
-from ..names import only
-from ..plan import Branch, branches
+from ringweave.backends import tuning
+from ringweave.plan import Branch, branches
+
+from .answers import write_entries
 from .descent import Tuned
 from .measure import Timing
 from .problem import BOTH, DIRECTIONS, FORWARD, Problem
 from .search import Candidate, Search, pick
 from .session import FAILURES, Say, Session, silent
 
-__all__ = ["Finding", "Problem", "Session", "store", "tune"]
-__dir__ = only(__all__)
+__all__ = ["Finding", "Problem", "Session", "save_answers", "tune"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Finding:
         return None if self.chosen is None else self.chosen.backend
 
     def entry(self) -> dict[str, Any]:
-        """Return the entry for the tuning store."""
+        """Return the entry for the file of answers."""
         chosen = self.chosen
         assert chosen is not None
         return {
@@ -149,10 +153,10 @@ def _alone(problem: Problem, branch: Branch) -> Problem | None:
     )
 
 
-def store(choices: Sequence[Finding]) -> str | None:
+def save_answers(choices: Sequence[Finding]) -> str | None:
     """Store the findings and return the path of the file; None if no backend was timed."""
     entries = [choice.entry() for choice in choices if choice.backend is not None]
     kernels = [(choice, each) for choice in choices for each in choice.kernels if each.descent.seconds]
     # also store the default blocks if nothing was faster, to replace earlier entries
     blocks = [each.entry(choice.of, now()) for choice, each in kernels]
-    return str(tuning.record(entries, blocks)) if entries else None
+    return str(write_entries(entries, blocks)) if entries else None

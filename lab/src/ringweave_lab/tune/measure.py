@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import ShapeError
+from ringweave.errors import ShapeError
 
-Call = Callable[[], object]
+Runnable = Callable[[], object]
 #: Function (call, times) that returns the mean seconds of this number of consecutive calls.
-Timer = Callable[[Call, int], float]
+Timer = Callable[[Runnable, int], float]
 
 
 @dataclass(frozen=True)
@@ -77,17 +77,17 @@ def ratio(numerator: Timing, denominator: Timing) -> Ratio:
     return Ratio(numerator.median / denominator.median, statistics.median(pairs), min(pairs), max(pairs))
 
 
-def by_clock(call: Call, times: int = 1) -> float:
+def by_clock(call: Runnable, times: int = 1) -> float:
     """Return the wall-clock seconds per call."""
     return _passed(time.perf_counter, call, times)
 
 
-def by_processor(call: Call, times: int = 1) -> float:
+def by_processor(call: Runnable, times: int = 1) -> float:
     """Return the CPU seconds of this process per call, which other processes disturb less than wall-clock time."""
     return _passed(time.process_time, call, times)
 
 
-def by_events(call: Call, times: int = 1) -> float:
+def by_events(call: Runnable, times: int = 1) -> float:
     """Return the seconds per call between two CUDA events on the current stream."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
@@ -99,7 +99,7 @@ def by_events(call: Call, times: int = 1) -> float:
     return float(begin.elapsed_time(end)) / 1e3 / times
 
 
-def replayed(call: Call) -> Call:
+def replayed(call: Runnable) -> Runnable:
     """Capture a call in a CUDA graph and return its replay; events around launches from Python would time the host.
 
     The call must have run before. It is captured on the current stream, which must not be the default stream: autograd
@@ -114,7 +114,7 @@ def replayed(call: Call) -> Call:
     return graph.replay
 
 
-def _passed(clock: Callable[[], float], call: Call, times: int) -> float:
+def _passed(clock: Callable[[], float], call: Runnable, times: int) -> float:
     result: object = None
     start = clock()
     for _ in range(times):
@@ -130,7 +130,7 @@ def on_device(device: str) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if torch.device(device).type == "cuda" else nullcontext()
 
 
-def _in_a_row(timer: Timer, call: Call, shortest: float) -> int:
+def _in_a_row(timer: Timer, call: Runnable, shortest: float) -> int:
     """Return the number of calls to time together; several for short calls on a GPU, to keep its queue filled."""
     if timer is by_events:
         return max(1, min(50, round(0.02 / max(timer(call, 2), 1e-6))))
@@ -138,7 +138,7 @@ def _in_a_row(timer: Timer, call: Call, shortest: float) -> int:
 
 
 def interleaved(
-    calls: Mapping[str, Call],
+    calls: Mapping[str, Runnable],
     *,
     rounds: int = 5,
     warmup: int = 1,

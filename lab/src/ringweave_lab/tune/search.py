@@ -16,16 +16,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..backends import BACKENDS
-from ..backends.backend import Backend, Upstream
-from ..backends.triton.launch_config import Asked, LaunchConfig, overriding
-from ..backends.tuning import KernelKey
-from ..call import Call, Operands
-from ..plan import Branch
-from ..plan.from_pattern import default_tile, estimate_tiles
-from ..program import PREFERENCE, unsupported_reason
+from ringweave.backends import BACKENDS
+from ringweave.backends.backend import Backend, Upstream
+from ringweave.backends.triton.launch_config import LaunchConfig, Request
+from ringweave.backends.tuning import KernelKey
+from ringweave.call import Call, Operands
+from ringweave.plan import Branch
+from ringweave.plan.from_pattern import default_tile, estimate_tiles
+from ringweave.program import PREFERENCE, unsupported_reason
+
 from .descent import Tuned, descend
 from .measure import Timing, ratio
+from .overrides import overriding
 from .problem import FORWARD, Problem, Sample
 from .session import Built, Entry, Peer, Session, in_turn
 
@@ -277,28 +279,30 @@ class Search:
     def tune_blocks(self, start: Candidate) -> None:
         """Search the blocks of each kernel that a Triton candidate runs, one kernel after the other."""
         best = start
-        for asked in self.asked(start):
-            measure = functools.partial(self.measure, best, asked)
-            descent = descend(asked.usual, asked, measure, lambda: self.spent() < _BLOCKS[0])
-            gain, chosen = 1.0, asked.usual
-            if descent.best != asked.usual:
-                last = measure((asked.usual, descent.best))
-                slow, fast = last[asked.usual], last[descent.best]
+        for request in self.requests(start):
+            measure = functools.partial(self.measure, best, request)
+            descent = descend(request.usual, request, measure, lambda: self.spent() < _BLOCKS[0])
+            gain, chosen = 1.0, request.usual
+            if descent.best != request.usual:
+                last = measure((request.usual, descent.best))
+                slow, fast = last[request.usual], last[descent.best]
                 if not isinstance(slow, str) and not isinstance(fast, str):
                     gain = slow / fast
-                    chosen = descent.best if gain > CLOSE else asked.usual
-            self.kernels.append(Tuned(asked.key, descent, gain, chosen))
-            if chosen != asked.usual:
-                best = dataclasses.replace(best, blocks=(*best.blocks, (asked.key, chosen)))
+                    chosen = descent.best if gain > CLOSE else request.usual
+            self.kernels.append(Tuned(request.key, descent, gain, chosen))
+            if chosen != request.usual:
+                best = dataclasses.replace(best, blocks=(*best.blocks, (request.key, chosen)))
         usual = pick(self.timings)
         if best != start and usual is not None:
             self.compete([*dict.fromkeys((Candidate(usual.backend), usual, start, best))], None, _BLOCKS[1])
 
     def measure(
-        self, candidate: Candidate, asked: Asked, blocks: Sequence[LaunchConfig]
+        self, candidate: Candidate, request: Request, blocks: Sequence[LaunchConfig]
     ) -> dict[LaunchConfig, float | str]:
         """Return the candidate's seconds with other blocks for one kernel, or the reason why they were not timed."""
-        tried = {dataclasses.replace(candidate, blocks=(*candidate.blocks, (asked.key, each))): each for each in blocks}
+        tried = {
+            dataclasses.replace(candidate, blocks=(*candidate.blocks, (request.key, each))): each for each in blocks
+        }
         timings = self.time(self.check(list(tried), until=None), _BLOCKS[1])
         found: dict[LaunchConfig, float | str] = {tried[each]: timing.median for each, timing in timings.items()}
         for each in tried:
@@ -308,8 +312,8 @@ class Search:
                 found[tried[each]] = reason
         return found
 
-    def asked(self, candidate: Candidate) -> list[Asked]:
-        """Return the requirements of the kernels of this direction: one forward kernel, or two backward kernels."""
+    def requests(self, candidate: Candidate) -> list[Request]:
+        """Return the requests of the kernels of this direction: one forward kernel, or two backward kernels."""
         _, branch = candidate.step(self.branch)
         inputs = self.session.inputs
         if self.direction == FORWARD:
@@ -317,15 +321,15 @@ class Search:
         gradients = candidate.peer(None).build(self.problem, inputs).forward_backward(inputs)
         with overriding({}) as given:
             gradients()
-        of_columns = next(each for each in given.asked if each.key.kernel == "backward_kv")
+        of_columns = next(each for each in given.requests if each.key.kernel == "backward_kv")
         return [_of_rows("backward_q", inputs, branch), of_columns]
 
 
-def _of_rows(kernel: str, inputs: Sample, branch: Branch) -> Asked:
-    """Return a row kernel's requirements; it asks for one row and for two side by side, and runs one of these."""
-    from ..backends.triton import launch
+def _of_rows(kernel: str, inputs: Sample, branch: Branch) -> Request:
+    """Return a row kernel's request; it asks for one row and for two side by side, and runs one of these."""
+    from ringweave.backends.triton import launch
 
     q, k, v, _ = inputs
     with overriding({}) as given:
         two = launch.cut(kernel, q, k, v, branch.plan(q.device)).lists.tiles > 1
-    return given.asked[-1 if two else 0]
+    return given.requests[-1 if two else 0]

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
-
-from ..call import Call
-from ..patterns import Causal, Full, LongNet, Pattern
+from ringweave.call import Call
+from ringweave.patterns import Causal, Full, LongNet, Pattern
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
 #: Directions that are tuned.
@@ -33,7 +32,7 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Drawn:
+class RandomBlocks:
     """A random block table, reproducible for each length and shared by all heads.
 
     Attributes:
@@ -76,7 +75,7 @@ class Problem:
     """
 
     name: str
-    relation: Pattern | Drawn
+    relation: Pattern | RandomBlocks
     tokens: int
     heads: int = 8
     head_dim: int = 64
@@ -88,7 +87,7 @@ class Problem:
     @functools.cached_property
     def pattern(self) -> Pattern:
         """The pattern."""
-        if isinstance(self.relation, Drawn):
+        if isinstance(self.relation, RandomBlocks):
             return self.relation.pattern(self.tokens, self.device)
         return self.relation
 

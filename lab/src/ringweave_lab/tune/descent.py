@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..backends.triton.launch_config import Asked, LaunchConfig
-from ..backends.tuning import KernelKey
+from ringweave.backends.triton.launch_config import LaunchConfig, Request
+from ringweave.backends.tuning import KernelKey
+
+from .overrides import misfit
 
 #: The search moves to other blocks if they take at most this fraction of the time of the best so far.
 STEP = 0.98
@@ -55,15 +57,15 @@ class Tuned:
     chosen: LaunchConfig
 
     def entry(self, of: str, date: str) -> dict[str, Any]:
-        """Return the entry for the tuning store."""
+        """Return the entry for the file of answers."""
         return {
             **self.key._asdict(), "blocks": dataclasses.asdict(self.chosen), "gain": self.gain, "of": of, "date": date,
         }  # fmt: skip
 
 
-def candidates(best: LaunchConfig, asked: Asked) -> Iterator[tuple[str, list[LaunchConfig]]]:
+def candidates(best: LaunchConfig, request: Request) -> Iterator[tuple[str, list[LaunchConfig]]]:
     """Yield for each field the supported blocks that differ from the best in this field, nearest values first."""
-    held, streamed = ("n", "m") if asked.key.kernel == "backward_kv" else ("m", "n")
+    held, streamed = ("n", "m") if request.key.kernel == "backward_kv" else ("m", "n")
     for name, values in (
         (held, _HELD), (streamed, _STREAMED), ("warps", _WARPS), ("stages", _STAGES), ("resident", _RESIDENT),
         ("described", (False, True)),
@@ -72,15 +74,15 @@ def candidates(best: LaunchConfig, asked: Asked) -> Iterator[tuple[str, list[Lau
         changes: list[dict[str, Any]] = [{name: value} for value in values if value != now]
         changes.sort(key=lambda change: abs(change[name] - now))
         found = [dataclasses.replace(best, **change) for change in changes]
-        yield name, [blocks for blocks in found if asked.misfit(blocks) is None]
+        yield name, [blocks for blocks in found if misfit(request, blocks) is None]
 
 
-def descend(start: LaunchConfig, asked: Asked, measure: Measure, left: Callable[[], bool]) -> Descent:
+def descend(start: LaunchConfig, request: Request, measure: Measure, left: Callable[[], bool]) -> Descent:
     """Search by coordinate descent: vary one field of the best blocks at a time, until no field improves them.
 
     Args:
         start: Blocks to start from.
-        asked: Requirements of the kernel.
+        request: The kernel's request.
         measure: Function that times blocks in turn, and returns a reason for wrong or uncompilable ones.
         left: Function that returns whether there is time for another field.
     Returns:
@@ -90,11 +92,11 @@ def descend(start: LaunchConfig, asked: Asked, measure: Measure, left: Callable[
     moved = True
     while moved:
         moved = False
-        for name in [name for name, _ in candidates(start, asked)]:
+        for name in [name for name, _ in candidates(start, request)]:
             if not left():
                 return descent
             known = descent.seconds.keys() | descent.reasons.keys()
-            fresh = [blocks for blocks in dict(candidates(descent.best, asked))[name] if blocks not in known]
+            fresh = [blocks for blocks in dict(candidates(descent.best, request))[name] if blocks not in known]
             if not fresh:
                 continue
             found = measure([descent.best, *fresh])

@@ -7,19 +7,20 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from ringweave.backends.triton.launch_config import Asked, Device, LaunchConfig, choose
+from ringweave.backends.triton.launch_config import Device, LaunchConfig, Request, choose
 from ringweave.backends.tuning import KernelKey
-from ringweave.tune.descent import STEP, candidates, descend
+from ringweave_lab.tune.descent import STEP, candidates, descend
+from ringweave_lab.tune.overrides import misfit
 
 HOPPER, AMPERE = Device("hopper", 227 * 1024), Device("ampere", 99 * 1024)
 FIELDS = ["m", "n", "warps", "stages", "resident", "described"]
 
 
-def asked(
+def request(
     kernel: str = "forward", dim: int = 128, tile: tuple[int, int] = (128, 128), device: Device = HOPPER, size: int = 2
-) -> Asked:
+) -> Request:
     kind = KernelKey(kernel, "here", "bfloat16" if size == 2 else "float32", (dim, dim), tile, False)
-    return Asked(kind, size, device, choose(kernel, dim, dim, size, tile, device))
+    return Request(kind, size, device, choose(kernel, dim, dim, size, tile, device))
 
 
 class Clock:
@@ -44,20 +45,20 @@ def always() -> bool:
 @pytest.mark.parametrize("device", [HOPPER, AMPERE])
 @pytest.mark.parametrize("tile", [(128, 128), (64, 64), (16, 128)])
 def test_candidates_differ_in_one_field_and_can_be_taken(kernel: str, device: Device, tile: tuple[int, int]) -> None:
-    of = asked(kernel, tile=tile, device=device)
+    of = request(kernel, tile=tile, device=device)
     best = of.usual
     found = dict(candidates(best, of))
     assert sorted(found) == sorted(FIELDS)
     for name, others in found.items():
         for each in others:
-            assert of.misfit(each) is None
+            assert misfit(of, each) is None
             assert {field for field in FIELDS if getattr(each, field) != getattr(best, field)} == {name}
     if device is AMPERE:
         assert found["described"] == []
 
 
 def test_the_least_is_found_field_by_field() -> None:
-    of = asked(dim=64)
+    of = request(dim=64)
 
     def seconds(blocks: LaunchConfig) -> float:
         return 1 + abs(blocks.n - 64) / 64 + abs(blocks.stages - 3) / 3 + (blocks.resident != 1) + blocks.described
@@ -75,13 +76,13 @@ def test_the_least_is_found_field_by_field() -> None:
 
 
 def test_a_step_that_gains_too_little_is_none() -> None:
-    of = asked(dim=64)
+    of = request(dim=64)
     assert descend(of.usual, of, Clock(lambda blocks: STEP + 0.01 if blocks.n == 64 else 1.0), always).best == of.usual
     assert descend(of.usual, of, Clock(lambda blocks: STEP - 0.01 if blocks.n == 64 else 1.0), always).best.n == 64
 
 
 def test_what_does_not_compile_is_skipped_with_its_reason() -> None:
-    of = asked(dim=64)
+    of = request(dim=64)
     clock = Clock(lambda blocks: blocks.n + 9 * blocks.stages, broken=lambda blocks: blocks.n == 32)
     found = descend(of.usual, of, clock, always)
     assert (found.best.n, found.best.stages) == (64, 1)
@@ -91,7 +92,7 @@ def test_what_does_not_compile_is_skipped_with_its_reason() -> None:
 
 
 def test_the_search_ends_with_the_time() -> None:
-    of = asked(dim=64)
+    of = request(dim=64)
     left = iter([True, True])
     clock = Clock(lambda blocks: blocks.n)
     found = descend(of.usual, of, clock, lambda: next(left, False))
@@ -101,7 +102,7 @@ def test_the_search_ends_with_the_time() -> None:
 
 
 def test_where_the_best_itself_fails_the_search_ends() -> None:
-    of = asked(dim=64)
+    of = request(dim=64)
     found = descend(of.usual, of, Clock(lambda blocks: 1.0, broken=lambda blocks: blocks == of.usual), always)
     assert found.best == of.usual
     assert found.reasons[of.usual] == "it does not compile"

@@ -12,10 +12,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError, UnsupportedError, in_a_line
-from ..patterns import Pattern
-from ..torch_compat import version
-from .measure import Call, Timer, Timing, interleaved, on_device, replayed
+from ringweave.errors import ShapeError, UnsupportedError, in_a_line
+from ringweave.patterns import Pattern
+from ringweave.torch_compat import version
+
+from .measure import Runnable, Timer, Timing, interleaved, on_device, replayed
 from .oracle import Accuracy, Limit, Oracle, sample_rows
 from .problem import BACKWARD, BOTH, FORWARD, Attend, Problem, Sample
 
@@ -127,7 +128,7 @@ class Entry:
     setup_seconds: float | None = None
     timing: Timing | None = None
     reason: str | None = None
-    call: Call | None = None
+    call: Runnable | None = None
 
     def __post_init__(self) -> None:
         self.computes = self.computes or repr(self.problem.pattern)
@@ -164,7 +165,7 @@ class Session:
         self._built: dict[tuple[str, Problem], Built] = {}
         self._broken: dict[tuple[str, Problem], str] = {}
         self._oracles: dict[Pattern, Oracle] = {}
-        self._checked: dict[tuple[str, Pattern, str], tuple[dict[str, Any], Call | None]] = {}
+        self._checked: dict[tuple[str, Pattern, str], tuple[dict[str, Any], Runnable | None]] = {}
 
     def oracle(self, function: Pattern) -> Oracle:
         """Return the oracle of a pattern on the inputs; it is evaluated once."""
@@ -238,9 +239,9 @@ def in_turn(entries: Sequence[Entry], *, rounds: int, budget: float | None = Non
             entry.learn(timing=timings[str(id(entry.call))])
 
 
-def _graphs(entries: Sequence[Entry], device: str) -> dict[str, Call]:
+def _graphs(entries: Sequence[Entry], device: str) -> dict[str, Runnable]:
     """Capture the calls of entries in CUDA graphs; return the replays by call."""
-    made: dict[str, Call] = {}
+    made: dict[str, Runnable] = {}
     refused: dict[str, str] = {}
     with on_device(device):
         for entry in entries:

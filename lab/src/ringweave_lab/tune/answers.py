@@ -1,0 +1,67 @@
+"""Write what was measured into the file that ringweave reads: see ``ringweave.backends.tuning``."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from ringweave.backends import tuning
+from ringweave.backends.tuning import FORMAT, VARIABLE, KernelKey
+from ringweave.errors import UnsupportedError
+
+
+def writable_file() -> Path:
+    """Return the file after making its folder; measurements look first whether they can be stored.
+
+    Raises:
+        UnsupportedError: The folder cannot be made.
+    """
+    path = tuning.tuning_file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        got = f"{path.parent}: {error.strerror or error}"
+        raise UnsupportedError("tuning store", got, "a folder", f"Set {VARIABLE} to another folder.") from None
+    return path
+
+
+def write_entries(answers: Sequence[Mapping[str, Any]], configs: Sequence[Mapping[str, Any]] = ()) -> Path:
+    """Add entries to the file, replacing those with the same keys.
+
+    Concurrent processes may call it: a lock lets one process at a time read, extend and replace the file, and readers
+    see either the old file or the new one.
+
+    Args:
+        answers: Entries with kind, density, backend and tile (sides, or None for the branch's default).
+        configs: Entries for kernels, with the fields of a :class:`KernelKey` and ``blocks``, a launch configuration's
+            fields and values.
+
+    Returns:
+        Path of the file.
+
+    Raises:
+        UnsupportedError: As :func:`writable_file`.
+    """
+    path = writable_file()
+    with filelock.FileLock(path.with_suffix(".lock")):
+        stored = tuning.load(path)
+        stored["entries"] |= {f"{entry['kind']}; density 2^-{entry['density']}": dict(entry) for entry in answers}
+        stored["blocks"] |= {"; ".join(map(str, KernelKey.of(entry))): dict(entry) for entry in configs}
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix="tuning-", suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump({"format": FORMAT} | stored, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).replace(path)
+        finally:
+            # already gone if it has replaced the file
+            Path(temporary).unlink(missing_ok=True)
+    tuning.refresh()
+    return path
