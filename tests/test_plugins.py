@@ -34,7 +34,7 @@ def test_an_absent_command_says_how_to_get_it(name: str) -> None:
     owner = ELSEWHERE[name]
     assert done.returncode == 2
     assert done.stderr == (
-        f"ringweave: ringweave {name}: got an installation without it; wanted {owner}. {how_to_install(owner)}\n"
+        f"ringweave: command {name}: got an installation without it; wanted {owner}. {how_to_install(owner)}\n"
     )
 
 

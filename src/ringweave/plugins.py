@@ -47,4 +47,4 @@ def attribute(module: str, name: str) -> Any:
 def require_command(name: str) -> None:
     """Raise AbsentError for a command of a distribution that is not installed; the command line lacks the command."""
     if name in ELSEWHERE:
-        raise AbsentError(f"ringweave {name}", ELSEWHERE[name])
+        raise AbsentError(f"command {name}", ELSEWHERE[name])

@@ -11,7 +11,6 @@ import torch
 
 from ringweave.errors import UnsupportedError
 from ringweave.units import nbytes
-from ringweave_audit.model_zoo import library
 
 from ...tune.measure import interleaved, ratio
 from ...tune.session import Say
@@ -60,7 +59,11 @@ _SHAPES = (
 
 def measure(options: Options, say: Say) -> Measuring:
     """Check that all attentions give the same results, and time them in turn."""
-    transformers = library()
+    try:
+        transformers = importlib.import_module("transformers")
+    except ModuleNotFoundError:
+        wanted = "transformers, to build its models"
+        raise UnsupportedError("transformers", "not installed", wanted, "pip install 'ringweave-lab[hf]'.") from None
     importlib.import_module("ringweave.integrations.transformers")
     said = []
     for shape in _SHAPES:
