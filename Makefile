@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # the oldest supported transformers, in an environment that shares everything else with .venv
 OLDEST := .venv-oldest
 
-.PHONY: demo test test-all oldest check lint sanitize sanitized arm amx fuzz soak mutations gate bench wheels format docs clean help
+.PHONY: demo test test-all oldest check lint sanitize sanitized arm fuzz soak mutations gate bench wheels format docs clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -24,7 +24,6 @@ help:
 	@echo "make check   lint, types, layers, docstrings, public names; make lint: without the last, which are tests"
 	@echo "make sanitize  the native kernel's tests under AddressSanitizer and UBSan"
 	@echo "make arm     the native kernel's tests on aarch64, run by an emulator: half an hour"
-	@echo "make amx     the native kernel's tests on a model of AMX, for processors without it"
 	@echo "make fuzz    random calls against the definition for SECONDS (60), of a SEED (a new one)"
 	@echo "make soak    TABLES (10000) changed tables in threads and processes, SECONDS (60) of 32 threads on memory: nothing of another one"
 	@echo "make mutations  the library broken in one line, many times: whether its tests notice"
@@ -94,10 +93,7 @@ sanitize: $(VENV)/.dev sanitized
 
 # two processes; ARGS go to pytest
 arm: $(VENV)/.dev
-	$(BIN)/python -m tests.native.emulated arm build-arm -n 2 $(ARGS)
-
-amx: $(VENV)/.dev
-	$(BIN)/python -m tests.native.emulated amx build-amx -n 2 $(ARGS)
+	$(BIN)/python -m tests.native.emulated build-arm -n 2 $(ARGS)
 
 SECONDS ?= 60
 fuzz: $(VENV)/.dev
@@ -141,4 +137,4 @@ docs: $(VENV)/.dev
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf build build-sanitize build-arm build-amx dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build build-sanitize build-arm dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -147,14 +147,12 @@ RW_INLINE void contract(const char *a, ptrdiff_t ld, int depth, const float *b, 
   }
 }
 
-#if defined(RW_SQUARES) || defined(RW_TILES)
+#if defined(RW_SQUARES)
 // Random numbers below n, for checks of the processor.
 struct Draw {
   uint32_t state = 1;
   uint32_t operator()(uint32_t n) { return (state = state * 1664525 + 1013904223) / 65536 % n; }
 };
-#endif
-#if defined(RW_SQUARES)
 // Whether the processor's BFMMLA has the bits of BFDOT. Otherwise a decoding step would not have the bits of forward.
 inline bool squares_agree() {
   static const bool agree = [] {

@@ -48,11 +48,11 @@ struct Few {
 template <class Op, int T, int N, int G>
 RW_INLINE void add_words(Few &f, const Turned &turned, int r, bool first, int words, const float *q, int pw,
                          Fetch &ahead) {
-  Sum<Op> acc[N][G];
+  V acc[N][G];
 #pragma GCC unroll 4
   for (int l = 0; l < N; ++l)
 #pragma GCC unroll 8
-    for (int g = 0; g < G; ++g) acc[l][g].begin(first ? V{} : load(f.s + l * kPanelRows + r + g * W));
+    for (int g = 0; g < G; ++g) acc[l][g] = first ? V{} : load(f.s + l * kPanelRows + r + g * W);
   for (int w = 0; w < words; ++w) {
 #pragma GCC unroll 4
     for (int i = 0; i < parts<Op, T>; ++i, q += pw) {
@@ -66,7 +66,7 @@ RW_INLINE void add_words(Few &f, const Turned &turned, int r, bool first, int wo
       for (int l = 0; l < N; ++l) {
         const V of_query = splat(q[l]);
 #pragma GCC unroll 8
-        for (int g = 0; g < G; ++g) acc[l][g].add(x[g], of_query);
+        for (int g = 0; g < G; ++g) acc[l][g] = Op::madd(x[g], of_query, acc[l][g]);
       }
     }
     constexpr int bytes = G * W * word_bytes<T>;  // spread evenly: as many lines as the words have
@@ -77,7 +77,7 @@ RW_INLINE void add_words(Few &f, const Turned &turned, int r, bool first, int wo
 #pragma GCC unroll 4
   for (int l = 0; l < N; ++l)
 #pragma GCC unroll 8
-    for (int g = 0; g < G; ++g) store(f.s + l * kPanelRows + r + g * W, acc[l][g].end());
+    for (int g = 0; g < G; ++g) store(f.s + l * kPanelRows + r + g * W, acc[l][g]);
 }
 
 // Computes the products of a panel of keys with N queries, each a sum over channels from first to last. All keys of a
@@ -243,19 +243,13 @@ RW_INLINE int besides(int c) { return c / (2 * W) * 2 * W + c / 4 % 2 * W + c % 
 template <class Op, int T, int N, int C>
 RW_INLINE void add_rows(const Few &f, const char *const *row, ptrdiff_t at, int n, int c, float *out, Fetch &ahead) {
   constexpr int M = Op::depth * C, bytes = M * W * bytes_of((Dtype)T) * Op::depth;  // bytes that are added at once
-  Sum<Op> acc[N][M];
+  V acc[N][M];
 #pragma GCC unroll 4
   for (int l = 0; l < N; ++l)
 #pragma GCC unroll 8
-    for (int j = 0; j < M; ++j) acc[l][j].begin(V{});
+    for (int j = 0; j < M; ++j) acc[l][j] = V{};
   for (int r = 0; r < n; r += Op::depth) {
     V x[M];
-    if (is_tiled<Op> && r && r % Op::step == 0) {
-#pragma GCC unroll 4
-      for (int l = 0; l < N; ++l)
-#pragma GCC unroll 8
-        for (int j = 0; j < M; ++j) acc[l][j].fold();
-    }
 #if defined(RW_PAIRS)
     if constexpr (Op::depth == 2) {
 #pragma GCC unroll 4
@@ -275,7 +269,7 @@ RW_INLINE void add_rows(const Few &f, const char *const *row, ptrdiff_t at, int 
                                      : (const char *)(f.s + l * kPanelRows + r);
       const V weight = splat_at(p);
 #pragma GCC unroll 8
-      for (int j = 0; j < M; ++j) acc[l][j].add(x[j], weight);
+      for (int j = 0; j < M; ++j) acc[l][j] = Op::madd(x[j], weight, acc[l][j]);
     }
 #pragma GCC unroll 8
     for (int i = 0; i < bytes / 64; ++i) ahead.line();
@@ -286,14 +280,14 @@ RW_INLINE void add_rows(const Few &f, const char *const *row, ptrdiff_t at, int 
 #pragma GCC unroll 8
     for (int j = 0; j < M; ++j) {
       float *to = out + l * kMostChannels + c + j * W;
-      store(to, fused(load(to), splat(f.shrink[l]), acc[l][j].end()));
+      store(to, fused(load(to), splat(f.shrink[l]), acc[l][j]));
     }
 }
 
 template <class Op, int T, int N>
 RW_INLINE void add_rows(Few &f, const Rows &v, int dv, Fetch &ahead) {
   constexpr int channels = Op::depth * W, size = bytes_of((Dtype)T);
-  constexpr int most = is_tiled<Op> ? 1 : vectors_of(N) / Op::depth;  // fewer for tiled sums, which have three parts
+  constexpr int most = vectors_of(N) / Op::depth;
   int c = 0;
   const auto blocks = [&](auto vectors) __attribute__((always_inline)) {
     constexpr int C = decltype(vectors)::value;
@@ -471,13 +465,7 @@ inline void forward_piece(const Problem &pb, const Unit &u, const Piece &piece, 
   const bool few = has_few(pb, piece.tile);
   AddEntries *many = pb.k.scales ? many_entries<Op, true> : many_entries<Op, Scored>;
   AddEntries *entries = few ? few_entries_of<Op, Scored>(pb) : many;
-#if defined(RW_TILES)
-  if (!few) begin_tiles(TileShapes(pb.d));
-#endif
   const Running result = sum_blocks(pb, u, piece, next, lanes, m, partials, entries);
-#if defined(RW_TILES)
-  if (!few) end_tiles();
-#endif
   if (piece.slot < 0) forward_finish(pb, lanes, m, result);
 }
 

@@ -3,9 +3,9 @@
 // With queries across lanes, K and V are never transposed, since each of their elements is broadcast from its place in
 // memory. Row maxima and sums are plain vector operations.
 #pragma once
+#include "contract.h"
 #include "dropout.h"
 #include "terms.h"
-#include "tiles.h"
 
 namespace ringweave {
 namespace {
@@ -72,7 +72,7 @@ inline void join_state(Running total, Running part, int lanes, int dv, float c, 
 struct ForwardMemory {
   float *q, *state, *total, *s, *k_scales = nullptr, *v_scales = nullptr;  // scales: null without 8-bit types
   PerLane<float> factor;
-  char *k, *v, *turned, *rows;
+  char *k, *v, *rows;
   uint32_t *mask;
   uint8_t *dead;
   PerLane<int32_t> attended, ends;
@@ -90,7 +90,6 @@ struct ForwardMemory {
     factor = {m, (size_t)lanes};
     k = m.take<char>((size_t)copied * pb.d * 4);
     v = m.take<char>((size_t)copied * pb.dv_dim * 4);
-    turned = m.take<char>(kTiles ? (size_t)(copied + 31) / 32 * 64 * pad_lanes(pb.dv_dim) : 0);
     rows = m.take<char>((size_t)width * 4 * W);
     mask = m.take<uint32_t>((size_t)keys * ((lanes + 31) / 32));
     dead = m.take<uint8_t>(keys);
@@ -307,14 +306,7 @@ inline void forward_chunk(const Problem &pb, const ForwardMemory &m, const Runni
       }
   };
   const char *keys = k.data + k0 * k.ld;
-#if defined(RW_TILES)
-  if constexpr (is_tiled<Op>) {
-    ahead.fetch(k0, k0 + n);
-    tile_products<N, P>(keys, k.ld, n, pb.d, q, s);
-    each_row<N>(s, n, masked);
-  }
-#endif
-  if constexpr (!is_tiled<Op>) sweep<Op, true, N, P>(keys, k.ld, n, pb.d / Op::depth, q, begin, masked);
+  sweep<Op, true, N, P>(keys, k.ld, n, pb.d / Op::depth, q, begin, masked);
   if constexpr (Scored) score(pairs, s, k0, n, lane, mask, top);
   V least = bottom[0];
   for (int j = 1; j < N; ++j) least = min(bottom[j], least);
@@ -359,20 +351,7 @@ inline void forward_chunk(const Problem &pb, const ForwardMemory &m, const Runni
         }
     };
     const char *values = v.data + (ptrdiff_t)((k0 + r0) / (apart ? 1 : Op::step)) * v.ld;
-#if defined(RW_TILES)
-    if constexpr (is_tiled<Op>) {
-      const int steps = tile_steps<N>(s, n);
-      for (int r = 0; r < pb.dv_dim; r += kTile) {
-        float *sums = s + 32 * N * W;  // after the pairs of weights
-        tile_sums<N>(values + r * 64, v.ld, steps, s, sums);
-        each_row<N>(sums, (int)smaller(kTile, pb.dv_dim - r),
-                    [&](auto block, int i, auto &acc) __attribute__((always_inline)) { add(block, r + i, acc); });
-      }
-    }
-#endif
-    if constexpr (!is_tiled<Op>)
-      sweep<Op, false, N>(
-          values, v.ld, pb.dv_dim, apart ? count : (count + Op::depth - 1) / Op::depth, s, Nothing(), add);
+    sweep<Op, false, N>(values, v.ld, pb.dv_dim, apart ? count : (count + Op::depth - 1) / Op::depth, s, Nothing(), add);
   }
 }
 
@@ -521,9 +500,6 @@ inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes
     const Tile k = tile_rows<Op>(pb.k, u.batch, u.kv_head, start, live.count(), pb.d, nullptr, m.k).from(live.first);
     const bool apart = pb.spacing.apart();
     Tile v = tile_columns<Op>(pb.v, u.batch, u.kv_head, start, live.count(), pb.dv_dim, dead, m.v, apart);
-#if defined(RW_TILES)
-    if (is_tiled<Op>) v = turn_pairs(v, live.count(), pb.dv_dim, m.turned);
-#endif
     v = v.from(live.first / (apart ? 1 : Op::step));
     for (int from = 0, to; from < keys; from = to) {
       uint32_t full[kMostLanes / 32];

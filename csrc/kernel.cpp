@@ -1,8 +1,6 @@
 // One instruction-set build of the kernels. This file is compiled several times; RINGWEAVE_VARIANT names the build.
-#if !defined(RW_TILES)
 #include "backward.h"
 #include "mass.h"
-#endif
 #include "decode.h"
 
 #define RW_TEXT_(x) #x
@@ -16,8 +14,6 @@ namespace ringweave {
 #if defined(RW_PAIRS)
 #if defined(RINGWEAVE_NEON)
 #define RW_ADDS_TO kernel_neon
-#elif defined(RW_TILES)
-#define RW_ADDS_TO kernel_avx512bf16
 #else
 #define RW_ADDS_TO kernel_avx512
 #endif
@@ -29,9 +25,7 @@ extern const Kernel RW_ADDS_TO;
 
 namespace {
 
-#if defined(RW_TILES)
-using Own = Tiled;
-#elif defined(RW_PAIRS)
+#if defined(RW_PAIRS)
 using Own = Pair;
 #else
 using Own = Single;
@@ -42,26 +36,10 @@ using Own = Single;
 size_t forward_bytes(const Problem &pb, int lanes) { return ForwardMemory(pb, lanes, nullptr).bytes; }
 void run_forward(const Problem &pb, const Unit &u, const Piece &p, const Next &next, char *m, float *partials,
                  size_t stride) {
-  // tiles sum 32 keys of the whole together, which a view cannot do
-  RW_OTHERS(pb.k.dtype != BF16 || (kTiles && pb.spacing.step), forward(pb, u, p, next, m, partials, stride));
+  RW_OTHERS(pb.k.dtype != BF16, forward(pb, u, p, next, m, partials, stride));
   RW_CALL(forward_piece, pb, u, p, next, m, Partials{partials, stride});
 }
 
-#if defined(RW_TILES)
-// Only forward uses tiles.
-size_t mass_bytes(const Problem &pb, int lanes) { return RW_ADDS_TO.mass_bytes(pb, lanes); }
-size_t backward_bytes(const Problem &pb, int lanes) { return RW_ADDS_TO.backward_bytes(pb, lanes); }
-void run_mass(const Problem &pb, const Unit &u, const Piece &p, const Mass &mass, char *m) {
-  RW_ADDS_TO.mass(pb, u, p, mass, m);
-}
-void run_backward(const Problem &pb, const Unit &u, const Piece &p, const Turns &turns, char *m, float *partial) {
-  RW_ADDS_TO.backward(pb, u, p, turns, m, partial);
-}
-void backward_join(const Problem &pb, const Unit &u, const Join &join, const Turns &turns, char *m,
-                   const float *partials, size_t stride) {
-  RW_ADDS_TO.backward_join(pb, u, join, turns, m, partials, stride);
-}
-#else
 size_t mass_bytes(const Problem &pb, int lanes) { return MassMemory(pb, lanes, nullptr).bytes; }
 size_t backward_bytes(const Problem &pb, int lanes) { return BackwardMemory(pb, lanes, nullptr).bytes; }
 void run_mass(const Problem &pb, const Unit &u, const Piece &p, const Mass &mass, char *m) {
@@ -72,7 +50,6 @@ void run_backward(const Problem &pb, const Unit &u, const Piece &p, const Turns 
   RW_OTHERS(pb.q.dtype != BF16, backward(pb, u, p, turns, m, partial));
   RW_CALL(backward_piece, pb, u, p, turns, m, partial);
 }
-#endif
 
 // delta = rowsum(dout * out) - dlse
 void run_delta(const Problem &pb, int64_t b, int64_t h, int64_t first, int64_t last) {
@@ -147,18 +124,14 @@ int64_t fma_rounds(int64_t rounds) {
 int64_t fma_loop(Dtype dtype, int64_t rounds) {
   RW_OTHERS(dtype != BF16, fma_loop(dtype, rounds));
   (void)dtype;
-#if defined(RW_TILES)
-  return tile_rounds(rounds);
-#elif defined(RW_SQUARES)
+#if defined(RW_SQUARES)
   return fma_rounds<Square>(rounds);
 #else
   return fma_rounds<Own>(rounds);
 #endif
 }
 
-#if defined(RW_TILES)
-constexpr bool (*agrees)() = tiles_agree;
-#elif defined(RW_SQUARES)
+#if defined(RW_SQUARES)
 constexpr bool (*agrees)() = squares_agree;
 #else
 constexpr bool (*agrees)() = nullptr;

@@ -19,10 +19,7 @@ const std::vector<const Kernel *> &found() {
 
 const Kernel &pick(const std::string &variant) {
   for (const Kernel *k : found())
-    if (variant.empty() || variant == k->name) {
-      if (const char *why = refusal(*k)) refuse("variant", "\"" + variant + "\" cannot be used: " + why, "UnsupportedError");
-      return *k;
-    }
+    if (variant.empty() || variant == k->name) return *k;
   refuse("variant", "this machine cannot run \"" + variant + "\"", "UnsupportedError");
 }
 

@@ -6,24 +6,12 @@
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
-#elif defined(__x86_64__)
-#include <cpuid.h>
-#include <stdint.h>
 #endif
 
 namespace ringweave {
 namespace {
 
-#if defined(__x86_64__)
-// Whether the processor supports tiles with bfloat16 products, and the system saves their state.
-bool has_amx() {
-  uint32_t a, b, c, d;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return false;
-  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return false;  // OSXSAVE
-  asm volatile("xgetbv" : "=a"(a), "=d"(d) : "c"(0));
-  return (a >> 17 & 3) == 3;
-}
-#elif defined(__aarch64__)
+#if defined(__aarch64__)
 // Whether the processor multiplies pairs of bfloat16; all 64-bit processors have the other instructions.
 bool has_bf16() {
 #if defined(__linux__)
@@ -51,8 +39,6 @@ std::vector<const char *> instruction_sets() {
   const bool slow_pairs = pairs && __builtin_cpu_is("intel") && !__builtin_cpu_is("cooperlake");
   if (slow_pairs) found.push_back("avx512");
   if (pairs) found.push_back("avx512bf16");
-  if (pairs && has_amx()) found.push_back("amx");
-  if (pairs) found.push_back("amxmodel");
   if (avx512 && !slow_pairs) found.push_back("avx512");
   if (avx2) found.push_back("avx2");
 #elif defined(__aarch64__)

@@ -4,7 +4,7 @@
 
 namespace ringweave {
 
-// The builds that this processor can run, by name, the best first. A build with unknown speed (AMX) is never the first.
+// The builds that this processor can run, by name, the best first.
 std::vector<const char *> instruction_sets();
 
 }  // namespace ringweave

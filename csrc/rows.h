@@ -194,7 +194,7 @@ inline Tile tile_rows(const View &t, int64_t b, int64_t h, int64_t first, int n,
   const ptrdiff_t size = (Op::depth == 2 ? 2 : 4) * (ptrdiff_t)width;
   // Contiguous rows are used in place, if nothing reads past the last one. Rows that are far apart are copied, since
   // they would compete for a few cache sets and TLB entries.
-  if (raw && !dead && t.token == size && run == n && n % Op::rows == 0) return {from, size};
+  if (raw && !dead && t.token == size && run == n) return {from, size};
   for (int i = 0; i < n; ++i, from += t.token) {
     if (i == run) from = token_at(t, b, h, first + i), run += run_of(t, first + i, n - i);
     char *to = memory + i * size;

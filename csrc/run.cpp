@@ -14,10 +14,6 @@
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
-#if defined(RINGWEAVE_AMX)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 namespace ringweave {
 namespace {
@@ -310,30 +306,12 @@ RINGWEAVE_BUILDS
 static const Kernel *const kBuilds[] = {RINGWEAVE_BUILDS};
 #undef X
 
-#if defined(RINGWEAVE_AMX)
-// A process must request tiles from Linux (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), which then saves 8 KiB more for
-// each thread.
-static bool may_use_amx() {
-  static const bool may = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-  return may;
-}
-#endif
-static bool uses_amx(const Kernel &kernel) { return !std::strcmp(kernel.name, "amx"); }
-
 std::vector<const Kernel *> kernels() {
   std::vector<const Kernel *> found;
   for (const char *name : instruction_sets())
     for (const Kernel *k : kBuilds)
-      if (!std::strcmp(k->name, name) && (uses_amx(*k) || !refusal(*k))) found.push_back(k);
+      if (!std::strcmp(k->name, name) && (!k->agrees || k->agrees())) found.push_back(k);
   return found;
-}
-
-const char *refusal(const Kernel &kernel) {
-#if defined(RINGWEAVE_AMX)
-  if (uses_amx(kernel) && !may_use_amx()) return "the system does not let this process use tiles";
-#endif
-  if (kernel.agrees && !kernel.agrees()) return "this processor's sums differ from those that its manual specifies";
-  return nullptr;
 }
 
 }  // namespace ringweave

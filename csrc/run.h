@@ -16,9 +16,7 @@ void merge(const Problem &pb, const Kernel &kernel, int threads);
 double fma_peak(const Kernel &kernel, Dtype dtype, int threads, double seconds);
 uint64_t read_all(const uint64_t *words, int64_t n, int threads);
 
-// The builds that this machine can run, the best first. A build with unknown speed (AMX) is never the first.
+// The builds that this machine can run, the best first.
 std::vector<const Kernel *> kernels();
-// Why one of these kernels cannot be used, or null. The permission to use AMX tiles is requested at their first use.
-const char *refusal(const Kernel &kernel);
 
 }  // namespace ringweave

@@ -313,13 +313,12 @@ RW_INLINE void turn_fourths(V (&x)[4]) {
 struct Single {
   static constexpr int depth = 1;  // channels in a 4-byte element
   static constexpr int step = 1;   // rows that a contraction over rows combines
-  static constexpr int rows = 1;   // rows that a contraction over channels reads together
   static RW_INLINE V madd(V a, V b, V c) { return fused(a, b, c); }
 };
 
 #if defined(RW_PAIRS)
 struct Pair {
-  static constexpr int depth = 2, step = 2, rows = 1;
+  static constexpr int depth = 2, step = 2;
   static RW_INLINE V madd(V a, V b, V c) {
 #if defined(__AVX512BF16__)
     return (V)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);

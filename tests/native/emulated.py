@@ -2,9 +2,8 @@
 
 The module's own binding and kernels are compiled for aarch64 and run by qemu-user; ``aarch64/nanobind/nanobind.h`` is the
 other side. As a plugin of pytest it stands in for the extension before the package looks for it, so that the suite runs on
-it as it is. ``python -m tests.native.emulated arm FOLDER [pytest arguments]``, which is ``make arm``, builds the program into
-a folder and runs the kernel's tests on each processor; ``amx``, which is ``make amx``, builds it for this machine's own
-processor and runs the tests of the kernel that multiplies by tiles, on a model of them.
+it as it is. ``python -m tests.native.emulated FOLDER [pytest arguments]``, which is ``make arm``, builds the program into
+a folder and runs the kernel's tests on each processor.
 """
 
 from __future__ import annotations
@@ -63,31 +62,31 @@ def _path() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
-def missing(target: str = "arm") -> str | None:
-    """What is not there and has to be installed."""
-    packages = {"cmake": "cmake", "ninja": "ninja-build"}
-    packages |= {COMPILER: "g++-aarch64-linux-gnu", EMULATOR: "qemu-user"} if target == "arm" else {"c++": "g++"}
+#: Tools and their Debian packages: to build for this machine, and to build and run for aarch64.
+NATIVE = {"cmake": "cmake", "ninja": "ninja-build", "c++": "g++"}
+CROSS = {"cmake": "cmake", "ninja": "ninja-build", COMPILER: "g++-aarch64-linux-gnu", EMULATOR: "qemu-user"}
+
+
+def missing(packages: dict[str, str] = CROSS) -> str | None:
+    """Return which tools have to be installed; None if all are there."""
     wanted = [
         f"{name} (Debian: {package})" for name, package in packages.items() if not shutil.which(name, path=_path())
     ]
     return f"needs {', '.join(wanted)}" if wanted else None
 
 
-#: What a target is compiled with.
-TOOLS = {
-    "arm": (f"-DCMAKE_CXX_COMPILER={COMPILER}", "-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64"),
-    "amx": ("-DRINGWEAVE_AMX_MODEL=ON",),
-}
+#: Options of CMake to compile for aarch64.
+TOOLS = (f"-DCMAKE_CXX_COMPILER={COMPILER}", "-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64")
 
 
-def build(target: str, folder: Path, *options: str) -> Path:
-    """Compile the program; its path."""
+def build(folder: Path, *options: str) -> Path:
+    """Compile the program and return its path."""
     # ninja cannot read what make hands to its jobs
     environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "CXXFLAGS")}
     environment["PATH"] = _path()
     folders = "-S", str(ROOT), "-B", str(folder)
     commands = [
-        ["cmake", *folders, "-G", "Ninja", "-DRINGWEAVE_PROGRAM=ON", *TOOLS[target], *options],
+        ["cmake", *folders, "-G", "Ninja", "-DRINGWEAVE_PROGRAM=ON", *TOOLS, *options],
         ["cmake", "--build", str(folder)],
     ]
     for command in commands:
@@ -125,10 +124,10 @@ def _encoded(value: Any, tensors: list[tuple[Tensor, bytes]]) -> Iterator[bytes]
 
 
 class Program:
-    """The program, running, on the machine's own processor where none is named: it takes one call after the other."""
+    """The program, running on an emulated processor: it takes one call after the other."""
 
     def __init__(self, path: Path, processor: str):
-        self._command = [*([EMULATOR, "-cpu", processor] if processor else []), str(path)]
+        self._command = [EMULATOR, "-cpu", processor, str(path)]
         self._process: subprocess.Popen[bytes] | None = None
         self._one = threading.Lock()
 
@@ -226,12 +225,12 @@ def pytest_unconfigure() -> None:
     _stand_in.pop().close()
 
 
-def main(target: str, folder: str, *arguments: str) -> int:
+def main(folder: str, *arguments: str) -> int:
     """Build, and run the tests; 0 where all pass."""
-    if absent := missing(target):
+    if absent := missing():
         print(absent, file=sys.stderr)
         return 2
-    program = build(target, ROOT / folder)
+    program = build(ROOT / folder)
     command = [
         sys.executable,
         "-m",
@@ -242,12 +241,11 @@ def main(target: str, folder: str, *arguments: str) -> int:
         "no:cacheprovider",
         "--timeout=1800",  # emulated instructions take many times as long
         *SUITE,
-        *([] if target == "arm" else ["tests/native/test_same_bits.py", "-k=amxmodel"]),
         *arguments,
     ]
     codes = []
-    for processor in PROCESSORS if target == "arm" else ("",):
-        print(f"{EMULATOR} -cpu {processor}" if processor else "a model of AMX", flush=True)
+    for processor in PROCESSORS:
+        print(f"{EMULATOR} -cpu {processor}", flush=True)
         environment = os.environ | {PROGRAM: str(program), PROCESSOR: processor, "OMP_WAIT_POLICY": "passive"}
         codes.append(subprocess.run(command, cwd=ROOT, env=environment).returncode)
     return max(codes)

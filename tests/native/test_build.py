@@ -19,7 +19,7 @@ from ringweave.backends import cpu
 from ringweave.environment import CPU_VARIANT
 from ringweave.errors import UnsupportedError
 
-from .emulated import missing
+from .emulated import NATIVE, missing
 from .plans import VARIANTS, _cpu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +68,7 @@ def configured(folder: Path, *options: str) -> tuple[list[str], dict[str, list[s
     return said.split(", "), flags
 
 
-needs_cmake = pytest.mark.skipif(missing("amx") is not None, reason=f"{missing('amx')}")
+needs_cmake = pytest.mark.skipif(missing(NATIVE) is not None, reason=f"{missing(NATIVE)}")
 EXPORT = "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"
 
 

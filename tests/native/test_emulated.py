@@ -28,7 +28,7 @@ Running = tuple[ModuleType, list[str]]
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = "-DRINGWEAVE_OPTIMIZE=-O0", "-DCMAKE_BUILD_TYPE=Debug"
-    return build("arm", tmp_path_factory.mktemp("aarch64"), *options)
+    return build(tmp_path_factory.mktemp("aarch64"), *options)
 
 
 @pytest.fixture(scope="module", params=PROCESSORS)

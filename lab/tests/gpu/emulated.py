@@ -27,7 +27,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import ringweave as rw
 from ringweave.backends import BACKENDS
 from ringweave.backends.triton import arguments, launch
-from ringweave.backends.triton.launch_config import LaunchConfig
 from tests.cases import MIXTURES, PATTERNS
 from tests.dropped import kept, next_seed
 from tests.oracle import NAMES, Inputs
@@ -346,17 +345,6 @@ def test_order_changes_no_bit(name: str, device: Emulated) -> None:
     for other in found[1:]:
         for result in NAMES:
             assert torch.equal(other[result], found[0][result]), result
-
-
-def chosen(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
-    """Let forward kernels be launched another way."""
-    choose = launch.choose
-
-    def other(kernel: str, *case: Any) -> LaunchConfig:
-        config = choose(kernel, *case)
-        return dataclasses.replace(config, **fields) if kernel == "forward" else config
-
-    monkeypatch.setattr(launch, "choose", other)
 
 
 @pytest.mark.long
