@@ -60,10 +60,10 @@ inline bool find_bad(const View &t, const Lanes &lanes, int width, uint8_t *bad,
 // The mask of an entry of a column. It has a row per query, so it needs no transposition. A full tile with an odd
 // number of keys needs a mask too, if products use pairs of keys.
 template <class Op>
-inline TileMask column_mask(const Problem &pb, int32_t bits, int rows, int keys, const BackwardMemory &m) {
+inline TileMask column_mask(const Problem &pb, int32_t mask_id, int rows, int keys, const BackwardMemory &m) {
   const Plan &plan = pb.plan;
-  if (bits >= 0) {
-    const uint32_t *at = (const uint32_t *)plan.masks + (ptrdiff_t)bits * plan.q_tile * plan.words;
+  if (mask_id >= 0) {
+    const uint32_t *at = (const uint32_t *)plan.mask_words + (ptrdiff_t)mask_id * plan.q_tile * plan.words;
     return {at, plan.words, find_dead(at, rows, plan.words, m.dead)};
   }
   if (keys % Op::depth == 0) return {};
@@ -98,7 +98,7 @@ inline void backward_piece(const Problem &pb, const Unit &u, const Piece &piece,
   }
   int64_t before = 0;  // number of entries of the previous heads
   for (int h = u.head; h < u.head + u.heads; ++h) {
-    const int64_t g = plan.group[u.batch * pb.q_heads + h];
+    const int64_t g = plan.row_set[u.batch * pb.q_heads + h];
     const Entries all = column_entries(plan, g, piece.tile, turns.first, turns.first + turns.tiles);
     const int64_t begin = all.begin + larger(piece.begin - before, 0),
                   end = smaller(all.begin + piece.end - before, all.end);
@@ -115,7 +115,7 @@ inline void backward_piece(const Problem &pb, const Unit &u, const Piece &piece,
       }
       Streamed t;
       t.rows = rows, t.key_count = lanes.rows;
-      t.mask = column_mask<Op>(pb, plan.bits_t[e], rows, lanes.rows, m);
+      t.mask = column_mask<Op>(pb, plan.mask_id_t[e], rows, lanes.rows, m);
       if (e + 1 < end) {
         const int64_t then = (int64_t)plan.row[e + 1] * plan.q_tile;
         t.ahead = Ahead(pb.q, pb.dout, u.batch, h, then, (int)smaller(plan.q_tile, pb.nq - then), pb.d, pb.dv_dim);

@@ -115,10 +115,10 @@ inline void check_range(const char *name, const int32_t *x, int64_t n, int64_t l
                      std::to_string(low) + ", " + std::to_string(high - 1) + "]");
 }
 
-// Checks `groups` lists of offsets: each ascends, and all offsets are in [0, nnz].
-inline void check_offsets(const char *name, const int32_t *x, int64_t groups, int64_t n, int64_t nnz) {
-  check_range(name, x, groups * n, 0, nnz + 1);
-  for (int64_t g = 0; g < groups; ++g) {
+// Checks `row_sets` lists of offsets: each ascends, and all offsets are in [0, nnz].
+inline void check_offsets(const char *name, const int32_t *x, int64_t row_sets, int64_t n, int64_t nnz) {
+  check_range(name, x, row_sets * n, 0, nnz + 1);
+  for (int64_t g = 0; g < row_sets; ++g) {
     bool falls = false;
     for (int64_t i = 1; i < n; ++i) falls |= x[g * n + i] < x[g * n + i - 1];
     if (falls) refuse(name, "offsets of row set " + std::to_string(g) + " descend");
@@ -127,9 +127,9 @@ inline void check_offsets(const char *name, const int32_t *x, int64_t groups, in
 
 // Checks that lists ascend, since backward finds a part of a column by bisection, and that row sets share no entries,
 // since backward numbers them.
-inline void check_columns(const int32_t *row, const int32_t *offsets, int64_t groups, int64_t n) {
+inline void check_columns(const int32_t *row, const int32_t *offsets, int64_t row_sets, int64_t n) {
   bool falls = false;
-  for (int64_t g = 0; g < groups; ++g, offsets += n) {
+  for (int64_t g = 0; g < row_sets; ++g, offsets += n) {
     if (g && offsets[0] < offsets[-1])
       refuse("col_ptr", "row sets " + std::to_string(g - 1) + " and " + std::to_string(g) + " overlap");
     for (int64_t i = 0; i + 1 < n; ++i)

@@ -370,8 +370,8 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
     const int keys = tile_keys(e);
     if (keys <= 0) continue;  // past the last page
     TileMask mask;
-    if (plan.bits[e] >= 0)
-      mask = turn_mask((const uint32_t *)plan.masks + (ptrdiff_t)plan.bits[e] * plan.q_tile * plan.words, plan.words,
+    if (plan.mask_id[e] >= 0)
+      mask = turn_mask((const uint32_t *)plan.mask_words + (ptrdiff_t)plan.mask_id[e] * plan.q_tile * plan.words, plan.words,
                        lanes, keys, m.mask, m.dead);
     if (Scored && pb.scoring.count) pairs.set_lanes(first, keys, pad_lanes(keys));
     TileMask kept;

@@ -420,7 +420,7 @@ typedef Running AddEntries(const Problem &, const Unit &, const Lanes &, const F
                            int64_t at, int64_t begin, int64_t end, int64_t last, const Next &);
 
 inline int64_t first_entry(const Problem &pb, const Unit &u, int64_t tile) {
-  const int64_t g = pb.plan.group[u.batch * pb.q_heads + u.head];
+  const int64_t g = pb.plan.row_set[u.batch * pb.q_heads + u.head];
   return pb.plan.row_ptr[g * (pb.plan.q_tiles + 1) + tile];
 }
 
@@ -479,8 +479,8 @@ inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes
     if (Scored) pairs.set_rows(first, keys);
     if (Scored && pb.scoring.drop) pairs.kept = kept_pairs(pb, lanes, first, keys, m.dropout);
     TileMask mask;
-    if (plan.bits[e] >= 0)
-      mask = turn_mask((const uint32_t *)plan.masks + (ptrdiff_t)plan.bits[e] * plan.q_tile * plan.words, plan.words,
+    if (plan.mask_id[e] >= 0)
+      mask = turn_mask((const uint32_t *)plan.mask_words + (ptrdiff_t)plan.mask_id[e] * plan.q_tile * plan.words, plan.words,
                        lanes, keys, m.mask, m.dead);
     const auto ahead = [&](int lane) {
       if (e + 1 < last) return lane ? Ahead() : keys_ahead(pb, u, e + 1);

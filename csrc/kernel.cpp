@@ -101,36 +101,6 @@ double longest(const View &t, int width, int64_t b, int64_t h, int64_t first, in
   return most;
 }
 
-template <class Op>
-int64_t fma_rounds(int64_t rounds) {
-  constexpr int chains = kRegisters == 32 ? 24 : 12;
-  volatile float half = 0.5f;  // unknown to the compiler, so that it cannot evaluate the loop
-  V acc[chains], a = splat(half), b = splat(half);
-#pragma GCC unroll 24
-  for (int i = 0; i < chains; ++i) acc[i] = splat(half);
-  for (int64_t r = 0; r < rounds; ++r) {
-    a = opaque(a);  // otherwise the compiler moves the product out of the loop, and only additions are timed
-#pragma GCC unroll 24
-    for (int i = 0; i < chains; ++i) acc[i] = Op::madd(a, b, acc[i]);
-  }
-  V sum = V{};
-#pragma GCC unroll 24
-  for (int i = 0; i < chains; ++i) sum += acc[i];
-  volatile float keep = sum[0];
-  (void)keep;
-  return rounds * chains * W * 2 * Op::depth;
-}
-
-int64_t fma_loop(Dtype dtype, int64_t rounds) {
-  RW_OTHERS(dtype != BF16, fma_loop(dtype, rounds));
-  (void)dtype;
-#if defined(RW_SQUARES)
-  return fma_rounds<Square>(rounds);
-#else
-  return fma_rounds<Own>(rounds);
-#endif
-}
-
 #if defined(RW_SQUARES)
 constexpr bool (*agrees)() = squares_agree;
 #else
@@ -152,7 +122,6 @@ const Kernel RW_JOIN(kernel_, RINGWEAVE_VARIANT) = {RW_TEXT(RINGWEAVE_VARIANT),
                                                     run_delta,
                                                     run_merge,
                                                     longest,
-                                                    fma_loop,
                                                     kTermKinds,
                                                     agrees};
 

@@ -67,15 +67,15 @@ inline void mass_piece(const Problem &pb, const Unit &u, const Piece &piece, con
   gather(pb.lse, lanes, kInf, m.lse);
   // a row that attends nothing has zero weights
   for (int i = 0; i < lanes.count; ++i) m.lse[i] = m.lse[i] == -kInf ? kInf : m.lse[i];
-  const int64_t g = plan.group[u.batch * pb.q_heads + u.head];
+  const int64_t g = plan.row_set[u.batch * pb.q_heads + u.head];
   const int32_t *ends = plan.row_ptr + g * (plan.q_tiles + 1);
   const int64_t last = ends[piece.tile] + piece.end;
   for (int64_t e = ends[piece.tile] + piece.begin; e < last; ++e) {
     const int64_t first = (int64_t)plan.col[e] * plan.kv_tile;
     const int keys = (int)smaller(plan.kv_tile, pb.nk - first);
     TileMask allowed;
-    if (plan.bits[e] >= 0)
-      allowed = turn_mask((const uint32_t *)plan.masks + (ptrdiff_t)plan.bits[e] * plan.q_tile * plan.words, plan.words,
+    if (plan.mask_id[e] >= 0)
+      allowed = turn_mask((const uint32_t *)plan.mask_words + (ptrdiff_t)plan.mask_id[e] * plan.q_tile * plan.words, plan.words,
                           lanes, keys, m.mask, m.dead);
     Ahead next;
     if (e + 1 < last) {

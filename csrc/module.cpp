@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cmath>
+#include <cstring>
 
 #include "check.h"
 #include "run.h"
@@ -37,6 +38,64 @@ int head_dim(const char *name, const Array &a) {
 
 typedef std::optional<Array> Maybe;
 
+// The arguments of a call, which Python passes by name.
+class Arguments {
+ public:
+  explicit Arguments(const nb::kwargs &given) {
+    named.reserve(given.size());
+    for (const auto &[name, value] : given) named.push_back({nb::cast<const char *>(name), value});
+  }
+  template <class T>
+  T get(const char *name) {
+    const nb::handle found = find(name);
+    if (found.is_none()) refuse(name, "is missing");
+    return cast<T>(name, found);
+  }
+  template <class T>
+  T get(const char *name, T otherwise) {
+    const nb::handle found = find(name);
+    return found.is_none() ? otherwise : cast<T>(name, found);
+  }
+  Array array(const char *name) { return get<Array>(name); }
+  Maybe maybe(const char *name) { return get<Maybe>(name, Maybe()); }
+  // An array that a prepared call reads later, too.
+  Array keep(const char *name) { return kept.emplace_back(array(name)); }
+  // Refuses names that nothing has asked for.
+  void end() const {
+    for (const Named &each : named)
+      if (!each.asked) refuse(each.name, "is no argument of this function");
+  }
+  std::vector<Array> kept;
+
+ private:
+  struct Named {
+    const char *name;
+    nb::handle value;
+    bool asked = false;
+  };
+  // None if the argument is not given.
+  nb::handle find(const char *name) {
+    for (Named &each : named)
+      if (each.name[0] == name[0] && !std::strcmp(each.name, name)) return each.asked = true, each.value;
+    return nb::none();
+  }
+  template <class T>
+  static T cast(const char *name, nb::handle found) {
+    T value;
+    if (!nb::try_cast(found, value)) refuse(name, "has a wrong type");
+    return value;
+  }
+  std::vector<Named> named;
+};
+
+const Kernel &pick(Arguments &given) { return pick(given.get<std::string>("variant", "")); }
+
+int threads_of(Arguments &given) {
+  const int threads = given.get<int>("threads");
+  check_threads(threads);
+  return threads;
+}
+
 // The page table as Pages, with `size` tokens per page.
 Pages pages_of(const Array &table, const Array &lengths, int64_t batch, int64_t size, int64_t stored) {
   Pages pages;
@@ -53,12 +112,14 @@ Pages pages_of(const Array &table, const Array &lengths, int64_t batch, int64_t 
 }
 
 // A problem with q, k, v, scale and sizes. With a table, k and v are pages; with scales, they may have 8-bit types.
-Problem inputs(const Array &q, const Array &k, const Array &v, float scale, const Maybe &table = std::nullopt,
-               bool scaled = false) {
+Problem inputs(Arguments &given, const char *values = "v", bool scaled = false) {
+  const Array q = given.array("q"), k = given.array("k"), v = given.array(values);
+  const Maybe table = given.maybe("table");
+  const float scale = given.get<float>("scale");
   Problem pb;
   pb.d = head_dim("q", q);
   head_dim("k", k);
-  pb.dv_dim = head_dim("v", v);
+  pb.dv_dim = head_dim(values, v);
   pb.batch = q.shape(0), pb.q_heads = q.shape(1), pb.nq = q.shape(2);
   pb.kv_heads = k.shape(1), pb.nk = k.shape(2);
   const int64_t outer = table ? (int64_t)k.shape(0) : pb.batch, tokens = pb.nk;
@@ -69,7 +130,7 @@ Problem inputs(const Array &q, const Array &k, const Array &v, float scale, cons
   if (pb.q_heads % pb.kv_heads) refuse("k", "its number of heads must divide that of q");
   pb.q = view_of("q", q, {pb.batch, pb.q_heads, pb.nq, pb.d}, false);
   pb.k = view_of("k", k, {outer, pb.kv_heads, tokens, pb.d}, false, scaled);
-  pb.v = view_of("v", v, {outer, pb.kv_heads, tokens, pb.dv_dim}, false, scaled);
+  pb.v = view_of(values, v, {outer, pb.kv_heads, tokens, pb.dv_dim}, false, scaled);
   if (scaled) {
     if (pb.k.dtype != pb.v.dtype) refuse("v", "wanted the dtype of k");
     if (bytes_of(pb.k.dtype) != 1) refuse("k", "wanted 8 bits with scales");
@@ -88,7 +149,9 @@ View floats(const char *name, const Array &a, const Problem &pb, bool written) {
   return v;
 }
 
-void tiles(Problem &pb, int q_tile, int kv_tile) {
+// The rows of the plan, from which forward starts.
+void rows_of_plan(Problem &pb, Arguments &given) {
+  const int q_tile = given.get<int>("q_tile"), kv_tile = given.get<int>("kv_tile");
   if (q_tile < 16 || q_tile > kMostTile || q_tile % 16)
     refuse("q_tile", "wanted 16, 32, ... 256, got " + std::to_string(q_tile));
   if (kv_tile < 16 || kv_tile > kMostTile || kv_tile % 16)
@@ -96,38 +159,38 @@ void tiles(Problem &pb, int q_tile, int kv_tile) {
   Plan &p = pb.plan;
   p.q_tile = q_tile, p.kv_tile = kv_tile, p.words = (kv_tile + 31) / 32;
   p.q_tiles = (pb.nq + q_tile - 1) / q_tile, p.k_tiles = (pb.nk + kv_tile - 1) / kv_tile;
-}
-
-void rows_of_plan(Problem &pb, const Array &row_ptr, const Array &col, const Array &bits, const Array &masks,
-                  const Array &group) {
-  Plan &p = pb.plan;
+  const Array row_ptr = given.keep("row_ptr"), col = given.keep("col"), mask_words = given.keep("mask_words");
   p.row_ptr = ints("row_ptr", row_ptr, {-1, p.q_tiles + 1});
-  p.groups = row_ptr.shape(0);
+  p.row_sets = row_ptr.shape(0);
   p.col = ints("col", col, {-1});
   const int64_t nnz = col.shape(0);
-  p.bits = ints("bits", bits, {nnz});
-  p.masks = ints("masks", masks, {-1, p.q_tile, p.words});
-  p.group = ints("group", group, {pb.batch, pb.q_heads});
-  check_offsets("row_ptr", p.row_ptr, p.groups, p.q_tiles + 1, nnz);
+  p.mask_id = ints("mask_id", given.keep("mask_id"), {nnz});
+  p.mask_words = ints("mask_words", mask_words, {-1, p.q_tile, p.words});
+  p.masks = mask_words.shape(0), p.entries = nnz;
+  p.row_set = ints("row_set", given.keep("row_set"), {pb.batch, pb.q_heads});
+  check_offsets("row_ptr", p.row_ptr, p.row_sets, p.q_tiles + 1, nnz);
   check_range("col", p.col, nnz, 0, p.k_tiles);
-  check_range("bits", p.bits, nnz, -1, (int64_t)masks.shape(0));
-  check_range("group", p.group, pb.batch * pb.q_heads, 0, p.groups);
+  check_range("mask_id", p.mask_id, nnz, -1, p.masks);
+  check_range("row_set", p.row_set, pb.batch * pb.q_heads, 0, p.row_sets);
 }
 
-void columns_of_plan(Problem &pb, const Array &col_ptr, const Array &row, const Array &bits_t, int64_t masks) {
+// The columns of the plan, over which backward runs.
+void columns_of_plan(Problem &pb, Arguments &given) {
   Plan &p = pb.plan;
-  p.col_ptr = ints("col_ptr", col_ptr, {p.groups, p.k_tiles + 1});
+  p.col_ptr = ints("col_ptr", given.keep("col_ptr"), {p.row_sets, p.k_tiles + 1});
+  const Array row = given.keep("row");
   p.row = ints("row", row, {-1});
   const int64_t nnz = row.shape(0);
-  p.bits_t = ints("bits_t", bits_t, {nnz});
-  check_offsets("col_ptr", p.col_ptr, p.groups, p.k_tiles + 1, nnz);
+  p.mask_id_t = ints("mask_id_t", given.keep("mask_id_t"), {nnz});
+  check_offsets("col_ptr", p.col_ptr, p.row_sets, p.k_tiles + 1, nnz);
   check_range("row", p.row, nnz, 0, p.q_tiles);
-  check_columns(p.row, p.col_ptr, p.groups, p.k_tiles + 1);
-  check_range("bits_t", p.bits_t, nnz, -1, masks);
+  check_columns(p.row, p.col_ptr, p.row_sets, p.k_tiles + 1);
+  check_range("mask_id_t", p.mask_id_t, nnz, -1, p.masks);
 }
 
 // (first, step, side) of a relation by residue; empty for other relations.
-void space(Problem &pb, const std::vector<int64_t> &spacing) {
+void space(Problem &pb, Arguments &given) {
+  const auto spacing = given.get<std::vector<int64_t>>("spacing", {});
   if (spacing.empty()) return;
   constexpr int64_t most = (int64_t)1 << 40;  // so that positions fit in 64 bits
   const auto inside = [&](size_t i, int64_t low, int64_t high) { return spacing[i] >= low && spacing[i] <= high; };
@@ -216,79 +279,77 @@ void check_positions(const char *name, const int32_t *x, int64_t n, const int32_
   if (offset) check_range((name[0] == 'r' ? "q_offset" : "k_offset"), offset, offsets, -most, most);
 }
 
-// The arguments for terms and dropout from Python.
-struct ScoringArgs {
-  const Terms &terms;
-  const Maybe &rows, &columns, &q_offset, &k_offset, &heads;
-  int64_t drop, seed;
-};
-
-void scoring(Problem &pb, const ScoringArgs &args, std::vector<Term> &found,
-             const std::vector<Maybe> &table_grads = {}) {
+// Sets terms and dropout; `found` has to live as long as the problem.
+void scoring(Problem &pb, Arguments &given, std::vector<Term> &found) {
   Scoring &s = pb.scoring;
-  if (args.drop < 0 || args.drop > 65535) refuse("drop", "wanted 0 to 65535, got " + std::to_string(args.drop));
-  s.drop = (uint32_t)args.drop, s.seed = (uint64_t)args.seed;
+  const Terms terms = given.get<Terms>("terms", {});
+  const auto table_grads = given.get<std::vector<Maybe>>("table_grads", {});
+  const int64_t drop = given.get<int64_t>("drop", 0);
+  if (drop < 0 || drop > 65535) refuse("drop", "wanted 0 to 65535, got " + std::to_string(drop));
+  s.drop = (uint32_t)drop, s.seed = (uint64_t)given.get<int64_t>("seed", 0);
   bool placed = s.drop > 0;
-  for (const auto &[kind, numbers, table] : args.terms) {
+  for (const auto &[kind, numbers, table] : terms) {
     found.push_back(term_of(pb, kind, numbers, table));
+    if (table) given.kept.push_back(*table);
     placed |= found.back().kind != Term::pointwise;
   }
   s.terms = found.data(), s.count = (int)found.size();
   if (!table_grads.empty() && table_grads.size() != found.size())
     refuse("table_grads", "wanted one for each term, or none");
+  const Maybe rows = given.maybe("rows"), columns = given.maybe("columns"), heads = given.maybe("heads");
+  const Maybe q_offset = given.maybe("q_offset"), k_offset = given.maybe("k_offset");
   if (!placed) return;
   auto wanted = [&](const char *name, const Maybe &a, int64_t n) {
     if (!a) refuse(name, "wanted with alibi, distance, bias and dropout");
-    return ints(name, *a, {n});
+    return ints(name, given.kept.emplace_back(*a), {n});
   };
   auto offset = [&](const char *name, const Maybe &a, int64_t &step) -> const int32_t * {
     if (!a) return nullptr;
     step = a->ndim() == 1 && a->shape(0) == 1 ? 0 : 1;
-    return ints(name, *a, {step ? pb.batch : 1});
+    return ints(name, given.kept.emplace_back(*a), {step ? pb.batch : 1});
   };
-  s.rows = wanted("rows", args.rows, pb.nq), s.columns = wanted("columns", args.columns, pb.nk);
-  s.q_offset = offset("q_offset", args.q_offset, s.q_offset_step);
-  s.k_offset = offset("k_offset", args.k_offset, s.k_offset_step);
-  if (s.drop) s.heads = wanted("heads", args.heads, pb.q_heads);
+  s.rows = wanted("rows", rows, pb.nq), s.columns = wanted("columns", columns, pb.nk);
+  s.q_offset = offset("q_offset", q_offset, s.q_offset_step);
+  s.k_offset = offset("k_offset", k_offset, s.k_offset_step);
+  if (s.drop) s.heads = wanted("heads", heads, pb.q_heads);
   check_positions("rows", s.rows, pb.nq, s.q_offset, s.q_offset_step ? pb.batch : 1);
   check_positions("columns", s.columns, pb.nk, s.k_offset, s.k_offset_step ? pb.batch : 1);
   for (size_t i = 0; i < found.size(); ++i) {
-    const Maybe &table = std::get<2>(args.terms[i]);
+    const Maybe &table = std::get<2>(terms[i]);
     if (found[i].kind == Term::bias) {
       check_range("rows", s.rows, pb.nq, 0, (int64_t)table->shape(2));
       check_range("columns", s.columns, pb.nk, 0, (int64_t)table->shape(3));
     }
     if (table_grads.empty() || !table_grads[i]) continue;
     if (found[i].kind == Term::pointwise || found[i].kind == Term::alibi)
-      refuse("table_grads", "a term of kind \"" + std::get<0>(args.terms[i]) + "\" has none");
+      refuse("table_grads", "a term of kind \"" + std::get<0>(terms[i]) + "\" has none");
     gradient_of(found[i], pb, *table, *table_grads[i]);
   }
 }
 
-bool bind_forward(const Array &q, const Array &k, const Array &v, const Array &out, const Array &lse,
-                  const Array &row_ptr, const Array &col, const Array &bits, const Array &masks, const Array &group,
-                  int q_tile, int kv_tile, float scale, int threads, const std::string &variant, const Terms &terms,
-                  const Maybe &rows, const Maybe &columns, const Maybe &q_offset, const Maybe &k_offset,
-                  const Maybe &heads, int64_t drop, int64_t seed, const Maybe &table, const Maybe &lengths,
-                  const Maybe &k_scale, const Maybe &v_scale, bool longest_first,
-                  const std::vector<int64_t> &spacing) {
-  const Kernel &kernel = pick(variant);
-  check_threads(threads);
-  Problem pb = inputs(q, k, v, scale, table, k_scale && v_scale);
-  pb.out = view_of("out", out, {pb.batch, pb.q_heads, pb.nq, pb.dv_dim}, true);
+bool bind_forward(const nb::kwargs &named) {
+  Arguments given(named);
+  const Kernel &kernel = pick(given);
+  const int threads = threads_of(given);
+  const Maybe table = given.maybe("table"), lengths = given.maybe("lengths");
+  const Maybe k_scale = given.maybe("k_scale"), v_scale = given.maybe("v_scale");
+  const bool scaled = k_scale && v_scale;
+  Problem pb = inputs(given, "v", scaled);
+  pb.out = view_of("out", given.array("out"), {pb.batch, pb.q_heads, pb.nq, pb.dv_dim}, true);
   if (pb.out.dtype != pb.q.dtype && pb.out.dtype != F32) refuse("out", "wanted the dtype of q, or float32");
-  pb.lse = floats("lse", lse, pb, true);
-  tiles(pb, q_tile, kv_tile);
-  rows_of_plan(pb, row_ptr, col, bits, masks, group);
-  space(pb, spacing);
+  pb.lse = floats("lse", given.array("lse"), pb, true);
+  rows_of_plan(pb, given);
+  space(pb, given);
   Pages pages;
   if (table) {
+    const Array k = given.array("k");
     if (!lengths) refuse("lengths", "wanted with a table");
     pages = pages_of(*table, *lengths, pb.batch, (int64_t)k.shape(2), (int64_t)k.shape(0));
     pb.k.pages = pb.v.pages = &pages;
   }
   View scales[2];
-  if (k_scale && v_scale) {
+  if (scaled) {
+    const Array k = given.array("k");
     auto scales_of = [&](const char *name, const Array &a, View &of, View &to) {
       to = view_of(name, a, {(int64_t)k.shape(0), pb.kv_heads, (int64_t)k.shape(2)}, false);
       if (to.dtype != F32) refuse(name, "wanted float32");
@@ -298,7 +359,9 @@ bool bind_forward(const Array &q, const Array &k, const Array &v, const Array &o
     scales_of("v_scale", *v_scale, pb.v, scales[1]);
   }
   std::vector<Term> found;
-  scoring(pb, {terms, rows, columns, q_offset, k_offset, heads, drop, seed}, found);
+  scoring(pb, given, found);
+  const bool longest_first = given.get<bool>("longest_first", true);
+  given.end();
   int32_t below = 0;
   pb.below = &below;
   nb::gil_scoped_release release;
@@ -306,28 +369,28 @@ bool bind_forward(const Array &q, const Array &k, const Array &v, const Array &o
   return below != 0;
 }
 
-void bind_tile_mass(const Array &q, const Array &k, const Array &lse, const Array &values, const Array &row_ptr,
-                    const Array &col, const Array &bits, const Array &masks, const Array &group, int q_tile,
-                    int kv_tile, float scale, int threads, const std::string &variant) {
-  const Kernel &kernel = pick(variant);
-  check_threads(threads);
-  Problem pb = inputs(q, k, k, scale);
+void bind_tile_mass(const nb::kwargs &named) {
+  Arguments given(named);
+  const Kernel &kernel = pick(given);
+  const int threads = threads_of(given);
+  Problem pb = inputs(given, "k");
   pb.dv_dim = 0;  // there are no values
-  pb.lse = floats("lse", lse, pb, false);
-  tiles(pb, q_tile, kv_tile);
-  rows_of_plan(pb, row_ptr, col, bits, masks, group);
+  pb.lse = floats("lse", given.array("lse"), pb, false);
+  rows_of_plan(pb, given);
   const Plan &plan = pb.plan;
   std::vector<int64_t> first;
   int64_t total = 0;
   for (int64_t i = 0; i < pb.batch * pb.q_heads; ++i) {
-    const int32_t *ends = plan.row_ptr + plan.group[i] * (plan.q_tiles + 1);
+    const int32_t *ends = plan.row_ptr + plan.row_set[i] * (plan.q_tiles + 1);
     first.push_back(total);
     total += ends[plan.q_tiles] - ends[0];
   }
-  const int width = values.ndim() == 2 && values.shape(1) == 1 ? 1 : q_tile;
+  const Array values = given.array("values");
+  const int width = values.ndim() == 2 && values.shape(1) == 1 ? 1 : plan.q_tile;
   check_shape("values", values, {total, width});
   if (dtype_of("values", values) != F32) refuse("values", "wanted float32");
   check_compact("values", values);
+  given.end();
   nb::gil_scoped_release release;
   tile_mass(pb, {(float *)values.data(), first.data(), width}, kernel, threads);
 }
@@ -338,28 +401,23 @@ View gradient(const char *name, const Array &a, std::initializer_list<int64_t> s
   return v;
 }
 
-void bind_backward(const Array &dout, const Array &q, const Array &k, const Array &v, const Array &lse,
-                   const Array &delta, const Array &dq, const Array &dk, const Array &dv, const Array &row_ptr,
-                   const Array &col, const Array &bits, const Array &col_ptr, const Array &row, const Array &bits_t,
-                   const Array &masks, const Array &group, int q_tile, int kv_tile, float scale, int threads,
-                   const std::string &variant, const Terms &terms, const Maybe &rows, const Maybe &columns,
-                   const Maybe &q_offset, const Maybe &k_offset, const Maybe &heads, int64_t drop, int64_t seed,
-                   const std::vector<Maybe> &table_grads) {
-  const Kernel &kernel = pick(variant);
-  check_threads(threads);
-  Problem pb = inputs(q, k, v, scale);
-  pb.dout = view_of("dout", dout, {pb.batch, pb.q_heads, pb.nq, pb.dv_dim}, false);
+void bind_backward(const nb::kwargs &named) {
+  Arguments given(named);
+  const Kernel &kernel = pick(given);
+  const int threads = threads_of(given);
+  Problem pb = inputs(given);
+  pb.dout = view_of("dout", given.array("dout"), {pb.batch, pb.q_heads, pb.nq, pb.dv_dim}, false);
   same_dtype("dout", pb.dout.dtype, pb.q.dtype);
-  pb.lse = floats("lse", lse, pb, false);
-  pb.delta = floats("delta", delta, pb, false);
-  pb.dq = gradient("dq", dq, {pb.batch, pb.q_heads, pb.nq, pb.d}, pb.q.dtype);
-  pb.dk = gradient("dk", dk, {pb.batch, pb.kv_heads, pb.nk, pb.d}, pb.q.dtype);
-  pb.dv = gradient("dv", dv, {pb.batch, pb.kv_heads, pb.nk, pb.dv_dim}, pb.q.dtype);
-  tiles(pb, q_tile, kv_tile);
-  rows_of_plan(pb, row_ptr, col, bits, masks, group);
-  columns_of_plan(pb, col_ptr, row, bits_t, (int64_t)masks.shape(0));
+  pb.lse = floats("lse", given.array("lse"), pb, false);
+  pb.delta = floats("delta", given.array("delta"), pb, false);
+  pb.dq = gradient("dq", given.array("dq"), {pb.batch, pb.q_heads, pb.nq, pb.d}, pb.q.dtype);
+  pb.dk = gradient("dk", given.array("dk"), {pb.batch, pb.kv_heads, pb.nk, pb.d}, pb.q.dtype);
+  pb.dv = gradient("dv", given.array("dv"), {pb.batch, pb.kv_heads, pb.nk, pb.dv_dim}, pb.q.dtype);
+  rows_of_plan(pb, given);
+  columns_of_plan(pb, given);
   std::vector<Term> found;
-  scoring(pb, {terms, rows, columns, q_offset, k_offset, heads, drop, seed}, found, table_grads);
+  scoring(pb, given, found);
+  given.end();
   nb::gil_scoped_release release;
   backward(pb, column_work(pb), kernel, threads);
 }
@@ -399,38 +457,12 @@ void bind_merge(const Array &out, const Array &lse, const Array &part, const Arr
   merge(pb, kernel, threads);
 }
 
-// A call without terms. The constructor checks its sizes, types and plan, and divides it into work. Later calls only
-// pass addresses and strides; the caller guarantees that sizes and types are those of the constructor's tensors.
+// A call that is made often. The constructor checks its sizes, types, plan and terms, and divides it into work, which is
+// that of backward if asked for. Later calls only pass addresses and strides; the caller guarantees that sizes and types
+// are those of the constructor's tensors.
 class Prepared {
  public:
-  Prepared(const Array &q, const Array &k, const Array &v, const Array &row_ptr, const Array &col, const Array &bits,
-           const Array &masks, const Array &group, int q_tile, int kv_tile, float scale, const std::string &variant,
-           const Maybe &table, int64_t keys, const std::vector<int64_t> &spacing, bool wide, bool scaled)
-      : kernel(pick(variant)), pb(inputs(q, k, v, scale, table, scaled)), plan{row_ptr, col, bits, masks, group} {
-    if (scaled && !table) refuse("scaled", "wanted with a table");
-    if (table) {
-      if (keys < 1 || keys > pb.nk) refuse("keys", "wanted 1 to " + std::to_string(pb.nk) + ", got " + std::to_string(keys));
-      ints("table", *table, {pb.batch, -1});
-      stored = (int64_t)k.shape(0), size = (int64_t)k.shape(2), columns_of_table = (int64_t)table->shape(1), pb.nk = keys;
-      if (size < kLeastPage || size > kMostTile || size & (size - 1))
-        refuse("k", "wanted pages of 16, 32, ... 256 tokens, got " + std::to_string(size));
-    }
-    tiles(pb, q_tile, kv_tile);
-    rows_of_plan(pb, row_ptr, col, bits, masks, group);
-    space(pb, spacing);
-    pb.dout.dtype = pb.dq.dtype = pb.dk.dtype = pb.dv.dtype = pb.q.dtype, pb.out.dtype = wide ? F32 : pb.q.dtype;
-    compact(pb.out, pb.q_heads, pb.nq, pb.dv_dim), compact(pb.dq, pb.q_heads, pb.nq, pb.d);
-    compact(pb.dk, pb.kv_heads, pb.nk, pb.d), compact(pb.dv, pb.kv_heads, pb.nk, pb.dv_dim);
-    for (View *of_rows : {&pb.lse, &pb.delta}) of_rows->dtype = F32, of_rows->token = 4;
-    for (View *of_rows : {&pb.lse, &pb.delta}) of_rows->head = pb.nq * 4, of_rows->batch = pb.q_heads * pb.nq * 4;
-    work = row_work(pb);
-  }
-  // Divides the call into work for backward too.
-  void columns(const Array &col_ptr, const Array &row, const Array &bits_t) {
-    columns_of_plan(pb, col_ptr, row, bits_t, (int64_t)plan[3].shape(0));
-    plan.insert(plan.end(), {col_ptr, row, bits_t});
-    work = column_work(pb);
-  }
+  explicit Prepared(const nb::kwargs &named) : Prepared(Arguments(named)) {}
   // lse may be null if it is not requested. With pages, `table` and `lengths` are addresses, and all sequences have
   // `keys` tokens. Pages of 8 bits have contiguous scales.
   bool forward(uintptr_t q, const nb::tuple &qs, uintptr_t k, const nb::tuple &ks, uintptr_t v, const nb::tuple &vs,
@@ -441,6 +473,7 @@ class Prepared {
     // `first` on move to its end.
     const int64_t later = (keys + pb.plan.kv_tile - 1) / pb.plan.kv_tile - pb.plan.k_tiles;
     if (keys < 1 || later < 0) refuse("keys", "fill fewer tiles: " + std::to_string(keys));
+    if (pb.scoring.columns && keys != pb.nk) refuse("keys", "wanted as many as there are columns");
     Problem call = pb;
     call.nk = keys;
     Pages pages;
@@ -462,7 +495,7 @@ class Prepared {
     }
     std::vector<int32_t> col;
     if (later) {
-      col.assign(pb.plan.col, pb.plan.col + plan[1].shape(0));
+      col.assign(pb.plan.col, pb.plan.col + pb.plan.entries);
       for (int32_t &tile : col) tile += tile < first ? 0 : (int32_t)later;
       call.plan.col = col.data(), call.plan.k_tiles += later;
     }
@@ -480,7 +513,8 @@ class Prepared {
                 const nb::tuple &ks, uintptr_t v, const nb::tuple &vs, uintptr_t out, uintptr_t lse, uintptr_t dlse,
                 uintptr_t dq, uintptr_t dk, uintptr_t dv, int threads) const {
     check_threads(threads);
-    if (!pb.plan.col_ptr || stored) refuse("columns", "were not given");
+    if (!pb.plan.col_ptr || stored) refuse("backward", "was not asked for");
+    if (pb.scoring.any()) refuse("terms", "wanted none in backward");
     Problem call = pb;
     place("dout", call.dout, dout, douts);
     place("q", call.q, q, qs), place("k", call.k, k, ks), place("v", call.v, v, vs);
@@ -499,6 +533,35 @@ class Prepared {
   }
 
  private:
+  explicit Prepared(Arguments given) : kernel(pick(given)) {
+    const bool scaled = given.get<bool>("scaled", false);
+    const Maybe table = given.maybe("table");
+    const int64_t keys = given.get<int64_t>("keys", 0);
+    pb = inputs(given, "v", scaled);
+    if (scaled && !table) refuse("scaled", "wanted with a table");
+    if (table) {
+      const Array k = given.array("k");
+      if (keys < 1 || keys > pb.nk) refuse("keys", "wanted 1 to " + std::to_string(pb.nk) + ", got " + std::to_string(keys));
+      ints("table", *table, {pb.batch, -1});
+      stored = (int64_t)k.shape(0), size = (int64_t)k.shape(2), columns_of_table = (int64_t)table->shape(1), pb.nk = keys;
+      if (size < kLeastPage || size > kMostTile || size & (size - 1))
+        refuse("k", "wanted pages of 16, 32, ... 256 tokens, got " + std::to_string(size));
+    }
+    rows_of_plan(pb, given);
+    space(pb, given);
+    scoring(pb, given, found);
+    pb.dout.dtype = pb.dq.dtype = pb.dk.dtype = pb.dv.dtype = pb.q.dtype;
+    pb.out.dtype = given.get<bool>("wide", false) ? F32 : pb.q.dtype;
+    compact(pb.out, pb.q_heads, pb.nq, pb.dv_dim), compact(pb.dq, pb.q_heads, pb.nq, pb.d);
+    compact(pb.dk, pb.kv_heads, pb.nk, pb.d), compact(pb.dv, pb.kv_heads, pb.nk, pb.dv_dim);
+    for (View *of_rows : {&pb.lse, &pb.delta}) of_rows->dtype = F32, of_rows->token = 4;
+    for (View *of_rows : {&pb.lse, &pb.delta}) of_rows->head = pb.nq * 4, of_rows->batch = pb.q_heads * pb.nq * 4;
+    const bool learns = given.get<bool>("backward", false);
+    if (learns) columns_of_plan(pb, given);
+    work = learns ? column_work(pb) : row_work(pb);
+    given.end();
+    kept = std::move(given.kept);
+  }
   void compact(View &v, int64_t heads, int64_t tokens, int64_t width) const {
     v.token = width * bytes_of(v.dtype), v.head = tokens * v.token, v.batch = heads * v.head;
   }
@@ -512,29 +575,11 @@ class Prepared {
   }
   const Kernel &kernel;
   Problem pb;
-  std::vector<Array> plan;  // keeps the arrays alive that pb points into
+  std::vector<Array> kept;  // of the plan and the terms, which pb points into
+  std::vector<Term> found;
   Work work;
   int64_t stored = 0, size = 0, columns_of_table = 0;  // number of pages, tokens per page, and columns of the table
 };
-
-double bind_fma_peak(const std::string &dtype, int threads, double seconds, const std::string &variant) {
-  if (dtype != "float32" && dtype != "bfloat16")
-    refuse("dtype", "wanted \"float32\" or \"bfloat16\", got \"" + dtype + "\"");
-  if (!(seconds > 0 && seconds <= 60)) refuse("seconds", "wanted more than 0, at most 60");
-  check_threads(threads);
-  const Kernel &kernel = pick(variant);
-  nb::gil_scoped_release release;
-  return fma_peak(kernel, dtype == "bfloat16" ? BF16 : F32, threads, seconds);
-}
-
-uint64_t bind_read_all(const Array &words, int threads) {
-  const nb::dlpack::dtype t = words.dtype();
-  if (t.lanes != 1 || t.code != (uint8_t)nb::dlpack::dtype_code::Int || t.bits != 64) refuse("words", "wanted int64");
-  check_compact("words", words);
-  check_threads(threads);
-  nb::gil_scoped_release release;
-  return read_all((const uint64_t *)words.data(), (int64_t)words.size(), threads);
-}
 
 std::vector<std::string> variants() {
   std::vector<std::string> names;
@@ -561,39 +606,18 @@ NB_MODULE(_cpu, m) {
   });
   m.def("variants", &variants, "Instruction-set builds that this machine can run, the best first.");
   m.def("term_kinds", &term_kinds, "The kinds of score terms that the kernels compute, by name.");
-  m.def("forward", &bind_forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "row_ptr"_a, "col"_a, "bits"_a, "masks"_a,
-        "group"_a, "q_tile"_a, "kv_tile"_a, "scale"_a, "threads"_a, "variant"_a = "", "terms"_a = Terms(),
-        "rows"_a = nb::none(), "columns"_a = nb::none(), "q_offset"_a = nb::none(), "k_offset"_a = nb::none(),
-        "heads"_a = nb::none(), "drop"_a = 0, "seed"_a = 0, "table"_a = nb::none(), "lengths"_a = nb::none(),
-        "k_scale"_a = nb::none(), "v_scale"_a = nb::none(), "longest_first"_a = true,
-        "spacing"_a = std::vector<int64_t>(),
-        "Whether an allowed score is -inf: a sum that overflowed, or an infinite input.");
-  m.def("tile_mass", &bind_tile_mass, "q"_a, "k"_a, "lse"_a, "values"_a, "row_ptr"_a, "col"_a, "bits"_a, "masks"_a,
-        "group"_a, "q_tile"_a, "kv_tile"_a, "scale"_a, "threads"_a, "variant"_a = "",
+  m.def("forward", &bind_forward, "Whether an allowed score is -inf: a sum that overflowed, or an infinite input.");
+  m.def("tile_mass", &bind_tile_mass,
         "Sums of weights by tile, in the order of batch, head and list; in one column, or a column for each query.");
-  m.def("backward", &bind_backward, "dout"_a, "q"_a, "k"_a, "v"_a, "lse"_a, "delta"_a, "dq"_a, "dk"_a, "dv"_a,
-        "row_ptr"_a, "col"_a, "bits"_a, "col_ptr"_a, "row"_a, "bits_t"_a, "masks"_a, "group"_a, "q_tile"_a, "kv_tile"_a,
-        "scale"_a, "threads"_a, "variant"_a = "", "terms"_a = Terms(), "rows"_a = nb::none(), "columns"_a = nb::none(),
-        "q_offset"_a = nb::none(), "k_offset"_a = nb::none(), "heads"_a = nb::none(), "drop"_a = 0, "seed"_a = 0,
-        "table_grads"_a = std::vector<Maybe>());
+  m.def("backward", &bind_backward, "Gradients of q, k, v and of the tables of terms.");
   m.def("delta", &bind_delta, "dout"_a, "out"_a, "dlse"_a.none(), "delta"_a, "threads"_a, "variant"_a = "",
         "Compute delta = rowsum(dout * out) - dlse, an argument of backward; dlse may be None.");
   m.def("merge", &bind_merge, "out"_a, "lse"_a, "part"_a, "part_lse"_a, "threads"_a, "variant"_a = "",
         "Merge a partial result into (out, lse) in place. A row's bits depend on nothing else.");
   nb::class_<Prepared>(m, "Prepared", "A checked call. Its methods take addresses and strides of tensors, unchecked.")
-      .def(nb::init<const Array &, const Array &, const Array &, const Array &, const Array &, const Array &,
-                    const Array &, const Array &, int, int, float, const std::string &, const Maybe &, int64_t,
-                    const std::vector<int64_t> &, bool, bool>(),
-           "q"_a, "k"_a, "v"_a, "row_ptr"_a, "col"_a, "bits"_a, "masks"_a, "group"_a, "q_tile"_a, "kv_tile"_a,
-           "scale"_a, "variant"_a, "table"_a = nb::none(), "keys"_a = 0, "spacing"_a = std::vector<int64_t>(),
-           "wide"_a = false, "scaled"_a = false)
-      .def("columns", &Prepared::columns, "col_ptr"_a, "row"_a, "bits_t"_a)
+      .def(nb::init<const nb::kwargs &>())
       .def("forward", &Prepared::forward, "q"_a, "q_strides"_a, "k"_a, "k_strides"_a, "v"_a, "v_strides"_a, "out"_a,
            "lse"_a, "keys"_a, "first"_a, "threads"_a, "table"_a = 0, "lengths"_a = 0, "k_scale"_a = 0, "v_scale"_a = 0)
       .def("backward", &Prepared::backward, "dout"_a, "dout_strides"_a, "q"_a, "q_strides"_a, "k"_a, "k_strides"_a,
            "v"_a, "v_strides"_a, "out"_a, "lse"_a, "dlse"_a, "dq"_a, "dk"_a, "dv"_a, "threads"_a);
-  m.def("fma_peak", &bind_fma_peak, "dtype"_a, "threads"_a, "seconds"_a, "variant"_a = "",
-        "FLOP/s of a loop of multiply-adds, the peak of the machine.");
-  m.def("read_all", &bind_read_all, "words"_a, "threads"_a,
-        "Sum words from front to back; the time measures the speed of memory.");
 }

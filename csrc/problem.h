@@ -33,11 +33,11 @@ struct View {
 };
 
 struct Plan {
-  const int32_t *row_ptr = nullptr, *col = nullptr, *bits = nullptr;
-  const int32_t *col_ptr = nullptr, *row = nullptr, *bits_t = nullptr;
-  const int32_t *masks = nullptr, *group = nullptr;
+  const int32_t *row_ptr = nullptr, *col = nullptr, *mask_id = nullptr;
+  const int32_t *col_ptr = nullptr, *row = nullptr, *mask_id_t = nullptr;
+  const int32_t *mask_words = nullptr, *row_set = nullptr;
   int q_tile = 0, kv_tile = 0, words = 0;  // words: number of 32-bit words in a mask row
-  int64_t q_tiles = 0, k_tiles = 0, groups = 0;
+  int64_t q_tiles = 0, k_tiles = 0, row_sets = 0, masks = 0, entries = 0;
 };
 
 // The keys of a relation by residue (see Spacing in plan/branches.py): key n of the view is token first + step * n of
@@ -145,7 +145,7 @@ struct Join {
 // `unit`; and the order (turns) in which entries of the column lists add to the dQ of their query tile.
 struct Turns {
   const int32_t *rank;   // for each entry of `row`: the number of earlier entries of its query tile
-  const int32_t *total;  // number of entries, (groups, query tiles)
+  const int32_t *total;  // number of entries, (row sets, query tiles)
   int32_t *done;         // number of entries added so far, (unit, head, query tile)
   float *sums;           // dQ sums in the order of `done`, sum_floats each
   uint8_t *kept;         // slots of kept_bytes each
@@ -179,7 +179,6 @@ struct Kernel {
   void (*merge)(const Problem &, int64_t batch, int64_t head, int64_t first, int64_t last);
   // returns the largest squared length of the finite rows of a tensor
   double (*longest)(const View &, int width, int64_t batch, int64_t head, int64_t first, int64_t last);
-  int64_t (*fma_loop)(Dtype, int64_t rounds);  // returns the FLOP done
   const TermKind *term_kinds;  // the last element has no name
   bool (*agrees)();  // whether the build's two ways of summing have the same bits on this processor; null if it has one
 };
@@ -221,8 +220,8 @@ static inline int64_t kept_bytes(const Problem &pb) {
 struct Entries {
   int64_t begin, end;
 };
-static inline Entries column_entries(const Plan &plan, int64_t group, int64_t tile, int64_t first, int64_t last) {
-  const int32_t *ends = plan.col_ptr + group * (plan.k_tiles + 1) + tile;
+static inline Entries column_entries(const Plan &plan, int64_t row_set, int64_t tile, int64_t first, int64_t last) {
+  const int32_t *ends = plan.col_ptr + row_set * (plan.k_tiles + 1) + tile;
   auto find = [&](int64_t wanted) {
     int64_t low = ends[0], high = ends[1];
     while (low < high) {

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -56,17 +55,17 @@ double longest(const View &t, int width, int64_t batch, int64_t heads, int64_t n
 
 // Which keys any query may attend, in words like those of a mask, by row set and tile.
 std::vector<uint32_t> attended(const Plan &plan, int64_t nq, int threads) {
-  std::vector<uint32_t> keys(plan.groups * plan.k_tiles * plan.words, 0);
+  std::vector<uint32_t> keys(plan.row_sets * plan.k_tiles * plan.words, 0);
 #pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t tile = 0; tile < plan.groups * plan.k_tiles; ++tile) {
+  for (int64_t tile = 0; tile < plan.row_sets * plan.k_tiles; ++tile) {
     uint32_t *mine = keys.data() + tile * plan.words;
     const int32_t *list = plan.col_ptr + tile + tile / plan.k_tiles;  // each row set has one more offset, its end
     for (int64_t e = list[0]; e < list[1]; ++e) {
-      if (plan.bits_t[e] < 0) {
+      if (plan.mask_id_t[e] < 0) {
         std::fill(mine, mine + plan.words, ~0u);
         continue;
       }
-      const int32_t *mask = plan.masks + (ptrdiff_t)plan.bits_t[e] * plan.q_tile * plan.words;
+      const int32_t *mask = plan.mask_words + (ptrdiff_t)plan.mask_id_t[e] * plan.q_tile * plan.words;
       const int64_t rows = smaller(plan.q_tile, nq - (int64_t)plan.row[e] * plan.q_tile);
       for (int64_t i = 0; i < rows * plan.words; ++i) mine[i % plan.words] |= (uint32_t)mask[i];
     }
@@ -100,9 +99,9 @@ class TableSums {
     const int64_t ratio = pb.q_heads / pb.kv_heads;
     auto key = [&](int64_t b, int64_t h, int64_t j) {
       const int64_t tile = j / plan.kv_tile, place = j % plan.kv_tile;
-      const int32_t *group = plan.group + b * pb.q_heads + h * ratio;
+      const int32_t *row_set = plan.row_set + b * pb.q_heads + h * ratio;
       for (int64_t i = 0; i < ratio; ++i)
-        if (keys[(group[i] * plan.k_tiles + tile) * plan.words + place / 32] >> place % 32 & 1) return true;
+        if (keys[(row_set[i] * plan.k_tiles + tile) * plan.words + place / 32] >> place % 32 & 1) return true;
       return false;
     };
     auto query = [&](int64_t b, int64_t h, int64_t i) {
@@ -239,7 +238,7 @@ void backward(const Problem &given, const Work &work, const Kernel &kernel, int 
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < pb.batch * pb.q_heads * plan.q_tiles; ++i) {  // dQ = 0 for query tiles without entries
       const int64_t tile = i % plan.q_tiles, row = i / plan.q_tiles, first = tile * plan.q_tile;
-      if (work.total[plan.group[row] * plan.q_tiles + tile]) continue;
+      if (work.total[plan.row_set[row] * plan.q_tiles + tile]) continue;
       const View &dq = pb.dq;
       for (int64_t n = first; n < smaller(first + plan.q_tile, pb.nq); ++n)
         std::memset(dq.data + row / pb.q_heads * dq.batch + row % pb.q_heads * dq.head + n * dq.token, 0,
@@ -272,30 +271,6 @@ void delta(const Problem &pb, const Kernel &kernel, int threads) {
 
 void merge(const Problem &pb, const Kernel &kernel, int threads) {
   each_rows(pb, threads, [&](auto... rows) { kernel.merge(pb, rows...); });
-}
-
-double fma_peak(const Kernel &kernel, Dtype dtype, int threads, double seconds) {
-  using clock = std::chrono::steady_clock;
-  double total = 0;
-#pragma omp parallel num_threads(threads) reduction(+ : total)
-  {
-    int64_t flop = 0;
-    const auto start = clock::now();
-    double spent = 0;
-    while (spent < seconds) {
-      flop += kernel.fma_loop(dtype, 20000);
-      spent = std::chrono::duration<double>(clock::now() - start).count();
-    }
-    total += (double)flop / spent;
-  }
-  return total;
-}
-
-uint64_t read_all(const uint64_t *words, int64_t n, int threads) {
-  uint64_t sum = 0;
-#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : sum)
-  for (int64_t i = 0; i < n; ++i) sum += words[i];
-  return sum;
 }
 
 // The builds that CMakeLists.txt chose: RINGWEAVE_BUILDS is X(generic)X(avx2)...

@@ -13,8 +13,6 @@ void tile_mass(const Problem &pb, const Mass &mass, const Kernel &kernel, int th
 void delta(const Problem &pb, const Kernel &kernel, int threads);
 // Merges the part (pb.v, pb.delta) into (pb.out, pb.lse).
 void merge(const Problem &pb, const Kernel &kernel, int threads);
-double fma_peak(const Kernel &kernel, Dtype dtype, int threads, double seconds);
-uint64_t read_all(const uint64_t *words, int64_t n, int threads);
 
 // The builds that this machine can run, the best first.
 std::vector<const Kernel *> kernels();

@@ -55,9 +55,9 @@ bool from_the_first(const Plan &plan, int64_t begin, int64_t end, int64_t rows) 
   std::vector<uint8_t> ended(rows, 0);
   bool any = false;
   for (int64_t e = begin; e < end; ++e) {
-    if (plan.bits[e] < 0 && any) return false;
-    if (plan.bits[e] < 0) continue;
-    const int32_t *mask = plan.masks + (ptrdiff_t)plan.bits[e] * plan.q_tile * plan.words;
+    if (plan.mask_id[e] < 0 && any) return false;
+    if (plan.mask_id[e] < 0) continue;
+    const int32_t *mask = plan.mask_words + (ptrdiff_t)plan.mask_id[e] * plan.q_tile * plan.words;
     for (int64_t r = 0; r < rows; ++r, mask += plan.words) {
       int32_t bits = 0;
       for (int w = 0; w < plan.words; ++w) bits |= mask[w];
@@ -97,7 +97,7 @@ Extent extent_of(const Problem &pb) {
 std::vector<std::vector<int32_t>> column_sequences(const Plan &plan, int64_t tiles) {
   const int64_t ranges = (plan.q_tiles + tiles - 1) / tiles;
   std::vector<uint8_t> active(ranges * plan.k_tiles, 0);
-  for (int64_t g = 0; g < plan.groups; ++g)
+  for (int64_t g = 0; g < plan.row_sets; ++g)
     for (int64_t t = 0; t < plan.k_tiles; ++t) {
       const Entries all = column_entries(plan, g, t, 0, plan.q_tiles);
       for (int64_t e = all.begin; e < all.end; ++e) active[plan.row[e] / tiles * plan.k_tiles + t] = 1;
@@ -118,11 +118,11 @@ std::vector<std::vector<int32_t>> column_sequences(const Plan &plan, int64_t til
 // Computes Turns::rank and Turns::total: for each entry, the number of entries of its query tile that start earlier.
 void rank_entries(const Plan &plan, const std::vector<std::vector<int32_t>> &sequences, int64_t tiles, Work &work) {
   int64_t entries = 0;
-  for (int64_t g = 0; g < plan.groups; ++g)
+  for (int64_t g = 0; g < plan.row_sets; ++g)
     entries = larger(entries, plan.col_ptr[g * (plan.k_tiles + 1) + plan.k_tiles]);
   work.rank.resize(entries);
-  work.total.assign(plan.groups * plan.q_tiles, 0);
-  for (int64_t g = 0; g < plan.groups; ++g)
+  work.total.assign(plan.row_sets * plan.q_tiles, 0);
+  for (int64_t g = 0; g < plan.row_sets; ++g)
     for (size_t r = 0; r < sequences.size(); ++r)
       for (int32_t t : sequences[r]) {
         const Entries some = column_entries(plan, g, t, r * tiles, (r + 1) * tiles);
@@ -155,15 +155,15 @@ Work row_work(const Problem &pb, bool longest) {
   const int64_t most_heads = larger(1, smaller(kMostLanes, kStateFloats / (pb.d + pb.dv_dim)) / rows);
   for (int64_t b = 0; b < pb.batch; ++b)
     for (int64_t h = 0; h < pb.q_heads;) {
-      const int32_t *group = plan.group + b * pb.q_heads;
+      const int32_t *row_set = plan.row_set + b * pb.q_heads;
       int64_t n = 1;
-      while (n < most_heads && (h + n) % share != 0 && group[h + n] == group[h]) ++n;
+      while (n < most_heads && (h + n) % share != 0 && row_set[h + n] == row_set[h]) ++n;
       work.units.push_back({(int32_t)b, (int32_t)h, (int32_t)n, (int32_t)(h / share)});
       work.lanes = (int)larger(work.lanes, pad_lanes(n * rows));
       h += n;
     }
   auto ends = [&](const Unit &u) {
-    return plan.row_ptr + (int64_t)plan.group[u.batch * pb.q_heads + u.head] * (plan.q_tiles + 1);
+    return plan.row_ptr + (int64_t)plan.row_set[u.batch * pb.q_heads + u.head] * (plan.q_tiles + 1);
   };
   for (const Unit &u : work.units) work.tiles += (int64_t)u.heads * (ends(u)[plan.q_tiles] - ends(u)[0]);
   const int64_t total = work.tiles;
@@ -216,7 +216,7 @@ Work column_work(const Problem &pb) {
     const Unit &u = work.units[unit];
     int64_t n = 0;
     for (int h = u.head; h < u.head + u.heads; ++h) {
-      const int64_t g = plan.group[u.batch * pb.q_heads + h];
+      const int64_t g = plan.row_set[u.batch * pb.q_heads + h];
       const Entries some = column_entries(plan, g, tile, range * extent.tiles, (range + 1) * extent.tiles);
       n += some.end - some.begin;
     }

@@ -174,21 +174,6 @@ RW_INLINE float fused(float a, float b, float c) {
 #endif
 }
 
-// Hides a value from the optimizer.
-RW_INLINE V opaque(V x) {
-#if defined(__AVX512F__)
-  asm("" : "+v"(x));
-#elif defined(__x86_64__)
-  asm("" : "+x"(x));
-#elif defined(__aarch64__)
-  asm("" : "+w"(x));
-#else
-  volatile V kept = x;
-  x = kept;
-#endif
-  return x;
-}
-
 #if defined(__AVX512F__)
 typedef __mmask16 Mask;
 RW_INLINE Mask mask_of(uint32_t bits) { return (Mask)bits; }

@@ -295,11 +295,11 @@ def test_the_kernel_refuses_8_bits_without_scales() -> None:
         pytest.skip("no compiler")
     q, k = torch.zeros(1, 1, 16, 8), torch.zeros(1, 1, 16, 8, dtype=torch.int8)
     plan = rw.plan(rw.Full(), 16, 16)
-    rest = (plan.row_ptr, plan.col, plan.mask_id, plan.mask_words, plan.row_set, plan.q_tile, plan.kv_tile, 1.0, 1)
+    rest = cpu._plan(plan) | {"scale": 1.0, "threads": 1, "out": torch.empty_like(q), "lse": torch.empty(1, 1, 16)}
     ones = torch.ones(1, 1, 16)
     for keys, scales, said in (
         (k, {}, "k: wanted float32"), (q, {"k_scale": ones, "v_scale": ones}, "k: wanted 8 bits"),
         (k, {"k_scale": ones[..., :8], "v_scale": ones}, "k_scale"), (k, {"k_scale": ones.half(), "v_scale": ones}, "k_scale"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
-            native.forward(q, keys, keys, torch.empty_like(q), torch.empty(1, 1, 16), *rest, **scales)
+            native.forward(q=q, k=keys, v=keys, **rest, **scales)

@@ -186,6 +186,8 @@ def module(program: Program, like: ModuleType) -> ModuleType:
 
     def function(name: str, signature: Any) -> Callable[..., object]:
         text, _, defaults = signature
+        if "**" in text:
+            return lambda **options: program.call(name, (tuple(options.items()),))
         names = re.findall(r"[(,] ?(\w+): ", text)
         known = dict(zip(names[len(names) - len(defaults or ()) :], defaults or (), strict=True))
 
@@ -195,7 +197,6 @@ def module(program: Program, like: ModuleType) -> ModuleType:
                 raise TypeError(f"{name}(): incompatible function arguments")
             return program.call(name, tuple(options[each] for each in names))
 
-        called.__nb_signature__ = ((text, None, defaults),)  # type: ignore[attr-defined]
         return called
 
     for name, one in vars(like).items():

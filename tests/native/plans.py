@@ -17,11 +17,11 @@ _cpu = pytest.importorskip("ringweave._cpu", exc_type=ImportError)
 
 VARIANTS: list[str] = _cpu.variants()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-ROWS, COLUMNS, SHAPE = ("row_ptr", "col", "bits"), ("col_ptr", "row", "bits_t"), ("masks", "group", "q_tile", "kv_tile")
+ROWS, COLUMNS = ("row_ptr", "col", "mask_id"), ("col_ptr", "row", "mask_id_t")
 PlanArgs = dict[str, Tensor | int]
 
 
-def plan_of(masks: Tensor, group: Tensor, q_tile: int, kv_tile: int, listed: Tensor | None = None) -> PlanArgs:
+def plan_of(masks: Tensor, row_set: Tensor, q_tile: int, kv_tile: int, listed: Tensor | None = None) -> PlanArgs:
     """The kernel's arguments for masks (G, Nq, Nk); ``listed`` (G, tiles, tiles) may name empty tiles as well."""
     _, nq, nk = masks.shape
 
@@ -43,8 +43,8 @@ def plan_of(masks: Tensor, group: Tensor, q_tile: int, kv_tile: int, listed: Ten
     plan: PlanArgs = dict(zip(ROWS, lists(listed, index), strict=True))
     plan |= zip(COLUMNS, lists(listed.mT, index.mT), strict=True)
     return plan | {
-        "masks": words.sum(-1).int(),
-        "group": group.int().contiguous(),
+        "mask_words": words.sum(-1).int(),
+        "row_set": row_set.int().contiguous(),
         "q_tile": q_tile,
         "kv_tile": kv_tile,
     }
@@ -87,7 +87,7 @@ class Case:
         x = self.x
         out = poison(*x.dout.shape, dtype=x.q.dtype) if out is None else out
         lse = poison(*x.q.shape[:3])
-        _cpu.forward(x.q, x.k, x.v, out, lse, *self.args(ROWS + SHAPE), self.scale, threads, variant)
+        _cpu.forward(**self.inputs(), **self.rows(), out=out, lse=lse, threads=threads, variant=variant)
         return out, lse
 
     def backward(
@@ -96,9 +96,11 @@ class Case:
         x = self.x
         delta = poison(*lse.shape)
         _cpu.delta(x.dout, out, x.dlse, delta, threads, variant)
-        grads = tuple(poison(*t.shape, dtype=dtype or t.dtype) for t in (x.q, x.k, x.v))
-        plan = self.args(ROWS + COLUMNS + SHAPE)
-        _cpu.backward(x.dout, x.q, x.k, x.v, lse, delta, *grads, *plan, self.scale, threads, variant)
+        dq, dk, dv = grads = tuple(poison(*t.shape, dtype=dtype or t.dtype) for t in (x.q, x.k, x.v))
+        _cpu.backward(
+            **self.inputs(), **self.plan, dout=x.dout, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv,
+            threads=threads, variant=variant,
+        )  # fmt: skip
         return grads
 
     def run(self, variant: str = "", threads: int = 2, out: Tensor | None = None) -> dict[str, Tensor]:
@@ -106,8 +108,12 @@ class Case:
         out, lse = self.forward(variant, threads, out)
         return dict(zip(NAMES, (out, lse, *self.backward(out, lse, variant, threads)), strict=True))
 
-    def args(self, names: tuple[str, ...]) -> list[Tensor | int]:
-        return [self.plan[name] for name in names]
+    def inputs(self) -> dict[str, Tensor | float]:
+        return {"q": self.x.q, "k": self.x.k, "v": self.x.v, "scale": self.scale}
+
+    def rows(self) -> PlanArgs:
+        """Return the plan without its columns, which forward does not take."""
+        return {name: value for name, value in self.plan.items() if name not in COLUMNS}
 
     def check(self, variant: str = "", threads: int = 2, out: Tensor | None = None) -> dict[str, Tensor]:
         """Runs and compares: at most twice the error of torch's own attention, or of rounding."""
@@ -146,9 +152,9 @@ def case(
     )
     x = replace(x, q=change(x.q), k=change(x.k), v=change(x.v), dout=change(x.dout))
     masks = random_masks(groups, nq, nk, *tiles, density) if masks is None else masks
-    group = torch.randint(0, len(masks), (batch, heads), generator=torch.Generator().manual_seed(1))
-    plan = plan_of(masks, group, *tiles)
-    return Case(x, plan, dims[0] ** -0.5 if scale is None else scale, masks[group].float())
+    row_set = torch.randint(0, len(masks), (batch, heads), generator=torch.Generator().manual_seed(1))
+    plan = plan_of(masks, row_set, *tiles)
+    return Case(x, plan, dims[0] ** -0.5 if scale is None else scale, masks[row_set].float())
 
 
 #: the same for every variant: the oracle is computed once

@@ -11,13 +11,10 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from ringweave.backends import cpu
 from ringweave.environment import CPU_VARIANT
-from ringweave.errors import UnsupportedError
 
 from .emulated import NATIVE, missing
 from .plans import VARIANTS, _cpu
@@ -115,25 +112,3 @@ def test_one_openmp_runtime() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     assert done.stdout.strip() == "1"
-
-
-def test_an_extension_of_other_sources_is_refused() -> None:
-    """It says so when it is loaded, and not by a TypeError in the middle of a call."""
-    cpu.check_interface(_cpu)
-    signature = _cpu.forward.__nb_signature__[0][0]
-    assert "drop: " in signature
-    for old, new in (("lse: ", "log_sum: "), ("masks: ndarray[device='cpu'], ", ""), ("drop: ", "dropout: ")):
-        changed = signature.replace(old, new)
-        assert changed != signature
-        other = SimpleNamespace(
-            forward=SimpleNamespace(__nb_signature__=((changed, None, None),)), backward=_cpu.backward, delta=_cpu.delta
-        )
-        with pytest.raises(UnsupportedError, match=r"ringweave._cpu: got forward\(q, .*build the extension again"):
-            cpu.check_interface(other)  # type: ignore[arg-type]
-    with pytest.raises(
-        UnsupportedError, match=r"got delta\(\), of another version of ringweave; wanted delta\(dout, out"
-    ):
-        cpu.check_interface(SimpleNamespace(forward=_cpu.forward, backward=_cpu.backward))  # type: ignore[arg-type]
-    older = {name: each for name, each in vars(_cpu).items() if name != "term_kinds"}
-    with pytest.raises(UnsupportedError, match=r"ringweave._cpu: got term_kinds\(\), of another version"):
-        cpu.check_interface(SimpleNamespace(**older))  # type: ignore[arg-type]

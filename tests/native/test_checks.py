@@ -10,11 +10,10 @@ from torch import Tensor
 
 from ringweave.errors import ShapeError, UnsupportedError
 
-from .plans import COLUMNS, ROWS, SHAPE, Case, _cpu, case
+from .plans import COLUMNS, ROWS, Case, _cpu, case
 
-LAST = ("scale", "threads", "variant")
-FORWARD = ("q", "k", "v", "out", "lse", *ROWS, *SHAPE, *LAST)
-BACKWARD = ("dout", "q", "k", "v", "lse", "delta", "dq", "dk", "dv", *ROWS, *COLUMNS, *SHAPE, *LAST)
+#: Arguments that only one of forward and backward takes.
+FORWARD, BACKWARD = ("out",), ("dout", "delta", "dq", "dk", "dv", *COLUMNS)
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +30,8 @@ def arguments(each: Case) -> dict[str, object]:
 
 
 def call(args: dict[str, object]) -> None:
-    _cpu.forward(*(args[name] for name in FORWARD))
-    _cpu.backward(*(args[name] for name in BACKWARD))
+    _cpu.forward(**{name: value for name, value in args.items() if name not in BACKWARD})
+    _cpu.backward(**{name: value for name, value in args.items() if name not in FORWARD})
 
 
 def test_accepts(good: dict[str, object]) -> None:
@@ -71,14 +70,14 @@ CHANGES: list[tuple[str, str, Callable[[Tensor], object]]] = [
     ("col", "col", lambda x: x + 6),
     ("col", "col", lambda x: x - 1),
     ("col", "col", lambda x: x[::2]),
-    ("bits", "bits", lambda x: x[:-1]),
-    ("bits", "bits", lambda x: x + 1000),
-    ("bits", "bits", lambda x: x - 1),
-    ("masks", "masks|bits", lambda x: x[:1]),
-    ("masks", "masks", lambda x: x.repeat(1, 1, 2)),
-    ("group", "group", lambda x: x + 2),
-    ("group", "group", lambda x: x - 1),
-    ("group", "group", lambda x: x[:1]),
+    ("mask_id", "mask_id", lambda x: x[:-1]),
+    ("mask_id", "mask_id", lambda x: x + 1000),
+    ("mask_id", "mask_id", lambda x: x - 1),
+    ("mask_words", "mask_words|mask_id", lambda x: x[:1]),
+    ("mask_words", "mask_words", lambda x: x.repeat(1, 1, 2)),
+    ("row_set", "row_set", lambda x: x + 2),
+    ("row_set", "row_set", lambda x: x - 1),
+    ("row_set", "row_set", lambda x: x[:1]),
     ("col_ptr", "col_ptr", lambda x: x + 1),
     ("col_ptr", "col_ptr", lambda x: x[:1]),
     ("col_ptr", "col_ptr", lambda x: x.flip(1).contiguous()),
@@ -86,8 +85,8 @@ CHANGES: list[tuple[str, str, Callable[[Tensor], object]]] = [
     ("row", "row", lambda x: x + 4),
     ("row", "row", lambda x: x - 1),
     ("row", "row", lambda x: x.flip(0).contiguous()),
-    ("bits_t", "bits_t", lambda x: x + 1000),
-    ("bits_t", "bits_t", lambda x: x[1:].clone()),
+    ("mask_id_t", "mask_id_t", lambda x: x + 1000),
+    ("mask_id_t", "mask_id_t", lambda x: x[1:].clone()),
     ("q_tile", "q_tile", lambda x: 24),
     ("q_tile", "q_tile", lambda x: 0),
     ("kv_tile", "kv_tile", lambda x: 272),
@@ -109,7 +108,7 @@ def test_refuses(name: str, named: str, change: Callable[[object], object], good
 def test_corrupt_plans(good: dict[str, object]) -> None:
     """Random damage is refused or, where the numbers still make a plan, computed without reading out of bounds."""
     generator = torch.Generator().manual_seed(1)
-    fields = (*ROWS, *COLUMNS, "group")
+    fields = (*ROWS, *COLUMNS, "row_set")
     reaches = (2, 8, 100, 2**31 - 1)
 
     def draw(low: int, high: int) -> int:
@@ -135,6 +134,17 @@ def test_corrupt_plans(good: dict[str, object]) -> None:
 def test_columns_that_are_not_the_transpose_still_end(good: dict[str, object]) -> None:
     """They name other tiles than the rows do; the sums' turns follow from the columns alone."""
     other = arguments(case(100, 90, (32, 16), batch=2, heads=4, dims=(16, 24), groups=2, density=0.9))
-    call(
-        good | {name: other[name] for name in (*COLUMNS, "masks", "bits")} | {"bits": torch.full_like(good["bits"], -1)}
-    )
+    full = {"mask_id": torch.full_like(good["mask_id"], -1)}  # type: ignore[call-overload]
+    call(good | {name: other[name] for name in (*COLUMNS, "mask_words")} | full)
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_a_missing_and_an_unknown_argument_are_named(name: str, good: dict[str, object]) -> None:
+    function, others = getattr(_cpu, name), FORWARD if name == "backward" else BACKWARD
+    args = {each: value for each, value in good.items() if each not in others}
+    with pytest.raises(ShapeError, match="^col: is missing"):
+        function(**{each: value for each, value in args.items() if each != "col"})
+    with pytest.raises(ShapeError, match="^q_tiles: is no argument of this function"):
+        function(**args, q_tiles=4)
+    with pytest.raises(ShapeError, match="^kv_tile: has a wrong type"):
+        function(**args | {"kv_tile": "64"})

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import re
-import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -257,8 +253,10 @@ def test_several_python_threads() -> None:
 
 
 def test_the_gil_is_released() -> None:
-    """Python goes on while the kernel computes: a call of half a second leaves time for many steps."""
-    worker = threading.Thread(target=_cpu.fma_peak, args=("float32", 1, 0.5))
+    """Python goes on while the kernel computes: a long call leaves time for many steps."""
+    n = 2048
+    long = case(n, n, (128, 128), heads=8, kv_heads=8, dims=(64, 64), masks=torch.ones(1, n, n, dtype=torch.bool))
+    worker = threading.Thread(target=long.forward, kwargs={"threads": 1})
     steps = 0
     worker.start()
     while worker.is_alive():
@@ -269,23 +267,22 @@ def test_the_gil_is_released() -> None:
 
 def test_variants() -> None:
     assert VARIANTS[-1] == "generic"
-    assert _cpu.fma_peak("bfloat16", 1, 0.01) > 1e8
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("objdump"), reason="needs x86-64 and binutils")
-def test_the_peak_is_of_multiply_adds() -> None:
-    """A compiler may take a product that never changes out of the loop, and additions have another clock on some."""
-    code = subprocess.run(
-        ["objdump", "-d", "--no-show-raw-insn", str(_cpu.__file__)], capture_output=True, text=True, check=True
-    ).stdout
-    assert re.search(r"(?:\S+:\s+vfmadd\d+ps %zmm\d+,%zmm\d+,%zmm\d+ *\n\s*){24}", code)
 
 
 @pytest.mark.measures
 def test_the_first_variant_is_as_fast_as_any() -> None:
     """Some processors multiply pairs of bfloat16 slower than floats."""
-    peaks = {name: max(_cpu.fma_peak("bfloat16", 1, 0.02, name) for _ in range(5)) for name in VARIANTS}
-    assert peaks[VARIANTS[0]] > 0.8 * max(peaks.values()), peaks
+    n = 512
+    masks = torch.ones(1, n, n, dtype=torch.bool)
+    full = case(n, n, (128, 128), dtype="bf16", heads=4, kv_heads=4, dims=(128, 128), masks=masks)
+
+    def seconds(variant: str) -> float:
+        begun = time.thread_time()
+        full.forward(variant, threads=1)
+        return time.thread_time() - begun
+
+    least = {name: min(seconds(name) for _ in range(5)) for name in VARIANTS}
+    assert least[VARIANTS[0]] < 1.25 * min(least.values()), least
 
 
 def test_gradients_in_float32() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 import ringweave as rw
 from ringweave.errors import ShapeError
 
-from .plans import ROWS, SHAPE, VARIANTS, Case, _cpu, case, poison
+from .plans import VARIANTS, Case, _cpu, case, poison
 
 LENGTHS = (200, 77, 0)
 
@@ -37,8 +37,10 @@ def paged(each: Case, page: int, variant: str = "", gap: int = 0) -> tuple[Tenso
     for b, n in enumerate(LENGTHS):
         table[b, -(-n // page) :] = -7  # no page, and not read
     out, lse = poison(*x.dout.shape, dtype=x.q.dtype), poison(*x.q.shape[:3])
-    args = each.args(ROWS + SHAPE)
-    _cpu.forward(x.q, k, v, out, lse, *args, each.scale, 2, variant, table=table, lengths=lengths)
+    inputs = each.inputs() | {"k": k, "v": v}
+    _cpu.forward(
+        **inputs, **each.rows(), out=out, lse=lse, threads=2, variant=variant, table=table, lengths=lengths
+    )  # fmt: skip
     return out, lse
 
 
@@ -51,7 +53,7 @@ def ragged_case(nq: int, tile: int, dtype: str, dims: tuple[int, int] = (24, 40)
     for b, n in enumerate(LENGTHS):
         masks[b, :, n:] = False
     each = case(nq, nk, (16 if nq <= 16 else 32, tile), dtype=dtype, batch=3, heads=4, dims=dims, masks=masks)
-    each.plan["group"] = torch.arange(3, dtype=torch.int32)[:, None].expand(3, 4).contiguous()
+    each.plan["row_set"] = torch.arange(3, dtype=torch.int32)[:, None].expand(3, 4).contiguous()
     return each
 
 
@@ -86,9 +88,7 @@ def test_what_leads_out_of_memory_is_refused() -> None:
     good = {"k": k, "v": v, "table": table, "lengths": torch.tensor(LENGTHS, dtype=torch.int32)}
 
     def call(**changed: Tensor | None) -> None:
-        args = good | changed
-        rest = (*each.args(ROWS + SHAPE), each.scale, 1, "")
-        _cpu.forward(x.q, args["k"], args["v"], out, lse, *rest, table=args["table"], lengths=args["lengths"])
+        _cpu.forward(**each.inputs() | good | changed, **each.rows(), out=out, lse=lse, threads=1)
 
     call()
     for column, number in ((0, -1), (6, len(k)), (2, 2**31 - 1)):

@@ -18,14 +18,15 @@ Results = tuple[Tensor, Tensor]
 
 
 def alone(whole: Case, tile: int, *, gathered: bool, apart: bool) -> Case:
-    """One query tile: K and V whole, or gathered with their tiles renumbered; with ``apart``, no heads in a group."""
+    """One query tile: K and V whole, or gathered with their tiles renumbered; with ``apart``, no heads share a list."""
     x, plan = whole.x, whole.plan
-    row_ptr, col, bits, group = (torch.as_tensor(plan[name]) for name in ("row_ptr", "col", "bits", "group"))
+    names = ("row_ptr", "col", "mask_id", "row_set")
+    row_ptr, col, mask_id, row_set = (torch.as_tensor(plan[name]) for name in names)
     q_tile, kv_tile = int(plan["q_tile"]), int(plan["kv_tile"])
-    sets = group.flatten() if apart else torch.arange(len(row_ptr))
+    sets = row_set.flatten() if apart else torch.arange(len(row_ptr))
     entries = [torch.arange(int(row_ptr[g, tile]), int(row_ptr[g, tile + 1])) for g in sets]
     ends = torch.tensor([0, *(len(each) for each in entries)]).cumsum(0)
-    col, bits = col[torch.cat(entries)], bits[torch.cat(entries)]
+    col, mask_id = col[torch.cat(entries)], mask_id[torch.cat(entries)]
     k, v = x.k, x.v
     if gathered:
         used, col = col.unique(return_inverse=True)
@@ -35,8 +36,8 @@ def alone(whole: Case, tile: int, *, gathered: bool, apart: bool) -> Case:
     plan = plan | {
         "row_ptr": torch.stack([ends[:-1], ends[1:]], 1).int(),
         "col": col.int(),
-        "bits": bits,
-        "group": torch.arange(group.numel(), dtype=torch.int32).view_as(group) if apart else group,
+        "mask_id": mask_id,
+        "row_set": torch.arange(row_set.numel(), dtype=torch.int32).view_as(row_set) if apart else row_set,
     }
     return replace(whole, x=replace(x, q=x.q[:, :, rows], k=k, v=v, dout=x.dout[:, :, rows]), plan=plan)
 
@@ -81,8 +82,8 @@ def masks_of(pattern: str) -> Tensor:
 @pytest.mark.parametrize("pattern", ["window", "causal", "global", "random"])
 def test_a_tile_alone(pattern: str, heads: tuple[int, int], dtype: str, dim: int) -> None:
     masks = masks_of(pattern)
-    group = torch.arange(heads[0])[None] // 2 % len(masks)
-    plan = plan_of(masks, group, 128, 16 if pattern == "global" else 128)
+    row_set = torch.arange(heads[0])[None] // 2 % len(masks)
+    plan = plan_of(masks, row_set, 128, 16 if pattern == "global" else 128)
     x = Inputs.random(TOKENS, heads=heads[0], kv_heads=heads[1], dim=dim, dtype=DTYPES[dtype])
     assert_rows_alone(Case(x, plan, dim**-0.5, torch.empty(0)))
 
@@ -105,6 +106,6 @@ def test_many_long_lists() -> None:
     x, results = many.x, many.forward()
     for b in range(0, 20, 6):
         q, k, v, dout = (t[b : b + 1] for t in (x.q, x.k, x.v, x.dout))
-        plan = many.plan | {"group": torch.zeros(1, 1, dtype=torch.int32)}
+        plan = many.plan | {"row_set": torch.zeros(1, 1, dtype=torch.int32)}
         one = replace(many, x=replace(x, q=q, k=k, v=v, dout=dout), plan=plan)
         assert all(torch.equal(each, whole[b : b + 1]) for each, whole in zip(one.forward(), results, strict=True))

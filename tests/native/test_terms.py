@@ -16,7 +16,7 @@ from ringweave.errors import ShapeError
 from ..dropped import philox
 from ..oracle import NAMES, errors
 from ..term_oracles import ORACLES
-from .plans import COLUMNS, DTYPES, ROWS, SHAPE, VARIANTS, Case, _cpu, case, poison, random_masks
+from .plans import DTYPES, VARIANTS, Case, _cpu, case, poison, random_masks
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 #: By the kernel's names; and those without tables.
@@ -118,17 +118,16 @@ class Scored:
         return {"terms": detached, "drop": self.drop, "seed": SEED, **self.places}
 
     def run(self, variant: str = "", threads: int = 2) -> dict[str, Tensor]:
-        x, plan = self.plain.x, self.plain.args(ROWS + SHAPE)
+        x, processor = self.plain.x, {"threads": threads, "variant": variant}
+        inputs = self.plain.inputs() | self.options() | processor
         out, lse, delta = poison(*x.dout.shape, dtype=x.q.dtype), poison(*x.q.shape[:3]), poison(*x.q.shape[:3])
-        _cpu.forward(x.q, x.k, x.v, out, lse, *plan, self.plain.scale, threads, variant, **self.options())
+        _cpu.forward(**inputs, **self.plain.rows(), out=out, lse=lse)
         _cpu.delta(x.dout, out, x.dlse, delta, threads, variant)
-        grads = [poison(*t.shape, dtype=t.dtype) for t in (x.q, x.k, x.v)]
+        dq, dk, dv = grads = [poison(*t.shape, dtype=t.dtype) for t in (x.q, x.k, x.v)]
         tables = [poison(*t.shape) if t is not None and t.requires_grad else None for _, _, t in self.terms]
-        plan = self.plain.args(ROWS + COLUMNS + SHAPE)
         _cpu.backward(
-            x.dout, x.q, x.k, x.v, lse, delta, *grads, *plan, self.plain.scale, threads, variant,
-            **self.options(), table_grads=tables,
-        )  # fmt: skip
+            **inputs, **self.plain.plan, dout=x.dout, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv, table_grads=tables
+        )
         found = {f"table {i}": t for i, t in enumerate(t for t in tables if t is not None)}
         return dict(zip(NAMES, (out, lse, *grads), strict=True)) | found
 
@@ -311,8 +310,8 @@ def test_an_infinite_bias_is_a_mask(nq: int, variant: str) -> None:
         table[:, :, 0] = -torch.inf
     out, lse = poison(*plain.x.dout.shape), poison(*plain.x.q.shape[:3])
     x = plain.x
-    args = (x.q, x.k, x.v, out, lse, *plain.args(ROWS + SHAPE), plain.scale, 1, variant)
-    assert not _cpu.forward(*args, **each.options())
+    args = plain.inputs() | plain.rows() | {"out": out, "lse": lse, "threads": 1, "variant": variant}
+    assert not _cpu.forward(**args, **each.options())
     assert lse[:, :, 0].isneginf().all()
     assert (out[:, :, 0] == 0).all()
     allowed = (plain.mask > 0) & (table[..., :64].detach() > -torch.inf)
@@ -323,7 +322,7 @@ def test_an_infinite_bias_is_a_mask(nq: int, variant: str) -> None:
     for name, result in want.items():
         assert errors({name: got[name]}, {name: result})[name] < 1e-5, name
     x.q[:, :, 1], x.k[:, :, 5] = -3e38, 3e38
-    assert _cpu.forward(*args, **each.options())
+    assert _cpu.forward(**args, **each.options())
 
 
 @every_variant
@@ -545,18 +544,14 @@ REFUSED: list[tuple[str, dict[str, object]]] = [
 def test_refuses(name: str, change: dict[str, object]) -> None:
     plain = case(70, 90, (32, 32))
     x, rows = plain.x, torch.zeros(plain.x.q.shape[:3])
-    grads = [torch.empty_like(t) for t in (x.q, x.k, x.v)]
+    dq, dk, dv = (torch.empty_like(t) for t in (x.q, x.k, x.v))
     good = places_of(plain) | {"terms": [("alibi", [], draw(2)), ("distance", [], draw(2, 9))], "drop": 1}
-    last = (plain.scale, 1, "")
 
     def call(options: dict[str, object]) -> None:
+        args = plain.inputs() | {"threads": 1} | options
         if "table_grads" not in options:
-            _cpu.forward(
-                x.q, x.k, x.v, torch.empty_like(x.dout), rows.clone(), *plain.args(ROWS + SHAPE), *last, **options
-            )
-        _cpu.backward(
-            x.dout, x.q, x.k, x.v, rows, rows, *grads, *plain.args(ROWS + COLUMNS + SHAPE), *last, **options
-        )  # fmt: skip
+            _cpu.forward(**args, **plain.rows(), out=torch.empty_like(x.dout), lse=rows.clone())
+        _cpu.backward(**args, **plain.plan, dout=x.dout, lse=rows, delta=rows, dq=dq, dk=dk, dv=dv)
 
     call(good)
     call(good | {"table_grads": [None, torch.zeros(2, 9)]})

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import json
+import platform
+import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,8 @@ import ringweave as rw
 from ringweave import program
 from ringweave.backends import cpu
 from ringweave_lab.bench import CaseResult, Options, Outcome, Target, run_case
-from ringweave_lab.bench.cases.kernels import TARGETS, USUAL, asked, fma_peak, overheads, whole_grid
+from ringweave_lab.bench.cases.kernels import TARGETS, USUAL, asked, overheads, whole_grid
+from ringweave_lab.bench.fma import fma_peak, library, why_no_peak
 from ringweave_lab.bench.record import targets
 from ringweave_lab.commands import register
 from ringweave_lab.tune.measure import Ratio, Timing
@@ -56,6 +61,25 @@ def test_the_share_is_of_the_peak_and_on_the_tiles_computed(result: CaseResult) 
             assert record.peak_share > 0
     assert cpu.variant() in result.conclusion
     assert fma_peak(torch.float32, 0.01, 2) > 1e9
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("objdump"), reason="needs x86-64 and binutils")
+@pytest.mark.skipif(why_no_peak() is not None, reason="no C compiler")
+@pytest.mark.parametrize(("variant", "chains"), [("avx2", 12), ("avx512", 24)])
+def test_the_peak_is_of_multiply_adds(variant: str, chains: int, tmp_path: Path) -> None:
+    """A compiler may take a product that never changes out of the loop, and equal sums together."""
+    command = ["objdump", "-d", "--no-show-raw-insn", str(library(variant, tmp_path))]
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    register = "zmm" if variant == "avx512" else "ymm"
+    line = rf"\S+:\s+vfmadd\d+ps %{register}\d+,%{register}\d+,%{register}\d+ *\n\s*"
+    assert re.search(rf"(?:{line}){{{chains}}}", code)
+
+
+def test_without_a_compiler_the_peak_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(rw.UnsupportedError, match="no C compiler. Install gcc or clang, or set CC"):
+        library("generic", tmp_path)
 
 
 @native

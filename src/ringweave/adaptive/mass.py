@@ -150,8 +150,11 @@ def tile_mass(
         raise UnsupportedError("backend", "'cpu'", wanted, "Use backend='auto' or 'dense_batched'.")
     counts = (p.row_ptr[:, -1] - p.row_ptr[:, 0]).long()[p.row_set.long()]
     first = (counts.reshape(-1).cumsum(0) - counts.reshape(-1)).view(batch, heads)
-    kernel = dense_batched.tile_mass if reason is not None or backend == "dense_batched" else cpu.tile_mass
-    return TileMass(p, kernel(inputs, lse.detach(), p, first, per == "row"), first)
+    if reason is not None or backend == "dense_batched":
+        values = dense_batched.tile_mass(inputs, lse.detach(), p, first, per == "row")
+    else:
+        values = cpu.tile_mass(inputs, lse.detach(), p, per == "row")
+    return TileMass(p, values, first)
 
 
 def _scoring(q: Tensor, call: Call, terms: tuple[Term, ...]) -> TermOperands | None:

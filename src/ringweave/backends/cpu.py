@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
-import re
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
@@ -31,61 +29,13 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_CHANNELS = 640
 
 
-# arguments of the extension's functions: (positional, by keyword)
-_PLAN = "row_ptr col bits {columns}masks group q_tile kv_tile scale threads variant"
-_NAMED = "terms rows columns q_offset k_offset heads drop seed"
-_PARAMETERS = {
-    "forward": (
-        f"q k v out lse {_PLAN.format(columns='')}",
-        f"{_NAMED} table lengths k_scale v_scale longest_first spacing",
-    ),
-    "backward": (
-        f"dout q k v lse delta dq dk dv {_PLAN.format(columns='col_ptr row bits_t ')}",
-        f"{_NAMED} table_grads",
-    ),
-    "delta": ("dout out dlse delta threads variant", ""),
-    "merge": ("out lse part part_lse threads variant", ""),
-    "term_kinds": ("", ""),
-    "tile_mass": (f"q k lse values {_PLAN.format(columns='')}", ""),
-    "Prepared.forward": (
-        "q q_strides k k_strides v v_strides out lse keys first threads table lengths k_scale v_scale",
-        "",
-    ),
-    "Prepared.backward": (
-        "dout dout_strides q q_strides k k_strides v v_strides out lse dlse dq dk dv threads",
-        "",
-    ),
-}
-
-
 @fact
 def module() -> ModuleType | None:
-    """Return the extension module, or None if the package was built without a compiler.
-
-    Raises:
-        UnsupportedError: The extension was built from other sources.
-    """
+    """Return the extension module, or None if the package was built without a compiler."""
     try:
-        native = importlib.import_module("ringweave._cpu")
+        return importlib.import_module("ringweave._cpu")
     except ImportError:
         return None
-    check_interface(native)
-    return native
-
-
-def check_interface(native: ModuleType) -> None:
-    """Raise UnsupportedError unless the signatures of the extension's functions match the arguments passed here."""
-    for name, (by_place, by_name) in _PARAMETERS.items():
-        function: Any = native
-        for part in name.split("."):
-            function = getattr(function, part, None)
-        signature = "" if function is None else function.__nb_signature__[0][0]
-        found = re.findall(r"[(,] ?(\w+): ", signature)
-        wanted = by_place.split()
-        if function is None or found[: len(wanted)] != wanted or not {*by_name.split()} <= {*found}:
-            got = f"{name}({', '.join(found)}), of another version of ringweave"
-            remedy = "Install ringweave again; in a checkout, build the extension again."
-            raise UnsupportedError("ringweave._cpu", got, f"{name}({', '.join([*wanted, '...'])})", remedy)
 
 
 def variant() -> str:
@@ -123,8 +73,8 @@ def forward(
         stored |= {"k_scale": operands.scales.k, "v_scale": operands.scales.v}
         k, v = _codes(k), _codes(v)
     below = native.forward(
-        q, k, v, out, lse, *_rows(plan), *_rest(plan, operands.scale), **given, **stored, longest_first=longest_first,
-        spacing=branch.spacing or (),
+        q=q, k=k, v=v, scale=operands.scale, out=out, lse=lse, **_plan(plan), **_processor(), **given, **stored,
+        spacing=branch.spacing, longest_first=longest_first,
     )  # fmt: skip
     # a term may hide a score that is out of range, or move a score out of range, so the kernel's flag does not suffice
     if may_overflow(operands, branch) if given else below:
@@ -140,24 +90,23 @@ def _codes(x: Tensor) -> Tensor:
 def prepared(
     operands: Operands,
     plan: BlockPlan,
-    columns: bool = False,
+    backward: bool = False,
     spacing: Spacing | None = None,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Return the checked kernel arguments and work list for calls with inputs like these, without terms.
+    """Return the checked kernel arguments and work list for calls with inputs and terms like these.
 
-    ``columns`` adds the column lists, which backward needs. ``dtype`` is that of the output, q's or float32.
+    With ``backward`` the work is that of backward, without terms. ``dtype`` is that of the output, q's or float32.
     """
     native = module()
     assert native is not None
-    sides = plan.q_tile, plan.kv_tile
     q, k, v = operands.q.detach(), _codes(operands.k.detach()), _codes(operands.v.detach())
-    args = q, k, v, *_rows(plan), plan.mask_words, plan.row_set, *sides, operands.scale, variant()
-    pages = () if operands.pages is None else (operands.pages.table, plan.nk)
-    wide, scaled = dtype is not None and dtype != q.dtype, operands.scales is not None
-    call = native.Prepared(*args, *pages, spacing=spacing or (), wide=wide, scaled=scaled)
-    if columns:
-        call.columns(plan.col_ptr, plan.row, plan.mask_id_t)
+    pages = {} if operands.pages is None else {"table": operands.pages.table, "keys": plan.nk}
+    call = native.Prepared(
+        q=q, k=k, v=v, scale=operands.scale, **_plan(plan, backward), **pages, spacing=spacing, variant=variant(),
+        wide=dtype is not None and dtype != q.dtype, scaled=operands.scales is not None, backward=backward,
+        **_term_arguments(operands.terms),
+    )  # fmt: skip
     return call
 
 
@@ -174,28 +123,23 @@ def backward(
     plan = branch.plan("cpu")
     q, k, v, scale = operands[:4]
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device="cpu") for x in (q, k, v))
-    rows = (upstream.lse, upstream.delta.float())
-    columns = (plan.col_ptr, plan.row, plan.mask_id_t)
     grads = _grads(operands.terms)
     native.backward(
-        upstream.dout.to(q.dtype), q, k, v, *rows, dq, dk, dv, *_rows(plan), *columns, *_rest(plan, scale),
-        **_term_arguments(operands.terms), table_grads=grads,
+        dout=upstream.dout.to(q.dtype), q=q, k=k, v=v, scale=scale, lse=upstream.lse, delta=upstream.delta.float(),
+        dq=dq, dk=dk, dv=dv, **_plan(plan, True), **_processor(), **_term_arguments(operands.terms), table_grads=grads,
     )  # fmt: skip
     if operands.terms is not None:
         _add(operands.terms, grads)
     return dq, dk, dv
 
 
-def tile_mass(operands: Operands, lse: Tensor, plan: BlockPlan, first: Tensor, per_row: bool) -> Tensor:
-    """Sum the weights in each tile, (T,) or per row (T, q_tile).
-
-    ``first`` is unused: the kernel derives it from the plan.
-    """
+def tile_mass(operands: Operands, lse: Tensor, plan: BlockPlan, per_row: bool) -> Tensor:
+    """Sum the weights in each tile, (T,) or per row (T, q_tile)."""
     native = module()
     assert native is not None
     q, k, _, scale = operands[:4]
     values = torch.empty(plan.tiles, plan.q_tile if per_row else 1, dtype=torch.float32, device="cpu")
-    native.tile_mass(q, k, lse.contiguous(), values, *_rows(plan), *_rest(plan, scale))
+    native.tile_mass(q=q, k=k, scale=scale, lse=lse.contiguous(), values=values, **_plan(plan), **_processor())
     return values if per_row else values[:, 0]
 
 
@@ -295,12 +239,17 @@ def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> 
         native.merge(out, lse, readable(part_out), part_lse, torch.get_num_threads(), variant())
 
 
-def _rows(plan: BlockPlan) -> tuple[Tensor, ...]:
-    return plan.row_ptr, plan.col, plan.mask_id
+_ROWS = ("row_ptr", "col", "mask_id", "mask_words", "row_set", "q_tile", "kv_tile")
+_COLUMNS = ("col_ptr", "row", "mask_id_t")
 
 
-def _rest(plan: BlockPlan, scale: float) -> tuple[object, ...]:
-    return plan.mask_words, plan.row_set, plan.q_tile, plan.kv_tile, scale, torch.get_num_threads(), variant()
+def _plan(plan: BlockPlan, columns: bool = False) -> dict[str, Tensor | int]:
+    """Return a plan's rows, and with ``columns`` its columns, as the extension's functions take them."""
+    return {name: getattr(plan, name) for name in (_ROWS + _COLUMNS if columns else _ROWS)}
+
+
+def _processor() -> dict[str, int | str]:
+    return {"threads": torch.get_num_threads(), "variant": variant()}
 
 
 def terms(device: str) -> Iterable[str]:
@@ -349,10 +298,10 @@ def scratch(call: Call, branch: Branch) -> int:
 
 
 class PreparedCall:
-    """Kernel arguments, plan and shapes of the results of a small call in one part, without terms.
+    """Kernel arguments, plan and shapes of the results of a small call in one part.
 
     Args:
-        operands: Example tensors with the call's shapes and types, without terms.
+        operands: Example tensors with the call's shapes and types, and the terms that all its calls share.
         part: The part.
         dtype: Dtype of the output of forward, q's or float32; None is q's.
     """
@@ -371,6 +320,7 @@ class PreparedCall:
         self._out = torch.empty(1, dtype=dtype or q.dtype, device="cpu").expand(*q.shape[:3], v.shape[3])
         self._lse = torch.empty(1, dtype=torch.float32, device="cpu").expand(q.shape[:3])
         self._threads, self._first, self._branch = torch.get_num_threads(), first, branch
+        self._scored = operands.terms is not None
         self.plans, self._forward = (plan,), prepared(operands, plan, spacing=branch.spacing, dtype=dtype)
         self._backward: Any = None
 
@@ -413,7 +363,8 @@ class PreparedCall:
             if pages is None:
                 raise
             return None
-        if below:
+        # as in forward, the flag does not suffice with terms
+        if may_overflow(Operands(q, k, v, self.scale), self._branch) if self._scored else below:
             if lse is None or pages is not None or k.shape != self.shapes[1]:
                 return None
             spoil(out, lse, Operands(q, k, v, self.scale), self._branch)
@@ -424,6 +375,8 @@ class PreparedCall:
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Compute (dq, dk, dv); see :class:`Prepared`."""
         q, k, v, out, lse = saved
+        if self._scored:
+            return None
         if (q.shape, k.shape, v.shape) != self.shapes or not out.is_contiguous() or not lse.is_contiguous():
             return None
         if q.stride(3) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
@@ -479,50 +432,8 @@ class PreparedUnion:
         """Return None: backward takes the general path."""
 
 
-class PreparedTerms:
-    """Kernel arguments, plan and shapes of the results of a small call with score terms; for forward only.
-
-    Args:
-        operands: Example tensors with the call's shapes and types, and terms that all its calls share.
-        part: The whole call.
-    """
-
-    def __init__(self, operands: Operands, part: Part):
-        native = module()
-        assert native is not None
-        q, _, v = operands[:3]
-        self._branch, plan, _ = part
-        self.plans = (plan,)
-        self._out = torch.empty(1, dtype=q.dtype, device="cpu").expand(*q.shape[:3], v.shape[3])
-        self._lse = torch.empty(1, dtype=torch.float32, device="cpu").expand(q.shape[:3])
-        self._scale = operands.scale
-        self._threads = torch.get_num_threads()
-        self._forward = functools.partial(native.forward, **_term_arguments(operands.terms))
-        self._plan = *_rows(plan), *_rest(plan, operands.scale)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, with_lse: bool, *stored: Any) -> tuple[Tensor, Any] | None:
-        """Compute (out, lse); return None if channels are not adjacent."""
-        if q.stride(3) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
-            return None
-        if self._threads > 1:
-            forks.check(q.device)
-        q, k, v = q.detach(), k.detach(), v.detach()
-        out, lse = torch.empty_like(self._out), torch.empty_like(self._lse)
-        self._forward(q, k, v, out, lse, *self._plan, longest_first=True, spacing=self._branch.spacing or ())
-        operands = Operands(q, k, v, self._scale)
-        if may_overflow(operands, self._branch):
-            spoil(out, lse, operands, self._branch)
-        return out, lse
-
-    def backward(self, *args: object) -> None:
-        """Return None: backward takes the general path."""
-
-
 def prepare(operands: Operands, parts: Sequence[Part]) -> Prepared:
     """Prepare the kernel arguments of a small call, whose parts are merged in float32."""
-    if operands.terms is not None:
-        (part,) = parts
-        return PreparedTerms(operands, part)
     if len(parts) == 1:
         return PreparedCall(operands, parts[0])
     return PreparedUnion([PreparedCall(operands, part, dtype=torch.float32) for part in parts], operands.q.dtype)

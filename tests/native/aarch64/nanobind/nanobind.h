@@ -2,7 +2,8 @@
 // what became of them, so that the binding and the kernels run on a processor that is only emulated, without Python.
 // The other side is tests/native/emulated.py.
 //
-// A call is a name and a list. A value begins with its kind: n(one), i(nteger), f(loat), s(tring), l(ist), t(ensor).
+// A call is a name and a list of arguments. A function that takes its arguments by name gets one: a list of pairs of a
+// name and a value. A value begins with its kind: n(one), i(nteger), f(loat), s(tring), l(ist), t(ensor).
 // The answer is 'v' and the value as text, then the bytes of every tensor; or 'e' and the message of an error.
 #pragma once
 #include <sys/mman.h>
@@ -64,6 +65,63 @@ class ndarray {
   std::exit(3);
 }
 
+// A value of any kind.
+struct object {
+  char kind = 'n';
+  int64_t number = 0;
+  double real = 0;
+  std::string text;
+  std::vector<object> items;
+  ndarray<> tensor;
+  object attr(const char *) const { return {}; }
+  void *ptr() const { return nullptr; }
+};
+
+struct handle {
+  const object *of = nullptr;
+  handle() = default;
+  handle(const object &x) : of(&x) {}
+  bool is_none() const { return !of || of->kind == 'n'; }
+};
+inline handle none() { return {}; }
+
+struct kwargs {
+  std::map<std::string, object> named;
+  size_t size() const { return named.size(); }
+  auto begin() const { return named.begin(); }
+  auto end() const { return named.end(); }
+};
+
+inline bool try_cast(const object &x, int64_t &to) { return to = x.number, x.kind == 'i'; }
+inline bool try_cast(const object &x, int &to) { return to = (int)x.number, x.kind == 'i'; }
+inline bool try_cast(const object &x, bool &to) { return to = x.number != 0, x.kind == 'i'; }
+inline bool try_cast(const object &x, std::string &to) { return to = x.text, x.kind == 's'; }
+inline bool try_cast(const object &x, float &to) {
+  return to = x.kind == 'f' ? (float)x.real : (float)x.number, x.kind == 'f' || x.kind == 'i';
+}
+template <class... Ts>
+bool try_cast(const object &x, ndarray<Ts...> &to) {
+  to.dtype_ = x.tensor.dtype_, to.shape_ = x.tensor.shape_, to.strides_ = x.tensor.strides_, to.data_ = x.tensor.data_;
+  return x.kind == 't';
+}
+template <class T>
+bool try_cast(const object &x, std::optional<T> &to) {
+  return x.kind == 'n' || try_cast(x, to.emplace());
+}
+template <class T>
+bool try_cast(const object &x, std::vector<T> &to) {
+  to.resize(x.items.size());
+  bool all = x.kind == 'l';
+  for (size_t i = 0; i < to.size(); ++i) all = all && try_cast(x.items[i], to[i]);
+  return all;
+}
+template <class... Ts>
+bool try_cast(const object &x, std::tuple<Ts...> &to) {
+  size_t i = 0;
+  return x.items.size() == sizeof...(Ts) &&
+         std::apply([&](auto &...each) { return (try_cast(x.items[i++], each) && ...); }, to);
+}
+
 class Call {
  public:
   ~Call() {
@@ -81,41 +139,23 @@ class Call {
     return s;
   }
   char kind() { return raw<char>(); }
-  void expect(char wanted) {
-    if (char got = kind(); got != wanted) broken(std::string("wanted ") + wanted + ", got " + got);
-  }
 
-  void read(int64_t &x) { expect('i'), x = raw<int64_t>(); }
-  void read(int &x) { expect('i'), x = (int)raw<int64_t>(); }
-  void read(bool &x) { expect('i'), x = raw<int64_t>() != 0; }
-  void read(std::string &x) { expect('s'), x = text(); }
-  void read(float &x) {
-    const char got = kind();
-    if (got != 'f' && got != 'i') broken("wanted a number");
-    x = got == 'f' ? (float)raw<double>() : (float)raw<int64_t>();
-  }
-  void read(double &x) { expect('f'), x = raw<double>(); }
-  template <class... Ts>
-  void read(ndarray<Ts...> &x) {
-    expect('t'), tensor(x);
-  }
-  template <class T>
-  void read(std::optional<T> &x) {
-    const char got = kind();
-    if (got == 'n') return;
-    if (got != 't') broken("wanted a tensor or None");
-    tensor(x.emplace());
-  }
-  template <class T>
-  void read(std::vector<T> &x) {
-    expect('l'), x.resize(raw<uint32_t>());
-    for (T &each : x) read(each);
-  }
-  template <class... Ts>
-  void read(std::tuple<Ts...> &x) {
-    expect('l');
-    if (raw<uint32_t>() != sizeof...(Ts)) broken("wanted a tuple of another length");
-    std::apply([this](auto &...each) { (read(each), ...); }, x);
+  object value() {
+    object x;
+    x.kind = kind();
+    switch (x.kind) {
+      case 'n': break;
+      case 'i': x.number = raw<int64_t>(); break;
+      case 'f': x.real = raw<double>(); break;
+      case 's': x.text = text(); break;
+      case 't': tensor(x.tensor); break;
+      case 'l':
+        x.items.resize(raw<uint32_t>());
+        for (object &each : x.items) each = value();
+        break;
+      default: broken(std::string("unknown kind ") + x.kind);
+    }
+    return x;
   }
 
   std::vector<Memory> memory;
@@ -124,8 +164,7 @@ class Call {
   static void bytes(void *to, size_t n) {
     if (std::fread(to, 1, n, stdin) != n) broken("it ends early");
   }
-  template <class... Ts>
-  void tensor(ndarray<Ts...> &x) {
+  void tensor(ndarray<> &x) {
     x.dtype_ = {raw<uint8_t>(), raw<uint8_t>(), 1};
     x.shape_.resize(raw<uint8_t>()), x.strides_.resize(x.shape_.size());
     for (int64_t &n : x.shape_) n = raw<int64_t>();
@@ -148,7 +187,6 @@ inline std::string text_of(const std::vector<std::string> &names) {
   return text + "]";
 }
 
-struct none {};
 struct arg {
   template <class T>
   arg &operator=(T &&) {
@@ -173,13 +211,23 @@ template <class T>
 T cast(int x) {
   return x;
 }
+template <class T>
+T cast(const std::string &x) {
+  return x.c_str();
+}
 template <class... Ts>
 struct init {};
 
-struct object {
-  object attr(const char *) const { return {}; }
-  void *ptr() const { return nullptr; }
-};
+template <class T>
+bool try_cast(handle x, T &to) {
+  return try_cast(*x.of, to);
+}
+
+inline bool try_cast(const object &x, kwargs &to) {
+  for (const object &pair : x.items) to.named[pair.items[0].text] = pair.items[1];
+  return x.kind == 'l';
+}
+
 class module_ {
  public:
   static object import_(const char *) { return {}; }
@@ -188,7 +236,7 @@ class module_ {
   void def(const char *name, R (*function)(Args...), Extra &&...) {
     calls[name] = [function](Call &call) -> std::string {
       std::tuple<std::decay_t<Args>...> args;
-      call.read(args);
+      if (!try_cast(call.value(), args)) broken("wrong arguments");
       if constexpr (std::is_void_v<R>)
         return std::apply(function, args), "None";
       else

@@ -19,6 +19,7 @@ from ...tune.measure import Runnable, interleaved
 from ...tune.problem import BOTH, FORWARD, Problem, RandomBlocks, Sample
 from ...tune.session import Entry, Say, Session, in_turn
 from ..compare import Comparison, outcomes
+from ..fma import fma_peak, why_no_peak
 from ..peers import peers
 from ..record import Measuring, Options, Outcome, Rule, Target, over_first, targets
 
@@ -105,7 +106,7 @@ TARGETS = {
 
 def measure(options: Options, say: Say) -> Measuring:
     """Measure the figures, and compare them with their targets."""
-    native = cpu.module() is not None
+    native, missing = cpu.module() is not None, why_no_peak()
     dtypes = (options.dtype,) if options.dtype else (torch.float32, torch.bfloat16)
     peaks: dict[torch.dtype, float] = {}
     memory = None
@@ -113,7 +114,8 @@ def measure(options: Options, say: Say) -> Measuring:
     for size in QUICK if options.quick else whole_grid() if options.full else USUAL:
         for dtype in dtypes:
             if native:
-                peaks[dtype] = max(peaks.get(dtype, 0.0), fma_peak(dtype))
+                if missing is None:
+                    peaks[dtype] = max(peaks.get(dtype, 0.0), fma_peak(dtype))
                 memory = max(memory or 0.0, memory_speed(options.quick))
             for each in outcomes(asked(size, options, dtype), say, peak=peaks.get(dtype), memory=memory):
                 # the target is only for ringweave's kernels
@@ -128,6 +130,8 @@ def measure(options: Options, say: Say) -> Measuring:
     if torch.float32 in dtypes:
         yield _over_matmul(options, say)
     yield from overheads(options, dtypes, say)
+    if missing is not None:
+        return f"Instruction set {variant}; no share of the FMA peak: {missing}"
     said = ", ".join(f"{peak / 1e9:,.0f} GFLOP/s in {_name(dtype)}" for dtype, peak in peaks.items())
     read = "" if memory is None else f"; memory is read at {memory / 1e9:.0f} GB/s"
     return f"Instruction set {variant}; FMA peak of {torch.get_num_threads()} threads: {said}{read}."
@@ -149,28 +153,14 @@ def asked(size: Comparison, options: Options, dtype: torch.dtype) -> Comparison:
 
 def reading(quick: bool) -> tuple[Runnable, int]:
     """Return a loop that adds up an array larger than any cache on torch's threads, and the bytes that it reads."""
-    native, threads = cpu.module(), torch.get_num_threads()
-    assert native is not None
     words = torch.zeros((2**22 if quick else 2**28) // 8, dtype=torch.int64)
-    return lambda: native.read_all(words, threads), words.nbytes
+    return words.sum, words.nbytes
 
 
 def memory_speed(quick: bool, samples: int = 5) -> float:
     """Return the bytes of memory that are read per second, the best of short samples."""
     call, nbytes = reading(quick)
     return nbytes / interleaved({"memory": call}, rounds=samples)["memory"].min
-
-
-def fma_peak(dtype: torch.dtype, seconds: float = 0.02, samples: int = 10) -> float:
-    """Return the operations per second of fused multiply-adds on torch's threads, the best of short samples.
-
-    The best sample counts, since the peak should not include the load of other processes.
-    """
-    native = cpu.module()
-    assert native is not None
-    name = "bfloat16" if dtype == torch.bfloat16 else "float32"
-    threads, variant = torch.get_num_threads(), cpu.variant()
-    return max(float(native.fma_peak(name, threads, seconds, variant)) for _ in range(samples))
 
 
 def overheads(options: Options, dtypes: Iterable[torch.dtype], say: Say) -> Iterator[Target]:
