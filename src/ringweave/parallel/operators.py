@@ -61,9 +61,9 @@ class Saved(NamedTuple):
         v: Values of the shard.
         out: Outputs, in q's dtype.
         lse: Log-sum-exp of the rows.
-        received: Bytes received in the first hop, if the schedule keeps them; else empty.
-        relayed: Bytes received in the second hop, if there is one and the schedule keeps them; else empty.
-        forms: int64: the format of each message by hop and rank, then the call's name, then the seed of its dropout.
+        received: Bytes received in the first exchange, if the schedule keeps them; else empty.
+        relayed: Bytes received in the second exchange, if there is one and the schedule keeps them; else empty.
+        forms: int64: the format of each message by exchange and rank, then the call's name, then its dropout seed.
     """
 
     q: Tensor

@@ -157,7 +157,7 @@ def _marked(device: str) -> Iterator[None]:
     places: Sequence[tuple[str, Any, str]] = (
         ("plan", PlanCache, "get"), ("plan", program, "branches"), ("merge", cpu, "merge_into"),
         ("merge", api, "with_sinks"), ("exchange", Transport, "agree"),
-        ("exchange", Transport, "exchange"), ("exchange", transport._Messages, "wait"),
+        ("exchange", Transport, "exchange"), ("exchange", transport._Pending, "wait"),
     )  # fmt: skip
     with ExitStack() as stack:
         stack.enter_context(patch.dict(BACKENDS, backends))

@@ -193,6 +193,10 @@ class Agreement:
         others = [(other, part) for other, part in enumerate(every) if other != rank]
         return every, self.transport.exchange([(other, x) for other, _ in others], others, what=operation, stage=0)
 
+    def buffer(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return a flat uint8 buffer from the workspace."""
+        return self.space.take((nbytes,), torch.uint8, device)
+
     @contextmanager
     def computing(self, what: str, stage: int) -> Iterator[None]:
         """Record a kernel call in the trace."""

@@ -1,8 +1,8 @@
 """The tokens that each rank sends to each other rank, and their places at the receiver; each needed tile moves once.
 
-A hop is one exchange among all ranks. A mesh of one dimension needs one hop. A mesh of two dimensions (nodes, ranks of
-a node) needs two: a tile crosses the network once per node, to the rank with the owner's index within its node, which
-relays it inside the node. Gradients return along the same path.
+A mesh of one dimension needs one exchange among all ranks. A mesh of two dimensions (nodes, ranks of a node) needs two:
+a tile crosses the network once per node, to the rank with the owner's index within its node, which relays it inside the
+node. Gradients return along the same path.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHARD = -1
 
 
 @dataclass(frozen=True, eq=False)
-class Section:
+class TokenBlock:
     """The tokens of one branch and kind of key heads within a message.
 
     Attributes:
@@ -34,9 +34,9 @@ class Section:
         members: (batch elements, key heads) as two index tensors; None for all.
         count: Number of tokens.
         heads: Number of (batch element, key head) pairs.
-        source: On the sender: ``SHARD``, or the peer from which an earlier hop brought the tokens.
+        source: On the sender: ``SHARD``, or the peer from which an earlier exchange brought the tokens.
         tokens: On the sender: places of the tokens in that source.
-        used: On the receiver: the section's tokens that this rank computes with; None for all.
+        used: On the receiver: the block's tokens that this rank computes with; None for all.
         target: On the receiver: places of the used tokens in the branch's buffer.
         adjacent: Whether the tokens are adjacent in the sender's shard.
     """
@@ -58,11 +58,11 @@ class Section:
         return self.count * self.heads
 
     def of(self, x: Tensor) -> Tensor:
-        """Return the section's heads of x, (B, heads, tokens, C), as (B, heads, ...) or (members, ...)."""
+        """Return the block's heads of x, (B, heads, tokens, C), as (B, heads, ...) or (members, ...)."""
         return x if self.members is None else x[self.members]
 
     def shape(self, batch: int, channels: int) -> tuple[int, ...]:
-        """Return the shape of the section's tensor."""
+        """Return the shape of the block's tensor."""
         if self.members is None:
             return batch, self.heads // batch, self.count, channels
         return self.heads, self.count, channels
@@ -89,7 +89,7 @@ class Section:
                 self.target.put(head, values)
 
     def gradients(self, buffer: Tensor | None, like: Tensor, batch: int, channels: int) -> Tensor:
-        """Return, on the receiver, the gradients of the section's rows from the branch's buffer.
+        """Return, on the receiver, the gradients of the block's rows from the branch's buffer.
 
         Rows that this rank only relays are zero.
         """
@@ -103,7 +103,7 @@ class Section:
         return rows
 
     def add(self, total: Tensor, rows: Tensor) -> None:
-        """Add returned gradients, on the sender, to the gradients of the section's source."""
+        """Add returned gradients, on the sender, to the gradients of the block's source."""
         assert self.tokens is not None
         if self.members is None or total.ndim == rows.ndim:
             self.tokens.add(total, rows)
@@ -112,25 +112,25 @@ class Section:
                 self.tokens.add(head, values)
 
 
-Message = tuple[Section, ...]
+Message = tuple[TokenBlock, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Hop:
-    """One exchange among all ranks: the messages to each rank and from each rank."""
+class Exchange:
+    """Messages among all ranks: those that one rank sends to each rank, and those that it receives from each."""
 
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
 
 
-def direct_hop(
+def direct_exchange(
     demands: list[Demand],
     parts: list[LocalAttention | None],
     rank: int,
     ranks: int,
     needs: list[tuple[Bools, ...]] | None = None,
-) -> Hop:
-    """Build the hop in which every rank receives its needed key tiles directly from the ranks that hold them.
+) -> Exchange:
+    """Build the exchange in which every rank receives its needed key tiles directly from the ranks that hold them.
 
     Args:
         demands: The demand of each branch.
@@ -142,13 +142,14 @@ def direct_hop(
     return _across(list(_kinds(demands, parts, needs)), rank, ranks, 1)
 
 
-def node_hops(
+def node_exchanges(
     demands: list[Demand], parts: list[LocalAttention | None], rank: int, ranks: int, per_node: int
-) -> tuple[Hop, Hop]:
-    """Build the two hops across and inside nodes; node n has ranks [n * per_node, (n + 1) * per_node).
+) -> tuple[Exchange, Exchange]:
+    """Build the two exchanges across and inside nodes; node n has ranks [n * per_node, (n + 1) * per_node).
 
-    In the first hop a rank receives, from the rank with the same index on every other node, the tokens that any rank of
-    its node needs from that rank. In the second hop the ranks of a node exchange the tokens that they hold or imported.
+    In the first exchange a rank receives, from the rank with the same index on every other node, the tokens that any
+    rank of its node needs from that rank. In the second one the ranks of a node exchange the tokens that they hold or
+    imported.
     """
     kinds = list(_kinds(demands, parts))
     return _across(kinds, rank, ranks, per_node), _inside(kinds, rank, ranks, per_node)
@@ -156,7 +157,7 @@ def node_hops(
 
 def remote_queries(demands: list[Demand], moves: list[tuple[Moves, ...]], owner: int, rank: int) -> Message:
     """Build the message of query tiles of ``owner`` that ``rank`` computes, with all query heads of each branch."""
-    sections = []
+    blocks = []
     for number, (demand, branch) in enumerate(zip(demands, moves, strict=True)):
         if len(branch) != 1:
             continue
@@ -165,8 +166,8 @@ def remote_queries(demands: list[Demand], moves: list[tuple[Moves, ...]], owner:
         if len(tiles):
             places = demand.shard_places(tiles)
             heads = demand.branch.batch * demand.branch.head_count
-            sections.append(Section(number, 0, None, len(places), heads, SHARD, tokens=Tokens.at(places)))
-    return tuple(sections)
+            blocks.append(TokenBlock(number, 0, None, len(places), heads, SHARD, tokens=Tokens.at(places)))
+    return tuple(blocks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,13 +175,13 @@ class _Keys:
     """The keys and values of one branch and kind of key heads, exchanged in runs of tokens.
 
     Attributes:
-        section: Template of their sections.
+        block: Template of their blocks.
         demand: The branch's demand.
         part: This rank's attention of the branch, or None.
         need: (ranks, key tiles) whether a rank needs a tile.
     """
 
-    section: Section
+    block: TokenBlock
     demand: Demand
     part: LocalAttention | None
     need: Bools
@@ -190,26 +191,26 @@ class _Keys:
         """Whether a rank needs a run, (ranks, runs)."""
         return self.need[:, np.arange(len(self.demand.owner)) // self.demand.runs_per_tile]
 
-    def sent(self, runs: Int64) -> Section:
-        """Return the section that sends some runs of this rank's shard."""
+    def sent(self, runs: Int64) -> TokenBlock:
+        """Return the block that sends some runs of this rank's shard."""
         tokens = Tokens.at(self.demand.shard_places(runs))
-        return replace(self.section, count=tokens.count, tokens=tokens, adjacent=tokens.adjacent)
+        return replace(self.block, count=tokens.count, tokens=tokens, adjacent=tokens.adjacent)
 
-    def received(self, runs: Int64, mine: Bools) -> Section:
-        """Return the section that receives runs of another rank's shard; this rank computes with those in ``mine``."""
+    def received(self, runs: Int64, mine: Bools) -> TokenBlock:
+        """Return the block that receives runs of another rank's shard; this rank computes with those in ``mine``."""
         lengths = self.demand.lengths[runs]
         adjacent = Tokens.at(self.demand.shard_places(runs)).adjacent
-        section = replace(self.section, count=int(lengths.sum()), adjacent=adjacent)
+        block = replace(self.block, count=int(lengths.sum()), adjacent=adjacent)
         if self.part is None or not mine.any():
-            return section
+            return block
         used = None if mine.all() else Tokens.at(_inside_message(lengths, mine))
         target = Tokens.at(self.demand.buffer_places(runs[mine], self.part.keys.tile_at))
-        return replace(section, used=used, target=target)
+        return replace(block, used=used, target=target)
 
-    def relayed(self, runs: Int64, imported: Int64) -> Section:
-        """Return the section that relays some of the runs that this rank imported from one other rank."""
+    def relayed(self, runs: Int64, imported: Int64) -> TokenBlock:
+        """Return the block that relays some of the runs that this rank imported from one other rank."""
         tokens = Tokens.at(_inside_message(self.demand.lengths[imported], np.isin(imported, runs)))
-        return replace(self.section, count=tokens.count, source=int(self.demand.owner[runs[0]]), tokens=tokens)
+        return replace(self.block, count=tokens.count, source=int(self.demand.owner[runs[0]]), tokens=tokens)
 
 
 def _inside_message(lengths: Int64, chosen: Bools) -> Int64:
@@ -226,11 +227,11 @@ def _kinds(
             members = demand.kinds[kind].members
             # a single kind contains all heads, so no index is needed
             index = None if len(demand.kinds) == 1 else tuple(torch.from_numpy(x.copy()) for x in members.T)
-            yield _Keys(Section(branch, kind, index, 0, len(members), SHARD), demand, part, need)
+            yield _Keys(TokenBlock(branch, kind, index, 0, len(members), SHARD), demand, part, need)
 
 
-def _across(kinds: list[_Keys], rank: int, ranks: int, per_node: int) -> Hop:
-    """Build the hop with the rank of the same index on every other node; without nodes ``per_node`` is 1."""
+def _across(kinds: list[_Keys], rank: int, ranks: int, per_node: int) -> Exchange:
+    """Build the exchange with the rank of the same index on every other node; without nodes ``per_node`` is 1."""
     sends, receives = _empty(ranks), _empty(ranks)
     node, place = divmod(rank, per_node)
     for keys in kinds:
@@ -245,11 +246,11 @@ def _across(kinds: list[_Keys], rank: int, ranks: int, per_node: int) -> Hop:
         for peer in np.unique(owner[wanted]):
             came = wanted[owner[wanted] == peer]
             receives[peer].append(keys.received(came, keys.needed[rank, came]))
-    return _hop(sends, receives)
+    return _exchange(sends, receives)
 
 
-def _inside(kinds: list[_Keys], rank: int, ranks: int, per_node: int) -> Hop:
-    """Build the hop among the ranks of a node.
+def _inside(kinds: list[_Keys], rank: int, ranks: int, per_node: int) -> Exchange:
+    """Build the exchange among the ranks of a node.
 
     Each message has the sender's own tokens first, then its imported ones; sender and receiver use this same order.
     """
@@ -271,12 +272,12 @@ def _inside(kinds: list[_Keys], rank: int, ranks: int, per_node: int) -> Hop:
                 runs = np.flatnonzero((owner == origin * per_node + peer % per_node) & needed[rank])
                 if len(runs):
                     receives[peer].append(keys.received(runs, np.ones(len(runs), bool)))
-    return _hop(sends, receives)
+    return _exchange(sends, receives)
 
 
-def _empty(ranks: int) -> list[list[Section]]:
+def _empty(ranks: int) -> list[list[TokenBlock]]:
     return [[] for _ in range(ranks)]
 
 
-def _hop(sends: list[list[Section]], receives: list[list[Section]]) -> Hop:
-    return Hop(tuple(map(tuple, sends)), tuple(map(tuple, receives)))
+def _exchange(sends: list[list[TokenBlock]], receives: list[list[TokenBlock]]) -> Exchange:
+    return Exchange(tuple(map(tuple, sends)), tuple(map(tuple, receives)))

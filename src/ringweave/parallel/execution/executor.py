@@ -18,9 +18,11 @@ from ...backends.backend import Heads, Upstream, delta_in_chunks
 from ...call import Operands
 from ...types import acc_dtype
 from .agreement import Agreement
-from .exchange import Section
+from .exchange import TokenBlock
+from .incoming import Incoming
 from .local_attention import LocalAttention
-from .messages import Channels, Traffic, Way
+from .messages import Channels
+from .outgoing import Outgoing, ReturnRoute
 from .schedule import Schedule
 from .tokens import Tokens
 
@@ -31,8 +33,8 @@ class Computed(NamedTuple):
     Attributes:
         out: Outputs, (B, Hq, tokens, Dv).
         lse: Log-sum-exp of the rows, (B, Hq, tokens).
-        received: Received bytes of each hop, if the schedule keeps them for backward; else empty.
-        forms: int64 (hops, ranks), the formats of these messages.
+        received: Received bytes of each exchange, if the schedule keeps them for backward; else empty.
+        forms: int64 (exchanges, ranks), the formats of these messages.
     """
 
     out: Tensor
@@ -48,16 +50,21 @@ def forward(schedule: Schedule, agreement: Agreement, inputs: Operands, backend:
     # a single kernel call needs no merge, so it can write q's dtype directly
     dtype = q.dtype if schedule.single else acc
     results = Channels(q.shape[0], (v.shape[3], 1), acc)
-    traffic = Traffic(schedule, agreement, inputs)
+    incoming = Incoming(schedule, agreement, inputs)
     total = _Output(inputs, acc, schedule.held)
 
-    def merge(section: Section, tensors: Sequence[Tensor]) -> None:
-        assert section.tokens is not None
-        total.merge(schedule.heads[section.branch], section.tokens, tensors[0], tensors[1][..., 0])
+    def merge(block: TokenBlock, tensors: Sequence[Tensor]) -> None:
+        assert block.tokens is not None
+        total.merge(schedule.heads[block.branch], block.tokens, tensors[0], tensors[1][..., 0])
 
-    for stage in traffic.stages("forward"):
+    outgoing = Outgoing(schedule, agreement, q.device, ReturnRoute(results, merge))
+    incoming.agree("forward")
+    incoming.start(schedule.stages[0])
+    for stage, following in schedule.steps():
+        incoming.wait()
+        incoming.start(following)
         remote: dict[int, list[Tensor]] = {}
-        for call in traffic.calls():
+        for call in incoming.calls():
             with agreement.computing(f"branch {call.number}{', remote queries' * call.remote}", stage.number):
                 out, lse = call.attention.forward(call.inputs, dtype, backend)
             if call.remote:
@@ -66,9 +73,11 @@ def forward(schedule: Schedule, agreement: Agreement, inputs: Operands, backend:
                 total.add(call.attention, out, lse)
             # release its buffers before the next call takes them
             del call
-        traffic.send_back(Way(results, partial(_of_branch, remote), merge))
-    kept = (traffic.keys_in, traffic.forms_in) if schedule.keeps else ([], [])
-    return Computed(*total.result(q.dtype), kept[0], torch.tensor(kept[1], dtype=torch.int64, device="cpu"))
+        outgoing.wait()
+        outgoing.start(stage, partial(_of_branch, remote))
+    outgoing.wait()
+    received, forms = (incoming.received.keys, incoming.forms_in) if schedule.keeps else ([], [])
+    return Computed(*total.result(q.dtype), received, torch.tensor(forms, dtype=torch.int64, device="cpu"))
 
 
 def backward(
@@ -89,20 +98,26 @@ def backward(
     delta_of = delta_in_chunks if first is None else first.chosen(inputs, backend, needs_grad=True).delta
     upstream = Upstream(dout, lse, delta_of(dout, computed.out, lse, dlse))
     of_keys, of_queries = Channels(batch, dims, acc), Channels(batch, dims[:1], acc)
-    traffic = Traffic(schedule, agreement, inputs, upstream, (computed.received, computed.forms))
+    incoming = Incoming(schedule, agreement, inputs, upstream, (computed.received, computed.forms))
     dq, dk, dv = (_Sum(x, acc, schedule.held) for x in (q, k, v))
 
-    def add_keys(section: Section, rows: Sequence[Tensor]) -> None:
+    def add_keys(block: TokenBlock, rows: Sequence[Tensor]) -> None:
         for total, grad in zip((dk, dv), rows, strict=True):
-            schedule.heads[section.branch].update(total.whole, section.add, grad)
+            schedule.heads[block.branch].update(total.whole, block.add, grad)
 
-    def add_queries(section: Section, rows: Sequence[Tensor]) -> None:
-        section.add(dq.whole[:, schedule.heads[section.branch].queries], rows[0])
+    def add_queries(block: TokenBlock, rows: Sequence[Tensor]) -> None:
+        block.add(dq.whole[:, schedule.heads[block.branch].queries], rows[0])
 
-    for stage in traffic.stages("backward"):
+    routes = ReturnRoute(of_queries, add_queries), ReturnRoute(of_keys, add_keys)
+    outgoing = Outgoing(schedule, agreement, q.device, *routes)
+    incoming.agree("backward")
+    incoming.start(schedule.stages[0])
+    for stage, following in schedule.steps():
+        incoming.wait()
+        incoming.start(following)
         received: dict[int, list[Tensor]] = {}
         remote: dict[int, list[Tensor]] = {}
-        for call in traffic.calls():
+        for call in incoming.calls():
             assert call.upstream is not None
             with agreement.computing(f"branch {call.number}{', remote queries' * call.remote}", stage.number):
                 of_query, *of_key = call.attention.backward(call.inputs, call.upstream, backend)
@@ -114,10 +129,9 @@ def backward(
             for total, grad in zip((dk, dv), of_key, strict=True):
                 total.add_keys(call.attention, grad)
             del call
-        traffic.send_back(
-            Way(of_queries, partial(_of_branch, remote), add_queries),
-            Way(of_keys, partial(_grads_of_keys, received, of_keys, lse), add_keys),
-        )
+        outgoing.wait()
+        outgoing.start(stage, partial(_of_branch, remote), partial(_grads_of_keys, received, of_keys, lse))
+    outgoing.wait()
     return dq.result(), dk.result(), dv.result()
 
 
@@ -215,13 +229,13 @@ def _padded(x: Tensor, tokens: int, fill: float = 0.0) -> Tensor:
     return whole
 
 
-def _of_branch(results: Mapping[int, list[Tensor]], _peer: int, section: Section) -> list[Tensor]:
-    return results[section.branch]
+def _of_branch(results: Mapping[int, list[Tensor]], _peer: int, block: TokenBlock) -> list[Tensor]:
+    return results[block.branch]
 
 
 def _grads_of_keys(
-    grads: Mapping[int, list[Tensor]], channels: Channels, like: Tensor, _peer: int, section: Section
+    grads: Mapping[int, list[Tensor]], channels: Channels, like: Tensor, _peer: int, block: TokenBlock
 ) -> list[Tensor]:
-    """Take a section's rows from the gradients of a branch's keys; zeros if the branch was not computed."""
-    both = grads.get(section.branch) or (None, None)
-    return [section.gradients(x, like, channels.batch, dim) for x, dim in zip(both, channels.dims, strict=True)]
+    """Take a block's rows from the gradients of a branch's keys; zeros if the branch was not computed."""
+    both = grads.get(block.branch) or (None, None)
+    return [block.gradients(x, like, channels.batch, dim) for x, dim in zip(both, channels.dims, strict=True)]

@@ -13,7 +13,7 @@ float32, in the order of the stages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...backends.backend import Heads
@@ -21,7 +21,7 @@ from ..planning.demand import Bools, Demand
 from ..planning.movement import Moves
 from ..planning.placement import Placement
 from .agreement import Value
-from .exchange import Hop, Message, direct_hop, node_hops, remote_queries
+from .exchange import Exchange, Message, direct_exchange, node_exchanges, remote_queries
 from .local_attention import LocalAttention
 
 
@@ -32,16 +32,16 @@ class Stage:
     Attributes:
         number: Number of the stage. Stage 0 uses the keys of this rank's shard.
         own: Attention of this rank's queries over the stage's keys, by branch.
-        hops: Successive exchanges that bring those keys and values; their gradients return along the same path.
+        exchanges: Successive exchanges that bring those keys and values; their gradients return along the same path.
         remote: Attention of other ranks' queries over this rank's keys, by branch.
-        queries: Exchange that brings those queries together with the first hop; their results return along it.
+        queries: Exchange that brings those queries together with the first exchange; their results return along it.
     """
 
     number: int
     own: Mapping[int, LocalAttention]
-    hops: tuple[Hop, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
     remote: Mapping[int, LocalAttention] = field(default_factory=dict)
-    queries: Hop | None = None
+    queries: Exchange | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +64,10 @@ class Schedule:
     keeps: bool
     single: bool = False
 
+    def steps(self) -> Iterator[tuple[Stage, Stage | None]]:
+        """Yield each stage with the following one; None follows the last stage."""
+        return zip(self.stages, (*self.stages[1:], None), strict=True)
+
 
 def allgather(
     demands: list[Demand],
@@ -76,10 +80,10 @@ def allgather(
     """Build the allgather schedule; ``per_node`` is the node size on a mesh of two dimensions."""
     ratio, held = heads[0] // heads[1], placement.held(rank)
     own = [LocalAttention.of(demand, rank, ratio) for demand in demands]
-    hops: tuple[Hop, ...] = (direct_hop(demands, own, rank, placement.ranks),)
+    exchanges: tuple[Exchange, ...] = (direct_exchange(demands, own, rank, placement.ranks),)
     if per_node is not None:
-        hops = node_hops(demands, own, rank, placement.ranks, per_node)
-    stage = Stage(0, _by_branch(own), hops)
+        exchanges = node_exchanges(demands, own, rank, placement.ranks, per_node)
+    stage = Stage(0, _by_branch(own), exchanges)
     single = False
     if len(own) == 1 and own[0] is not None:
         covers = own[0].queries.shard_tokens.span == (0, held, 1)
@@ -109,17 +113,18 @@ def ring(
         if number == 0:
             stages.append(Stage(0, _by_branch(own)))
             continue
-        hop = direct_hop(demands, own, rank, ranks, needs)
-        hop = Hop(_only(hop.sends[target], target, ranks), _only(hop.receives[source], source, ranks))
+        exchange = direct_exchange(demands, own, rank, ranks, needs)
+        sends, receives = exchange.sends[target], exchange.receives[source]
+        exchange = Exchange(_only(sends, target, ranks), _only(receives, source, ranks))
         remote = [
             LocalAttention.of_remote(demand, rank, ratio, _remote_edges(demand, branch, source, rank))
             for demand, branch in zip(demands, moves, strict=True)
         ]
-        queries = Hop(
+        queries = Exchange(
             _only(remote_queries(demands, moves, rank, target), target, ranks),
             _only(remote_queries(demands, moves, source, rank), source, ranks),
         )
-        stages.append(Stage(number, _by_branch(own), (hop,), _by_branch(remote), queries))
+        stages.append(Stage(number, _by_branch(own), (exchange,), _by_branch(remote), queries))
     return Schedule(tuple(stages), _heads(demands, ratio), said, placement.held(rank), keeps=False)
 
 

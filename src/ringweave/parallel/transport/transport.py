@@ -37,7 +37,7 @@ from .rendezvous import bounded
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-class _Messages:
+class _Pending:
     """Pending messages, which keep their tensors alive."""
 
     def __init__(
@@ -148,7 +148,7 @@ class Transport:
         self._connection: Connection | None = None
         self._generation = 0
         # Pending messages and, with retries, messages that some rank may still miss. All ranks number them equally.
-        self._log: deque[_Messages] = deque()
+        self._log: deque[_Pending] = deque()
         self._started = 0
         self._closed = False
         self._use = threading.RLock()
@@ -213,7 +213,7 @@ class Transport:
         others = [peer for peer in range(self.size) if peer != self.rank]
         sends = [(peer, table[self.rank].view(torch.uint8)) for peer in others]
         receives = [(peer, table[peer].view(torch.uint8)) for peer in others]
-        self._start(_Messages(self, sends, receives, what, metadata=True)).wait()
+        self._start(_Pending(self, sends, receives, what, metadata=True)).wait()
         self._forget(int(table[:, 0].min()))
         return table[:, 1:]
 
@@ -221,7 +221,7 @@ class Transport:
         """Start messages between pairs of ranks; see :class:`Communicator`."""
         _check("sends", sends, self.rank, self.size)
         _check("receives", receives, self.rank, self.size)
-        return self._start(_Messages(self, sends, receives, what, stage))
+        return self._start(_Pending(self, sends, receives, what, stage))
 
     def close(self) -> None:
         """Close the connections and end their thread; later calls raise."""
@@ -244,7 +244,7 @@ class Transport:
         connection = self._connection
         return self._ended if connection is None else connection.fail(self._ended)
 
-    def _start(self, pending: _Messages) -> _Messages:
+    def _start(self, pending: _Pending) -> _Pending:
         self._check_open()
         try:
             if self._connection is None and self.size > 1:
@@ -268,7 +268,7 @@ class Transport:
             self._recover(error.failure, pending)
         return pending
 
-    def _await(self, pending: _Messages) -> None:
+    def _await(self, pending: _Pending) -> None:
         while pending.works:
             assert self._connection is not None
             try:
@@ -277,7 +277,7 @@ class Transport:
             except FailedError as error:
                 self._recover(error.failure, pending)
 
-    def _finish(self, pending: _Messages) -> None:
+    def _finish(self, pending: _Pending) -> None:
         began = time.perf_counter()
         self._await(pending)
         pending.done = True
@@ -296,7 +296,7 @@ class Transport:
             self._await(self._log[0])
             self._log.popleft()
 
-    def _recover(self, failure: ConnectionFailure, pending: _Messages) -> None:
+    def _recover(self, failure: ConnectionFailure, pending: _Pending) -> None:
         if not failure.transient or self._generation == self.retries:
             raise self._error(failure, pending)
         self._generation += 1
@@ -330,7 +330,7 @@ class Transport:
             if entry.number >= first:
                 entry.post(connection, self.counters)
 
-    def _error(self, failure: ConnectionFailure, pending: _Messages) -> RingError:
+    def _error(self, failure: ConnectionFailure, pending: _Pending) -> RingError:
         return failure.error(self.rank, pending.stage, self.step)
 
 
