@@ -24,6 +24,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "generic": (), "avx2": _AVX2, "avx512": _AVX512, "avx512bf16": (*_AVX512, "-mavx512bf16"),
     "neon": (), "neonbf16": ("-march=armv8.2-a+bf16",),
 }  # fmt: skip
+_NO_COMPILER = "there is no C compiler. Install gcc or clang, or set CC."
 
 
 def fma_peak(dtype: torch.dtype, seconds: float = 0.02, samples: int = 10) -> float:
@@ -38,7 +39,7 @@ def fma_peak(dtype: torch.dtype, seconds: float = 0.02, samples: int = 10) -> fl
     rate, threads = _rate(cpu.variant()), torch.get_num_threads()
     with ThreadPoolExecutor(threads) as pool:
         found = [pool.map(rate, [seconds] * threads, [dtype == torch.bfloat16] * threads) for _ in range(samples)]
-        return max(sum(each) for each in found)
+        return max(float(sum(each)) for each in found)
 
 
 def _compiler() -> str | None:
@@ -47,7 +48,7 @@ def _compiler() -> str | None:
 
 def why_no_peak() -> str | None:
     """Return why the peak cannot be measured, with a remedy; None if it can."""
-    return "there is no C compiler. Install gcc or clang, or set CC." if _compiler() is None else None
+    return _NO_COMPILER if _compiler() is None else None
 
 
 def library(variant: str, folder: Path) -> Path:
@@ -56,9 +57,9 @@ def library(variant: str, folder: Path) -> Path:
     Raises:
         UnsupportedError: There is no C compiler.
     """
-    if (why := why_no_peak()) is not None:
-        raise UnsupportedError(why)
     compiler = _compiler()
+    if compiler is None:
+        raise UnsupportedError(_NO_COMPILER)
     path = folder / f"fma_{variant}.so"
     options = ("-O3", "-shared", "-fPIC", *FLAGS[variant])
     subprocess.run([*compiler.split(), *options, str(_SOURCE), "-o", str(path)], check=True)
