@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ast
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import ringweave as rw
-from ringweave import cache, names
+from ringweave import cache
 from ringweave.backends.gpu_check import _verdict
 from ringweave.cache import FACTS, LRUCache, beside, fact
 
@@ -115,39 +113,3 @@ def test_facts_are_listed_and_asked_for_once() -> None:
     assert asked == ["a", "b"]
     assert FACTS.pop(f"{__name__}.{found.__wrapped__.__qualname__}") is found  # type: ignore[attr-defined]
     assert FACTS["ringweave.backends.gpu_check._verdict"] is _verdict
-
-
-@pytest.fixture
-def unwarned() -> Iterator[None]:
-    names._warn_value.cache_clear()
-    yield
-    names._warn_value.cache_clear()
-
-
-@pytest.mark.usefixtures("unwarned")
-def test_the_old_name_of_a_backend_warns_once() -> None:
-    q, k, v = (torch.randn(1, 2, 64, 16) for _ in range(3))
-    with pytest.warns(FutureWarning, match="backend 'gather' is now 'dense_batched'; the next release drops") as seen:
-        old = rw.attention(q, k, v, rw.Causal(), backend="gather")
-    assert [each.filename for each in seen] == [__file__]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        again = rw.attention(q, k, v, rw.SlidingWindow(9), backend="gather")
-        facts = rw.explain(rw.Causal(), 64, backend="gather", as_dict=True)
-        assert rw.adaptive.tile_mass(q, k, rw.attention_with_lse(q, k, v).lse, rw.Full(), backend="gather")
-    assert torch.equal(old, rw.attention(q, k, v, rw.Causal(), backend="dense_batched"))
-    assert torch.equal(again, rw.attention(q, k, v, rw.SlidingWindow(9), backend="dense_batched"))
-    assert facts["backend"]["asked"] == "dense_batched"
-
-
-@pytest.mark.usefixtures("unwarned")
-def test_the_old_name_of_a_schedule_warns_once() -> None:
-    with pytest.warns(FutureWarning, match="schedule 'gather' is now 'allgather'; the next release drops"):
-        context = rw.ContextParallel(None, rw.Causal(), 64, heads=(2, 2), schedule="gather")
-    assert context.options.schedule == "allgather"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert (
-            "Causal(): allgather"
-            in rw.ContextParallel(None, rw.Causal(), 64, heads=(2, 2), schedule="gather").explain()
-        )

@@ -55,29 +55,6 @@ def test_modules_list_their_public_names(name: str) -> None:
     assert all(getattr(module, each) is not None for each in module.__all__)
 
 
-OLD = {"Keys": "KeyPadding", **{name: f"patterns.{name}" for name in (
-    "Neighborhood", "Periodic", "bigbird", "dilated_blocks", "local_global", "longformer", "natten_1d", "random_blocks",
-    "sparse_transformer_fixed", "variable",
-)}}  # fmt: skip
-
-
-@pytest.mark.parametrize("old", OLD)
-def test_old_names_warn(old: str) -> None:
-    with pytest.warns(FutureWarning, match=f"ringweave.{old} is now ringweave.{OLD[old]}; the next release") as seen:
-        assert getattr(rw, old) is operator.attrgetter(OLD[old])(rw)
-    assert seen[0].filename == __file__
-    assert old not in dir(rw)
-
-
-def test_old_names_of_a_plan_warn() -> None:
-    plan = rw.Causal().plan(100)
-    old = {"bits": "mask_id", "bits_t": "mask_id_t", "masks": "mask_words", "group": "row_set", "places": "capacity"}
-    for name, new in old.items():
-        with pytest.warns(FutureWarning, match=f"BlockPlan.{name} is now BlockPlan.{new}; ") as seen:
-            assert getattr(plan, name) is getattr(plan, new)
-        assert seen[0].filename == __file__
-
-
 def api() -> list[str]:
     """Every public function and class, and the members that are described, with their parameters and defaults."""
     lines = []

@@ -29,7 +29,7 @@ from .errors import ShapeError as ShapeError
 from .errors import UnsupportedError as UnsupportedError
 from .kv_cache import PagedCache
 from .merge import merge
-from .names import only, suggest, warn_renamed
+from .names import only, suggest
 from .patterns import (
     BlockTable,
     Causal,
@@ -146,24 +146,12 @@ _ELSEWHERE = {
     "hierarchical_attention": "hierarchical",
 }
 
-# old names, which warn and work for one more release
-_RENAMED = {"Keys": "KeyPadding"} | {
-    name: f"patterns.{name}"
-    for name in (
-        "Neighborhood", "Periodic", "bigbird", "dilated_blocks", "local_global", "longformer", "natten_1d",
-        "random_blocks", "sparse_transformer_fixed", "variable",
-    )
-}  # fmt: skip
-
 
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"ringweave.{name}")
     if name in _ELSEWHERE:
         return getattr(importlib.import_module(f"ringweave.{_ELSEWHERE[name]}"), name)
-    if name in _RENAMED:
-        warn_renamed(f"ringweave.{name}", f"ringweave.{_RENAMED[name]}")
-        return getattr(patterns, _RENAMED[name].removeprefix("patterns."))
     from .plugins import ATTRIBUTES, attribute
 
     return attribute("ringweave", name) if f"ringweave.{name}" in ATTRIBUTES else _unknown(name)

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from . import program
 from .backends import BACKENDS
-from .backends.backend import RENAMED, Backend
+from .backends.backend import Backend
 from .call import Call
 from .checks import flag, named_device, whole
 from .errors import ShapeError, UnsupportedError, shown
-from .names import renamed_value
 from .patterns import Pattern
 from .patterns.alignment import first_of_sizes
 from .patterns.fitting import fitting
@@ -102,7 +101,6 @@ def explain(
         )
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise ShapeError("dtype", shown(dtype), "float32, float16, bfloat16 or float64", "Name one of them.")
-    backend = renamed_value("backend", backend, RENAMED)
     if not isinstance(backend, str) or backend not in program.names():
         wanted = f"one of {', '.join(program.names())}"
         raise UnsupportedError("backend", shown(backend), wanted, "Use 'auto'.")

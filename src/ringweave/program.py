@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .backends import BACKENDS, forks, merge_into, tuning
-from .backends.backend import RENAMED, Backend, Heads, Part, Prepared, Upstream, delta_in_chunks, readable
+from .backends.backend import Backend, Heads, Part, Prepared, Upstream, delta_in_chunks, readable
 from .call import Call, Operands, term_operands
 from .errors import UnsupportedError, shown
 from .plan import BlockPlan, Branch, branches, step_plan, summands
@@ -61,8 +61,7 @@ def choose_step(name: str, call: Call, branch: Branch) -> Step:
     if name == "auto":
         usual = (backend for backend, reason in candidates(call, branch) if reason is None)
         return measured(call, branch) or Step(branch, next(usual))
-    # a graph compiled by an older version may contain an old name
-    backend = BACKENDS.get(RENAMED.get(name, name))
+    backend = BACKENDS.get(name)
     if backend is None:
         raise UnsupportedError("backend", shown(name), f"one of {', '.join(names())}", "Use 'auto'.")
     reason = unsupported_reason(backend, call, branch)

@@ -17,12 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .backends.backend import RENAMED
 from .cache import fact
 from .call import Arguments, Call, pack
 from .errors import ShapeError, UnsupportedError, shown
 from .kv_cache import PagedCache
-from .names import renamed_value
 from .patterns import Pattern, check_extents
 from .patterns.alignment import END, ends_at_query, first_query, padded_keys
 from .patterns.documents import packed_apart
@@ -147,7 +145,7 @@ def checked(given: Arguments) -> Checked:
         UnsupportedError: The named backend cannot run the case.
     """
     q, k, v, pattern, context = given.q, given.k, given.v, given.pattern, given.context
-    backend = renamed_value("backend", given.backend, RENAMED)
+    backend = given.backend
     check_tensors(q, k, v, hosted=given.on_oom == "stream")
     if not isinstance(pattern, Pattern):
         refuse(pattern)
@@ -251,7 +249,7 @@ def paged(given: Arguments, cache: PagedCache) -> Checked:
         PatternError: The pattern is not a relation.
         UnsupportedError: An input requires gradients, or the backend is unknown.
     """
-    q, pattern, backend = given.q, given.pattern, renamed_value("backend", given.backend, RENAMED)
+    q, pattern, backend = given.q, given.pattern, given.backend
     if not isinstance(pattern, Pattern):
         refuse(pattern)
     cache.check()

@@ -160,16 +160,6 @@ def test_a_cache_is_used_for_a_second_conversation() -> None:
         model(IDS, **{CACHE: cache})
 
 
-def test_the_old_name_of_a_caches_size_warns() -> None:
-    with pytest.warns(FutureWarning, match=r"ModelCache\(length=\) is now ModelCache\(max_tokens=\)"):
-        cache = ModelCache(length=40, page=16)
-    assert cache.max_tokens == ModelCache(max_tokens=40, page=16).max_tokens == 48
-    with pytest.warns(FutureWarning, match="ModelCache.length is now ModelCache.max_tokens"):
-        assert cache.length == 48
-    with pytest.warns(FutureWarning), pytest.raises(rw.ShapeError, match="length: got 40; wanted max_tokens alone"):
-        ModelCache(40, length=40)
-
-
 def as_of_a_dynamic_cache(change: Any, steps: int = 2, **options: Any) -> None:
     """Change a filled cache, and compare the logits of the next steps with those of transformers' cache."""
     caches: tuple[Cache, Cache] = (ModelCache(32, page=16, **options), DynamicCache())

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from ..backends import cpu, dense_batched
-from ..backends.backend import RENAMED, readable
+from ..backends.backend import readable
 from ..call import Arguments, Call, Operands
 from ..checks import one_of
 from ..errors import PatternError, ShapeError, UnsupportedError, shown
-from ..names import renamed_value
 from ..patterns import LongNet, Pattern
 from ..patterns.shifted import first_positions
 from ..plan import BlockPlan, Branch, plan
@@ -120,7 +119,6 @@ def tile_mass(
         (torch.Size([1, 4, 256]), True)
     """
     one_of("per", per, _PER)
-    backend = renamed_value("backend", backend, RENAMED)
     one_of("backend", backend, _BACKENDS)
     call, *_, terms = checked(Arguments(q, k, k, pattern, scale, q_offset, "dense_batched", k_offset, terms=terms))
     pattern, q_offset = call.pattern, call.q_offset

@@ -15,9 +15,6 @@ from ..precision import Scales
 from ..terms import KINDS
 from ..types import Pages
 
-#: Old names of backends, accepted for one more release.
-RENAMED = {"gather": "dense_batched"}
-
 
 class Forward(Protocol):
     """A function that computes (out, lse) of one branch from its view of the inputs."""

@@ -31,7 +31,6 @@ from ..patterns.algebra import leaves, replace
 from ..patterns.function import holders
 from ..plan import Branch
 from ..plan.from_pattern import default_tile, estimate_tiles
-from .backend import RENAMED
 
 #: Environment variable with the folder of the file; the default is a folder in the user's cache folder.
 VARIABLE = "RINGWEAVE_CACHE"
@@ -157,8 +156,6 @@ def load(path: Path) -> Stored:
     except (OSError, ValueError) as error:
         _log.warning("the tuning store %s is ignored: %s", path, error)
         return _nothing()
-    for entry in content["entries"].values():
-        entry["backend"] = RENAMED.get(entry["backend"], entry["backend"])
     return {part: content[part] for part in _PARTS}
 
 

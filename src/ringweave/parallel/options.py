@@ -6,13 +6,10 @@ from dataclasses import dataclass
 
 from ..checks import number, one_of, seconds, whole
 from ..errors import ShapeError
-from ..names import renamed_value
 from .execution.wire import FORMATS
 from .planning.placement import NAMED, Placement
 
 SCHEDULES = ("auto", "allgather", "ring")
-# the old name is accepted for one more release
-_RENAMED = {"gather": "allgather"}
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,6 @@ class ContextOptions:
     retries: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "schedule", renamed_value("schedule", self.schedule, _RENAMED))
         one_of("schedule", self.schedule, SCHEDULES)
         if not isinstance(self.placement, Placement):
             one_of("placement", self.placement, ("auto", *NAMED), "'auto', a Placement or ")

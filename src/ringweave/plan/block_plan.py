@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..checks import check_device
-from ..names import renamed
 from ..torch_compat import register_pytree
 
 _TENSORS = ("row_ptr", "col", "mask_id", "col_ptr", "row", "mask_id_t", "mask_words", "row_set", "order")
@@ -219,12 +218,6 @@ class BlockPlan:
             f"{self.row_ptr.shape[0]} group(s), {self.mask_words.shape[0]} masks, "
             f"{f'density {self.density:.4f}, ' if known else ''}{self.device})"
         )
-
-
-for _old, _new in {
-    "bits": "mask_id", "bits_t": "mask_id_t", "masks": "mask_words", "group": "row_set", "places": "capacity",
-}.items():  # fmt: skip
-    setattr(BlockPlan, _old, renamed("BlockPlan", _old, _new))
 
 
 def pack_masks(dense: Tensor) -> Tensor:

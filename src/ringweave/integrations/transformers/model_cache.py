@@ -14,7 +14,6 @@ from transformers.masking_utils import create_causal_mask
 from ...checks import whole
 from ...errors import ShapeError, UnsupportedError, shown
 from ...kv_cache import SIZES, PagedCache
-from ...names import renamed, warn_renamed
 from ...precision import NATIVE, Precision, Scales, as_precision
 
 #: Name of the argument of models and of ``generate`` that takes a cache; before transformers 5.24 past_key_values.
@@ -38,7 +37,6 @@ class ModelCache(Cache):
         page: Number of tokens in a page: 16, 32, 64, 128 or 256.
         precision: Precision policy. If it has an 8-bit ``kv``, each head's row of a token is rounded once, when it is
             written, and attention reads it in 8 bits.
-        length: The old name of ``max_tokens``.
     Raises:
         ShapeError: ``max_tokens`` is below 1, or the page has another size.
         UnsupportedError: ``precision`` is not a policy.
@@ -62,13 +60,7 @@ class ModelCache(Cache):
         page: int = 64,
         *,
         precision: Precision | None = None,
-        length: int | None = None,
     ):
-        if length is not None:
-            warn_renamed("ModelCache(length=)", "ModelCache(max_tokens=)")
-            if max_tokens is not None:
-                raise ShapeError("length", shown(length), "max_tokens alone", "Leave out the old name.")
-            max_tokens = length
         if page not in SIZES:
             raise ShapeError("page", shown(page), "16, 32, 64, 128 or 256", "Choose one of these.")
         if max_tokens is not None:
@@ -77,8 +69,6 @@ class ModelCache(Cache):
         make: Any = partial(PagedLayer, max_tokens, page, as_precision(precision))
         super().__init__(layer_class_to_replicate=make)
         self._make = make
-
-    length = renamed("ModelCache", "length", "max_tokens")
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         """Return the number of keys that attention gets with a call's queries, and the position of the first."""
