@@ -10,7 +10,6 @@ import logging
 import os
 import pickle
 import random
-import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,6 @@ import ringweave as rw
 from ringweave import files
 from ringweave.backends import gpu_check, tuning
 from ringweave.memory import numa, pressure
-from ringweave.plan import store
-from ringweave.plan.store import PlanStore
-
-SIZES = (200, 200, 1, 1, 0, 64, 64)  # queries, keys, heads, batch, q_offset, tile
-PATTERN = rw.SlidingWindow(50)
 
 
 class Executed:
@@ -86,32 +80,6 @@ def tried(folder: Path) -> Reader:
     return json.dumps({"of": "a case", "verdict": None}).encode(), path, lambda: gpu_check.known(path, "a case")
 
 
-def planned(folder: Path) -> Reader:
-    where = PlanStore(folder / "plans")
-    name = where.name(PATTERN, SIZES)
-    assert name is not None
-    where.save(name, rw.plan(PATTERN, 200, 200, tile=64))
-    path = folder / "plans" / name
-    return path.read_bytes(), path, lambda: where.load(name, SIZES)
-
-
-def planned_with_its_digest(folder: Path) -> Reader:
-    """What was made on purpose: its digest is right."""
-    right, path, load = planned(folder)
-
-    def use() -> object:
-        body = path.read_bytes()
-        path.write_bytes(store._digest(path.name, body) + body)
-        plan = load()
-        if isinstance(plan, rw.BlockPlan):
-            # what passes may be another pattern's, but every read is inside
-            assert plan.to_dense().shape == (1, 1, 200, 200)
-            assert (plan.nq, plan.nk, plan.tiles >= 0) == (200, 200, True)
-        return plan
-
-    return right[32:], path, use
-
-
 def recorded(module: str, right: dict[str, Any], read: str) -> Callable[[Path], Reader]:
     def of(folder: Path) -> Reader:
         if importlib.util.find_spec("ringweave_lab") is None:
@@ -138,8 +106,6 @@ def _record(line: dict[str, Any]) -> object:
 READERS: dict[str, Callable[[Path], Reader]] = {
     "tuning": tuned,
     "trial": tried,
-    "plan": planned,
-    "plan with its digest": planned_with_its_digest,
     "records": recorded("bench.report", {"workload": "x", "pattern": "Full()", "tokens": 64, "tiles": 1, "nbytes": 4,
                                          "timing": {"seconds": [0.1, 0.2]}}, "read_lines"),
     "campaign": recorded("campaign.campaign", {"unit": "x", "result": "done", "code": 0, "seconds": 1.0, "said": ""}, "read"),
@@ -165,26 +131,6 @@ def test_whatever_a_file_holds(name: str, tmp_path: Path, monkeypatch: pytest.Mo
         logging.getLogger("ringweave").setLevel(logging.NOTSET)
         monkeypatch.undo()
         tuning.refresh()
-
-
-def test_a_plan_under_another_name_is_none(tmp_path: Path) -> None:
-    where = PlanStore(tmp_path)
-    first, other = where.name(PATTERN, SIZES), where.name(rw.Causal(), SIZES)
-    assert first is not None
-    assert other is not None
-    where.save(first, rw.plan(PATTERN, 200, 200, tile=64))
-    (tmp_path / first).rename(tmp_path / other)
-    assert where.load(other, SIZES) is None
-
-
-@pytest.mark.parametrize("at", range(3))
-def test_counts_that_no_memory_holds(at: int, tmp_path: Path) -> None:
-    right, path, use = planned_with_its_digest(tmp_path)
-    for count in (-1, 0, 2**31, 2**62):
-        counts = [1, 1, 1]
-        counts[at] = count
-        path.write_bytes(struct.pack("<3q", *counts) + right[24:])
-        assert use() is None
 
 
 def test_a_baseline_of_any_content(tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ class Precision:
     Args:
         compute: Dtype to which queries, keys and values are converted before multiplication: float32, bfloat16, float16
             or float64; None keeps theirs. The output has the dtype of q. Float32 is never multiplied as TF32.
-        accumulate: Dtype of sums: only float32, which means float64 for float64 inputs.
         wire: Format of keys and values sent between ranks: ``"native"``, ``"bf16"`` or ``"int8"``.
         table: Dtype to which the tables of Bias and DistanceBias are converted; None keeps theirs.
         kv: Dtype of stored keys and values: ``torch.int8`` or ``torch.float8_e4m3fn``, with a scale for each token and
@@ -52,7 +51,6 @@ class Precision:
     """
 
     compute: torch.dtype | None = None
-    accumulate: torch.dtype = torch.float32
     wire: str = "native"
     table: torch.dtype | None = None
     kv: torch.dtype | None = None
@@ -61,14 +59,13 @@ class Precision:
     def __post_init__(self) -> None:
         takes: tuple[tuple[str, tuple[object, ...]], ...] = (
             ("compute", (None, *_COMPUTED)),
-            ("accumulate", (torch.float32,)),
             ("table", (None, *_COMPUTED)),
             ("kv", (None, *STORED)),
         )
         for name, known in takes:
             got = getattr(self, name)
             if (got is not None and not isinstance(got, torch.dtype)) or got not in known:
-                wanted = "one of " + ", ".join(map(str, known)) if len(known) > 1 else str(known[0])
+                wanted = "one of " + ", ".join(map(str, known))
                 raise UnsupportedError(f"precision.{name}", shown(got), wanted, "Leave it out.")
         one_of("precision.wire", self.wire, WIRES)
         one_of("precision.order", self.order, ORDERS)

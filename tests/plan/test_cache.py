@@ -89,7 +89,7 @@ def test_bounded_by_bytes_least_recently_used_first() -> None:
     cache.get(second, 4096, 4096, tile=(128, 128))
     assert cache.statistics().hits == hits + 1
     cache.clear()
-    assert cache.statistics() == (0, 0, 0, 0, 0, 0)
+    assert cache.statistics() == (0, 0, 0, 0, 0)
 
 
 def test_a_plan_larger_than_the_bound_is_not_kept() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +19,6 @@ from .cuda_sync import made, used
 from .decode_plans import gathered
 from .from_pattern import build, check_tile
 
-if TYPE_CHECKING:
-    from .store import PlanStore
-
 # bytes of a plan besides its elements, for nine tensors in one piece and the cache entry; measured
 _PLAN_BYTES = 8 * 2**10
 
@@ -32,11 +28,10 @@ class CacheStatistics(NamedTuple):
 
     Attributes:
         hits: Number of requests for plans in the cache.
-        misses: Number of plans that were made, or read from disk.
+        misses: Number of plans that were made.
         evictions: Number of plans that were evicted.
         plans: Number of plans in the cache.
         nbytes: Bytes of these plans and their tables.
-        loaded: Number of the misses that were read from disk.
     """
 
     hits: int
@@ -44,7 +39,6 @@ class CacheStatistics(NamedTuple):
     evictions: int
     plans: int
     nbytes: int
-    loaded: int = 0
 
 
 class PlanCache:
@@ -68,9 +62,6 @@ class PlanCache:
         # a cache of its own for decoding steps: each makes a plan of one row of tiles, which is quick to make again
         self._kept: LRUCache[BlockPlan] = PLANS.like(max_bytes - max_bytes // 8)
         self._steps: LRUCache[BlockPlan] = STEPS.like(max_bytes // 16)
-        #: Store on disk for plans that took long to make, if any; plans of decoding steps are not stored.
-        self.store: PlanStore | None = None
-        self._loaded = 0
 
     def get(
         self,
@@ -115,25 +106,12 @@ class PlanCache:
             if kept is self._steps:
                 plan = _of_rows(pattern, sizes, device)
             if plan is None:
-                plan = self._made(pattern, sizes, device, kept is self._kept)
+                plan = _built(pattern, sizes, device)
             ties = holders(pattern)
             if (ties or made_of.versions) and not pattern.key().same(made_of):
                 raise changed("values that were changed during planning", "TokenMask" if ties else "pattern")
             if made(plan, device):
                 kept.put(key, plan, plan.nbytes + _PLAN_BYTES + made_of.nbytes, ties)
-        return plan
-
-    def _made(self, pattern: Pattern, sizes: tuple[int, ...], device: torch.device, lasting: bool) -> BlockPlan:
-        """Read a plan from disk, or build it and write it to disk if that took long."""
-        store = self.store if lasting else None
-        name = None if store is None else store.name(pattern, sizes)
-        if store is not None and name is not None and (plan := store.load(name, sizes)) is not None:
-            self._loaded += 1
-            return plan.to(device)
-        begun = time.perf_counter()
-        plan = _built(pattern, sizes, device)
-        if store is not None and name is not None and time.perf_counter() - begun > store.seconds:
-            store.save(name, plan)
         return plan
 
     def statistics(self) -> CacheStatistics:
@@ -143,13 +121,12 @@ class PlanCache:
         hits, misses, evictions, held = (
             sum(getattr(kept, name) for kept in every) for name in ("hits", "misses", "evictions", "nbytes")
         )
-        return CacheStatistics(hits, misses, evictions, plans, held, self._loaded)
+        return CacheStatistics(hits, misses, evictions, plans, held)
 
     def clear(self) -> None:
         """Drop all plans and counters."""
         self._kept.clear()
         self._steps.clear()
-        self._loaded = 0
 
 
 def step_plan(pattern: Pattern, sizes: tuple[int, ...]) -> BlockPlan:
