@@ -329,12 +329,13 @@ def paged_attention(
     """
     if not isinstance(cache, PagedCache):
         raise ShapeError("cache", type(cache).__name__, "a PagedCache", "Create one with PagedCache.empty.")
-    given = Arguments(q, cache.k, cache.v, pattern, scale, 0, backend, terms=terms, sink_logits=sink_logits)
+    keys = cache._common_length
+    given = Arguments(q, cache.k, cache.v, pattern, scale, keys, backend, terms=terms, sink_logits=sink_logits)
     key = None
     if not torch.compiler.is_dynamo_compiling():
         key, program = find(given, cache)
         if program is not None and program.prepared is not None:
-            pages, keys = Pages(cache.table, cache.lengths, cache.page), cache._common_length
+            pages = Pages(cache.table, cache.lengths, cache.page)
             with_lse = sink_logits is not None
             found = program.prepared.forward(q, cache.k, cache.v, with_lse, pages, keys, cache.scales)
             if found is not None and sink_logits is None:

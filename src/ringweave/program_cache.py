@@ -27,6 +27,7 @@ from .patterns.alignment import END
 from .patterns.parse import called
 from .plan import Branch
 from .plan.from_pattern import default_tile
+from .plan.steps import StepPart, parts_of_step
 from .precision import NATIVE, Precision
 from .program import Program, Step, compiled, is_whole
 from .terms import Term, threshold_of
@@ -35,7 +36,6 @@ from .types import NotGiven, Pages
 
 if TYPE_CHECKING:
     from .kv_cache import PagedCache
-    from .plan.steps import StepPart
 
 # approximate bytes of a cached program, and of its prepared kernel arguments for each row and tile
 _PROGRAM_BYTES, _ROW_BYTES, _TILE_BYTES = 16 * 2**10, 64, 16
@@ -115,6 +115,7 @@ class Found(NamedTuple):
 
 
 _NOTHING = Found(None, None)
+_new: Any = tuple.__new__
 # "end" is a function of the other parts of a key: sizes, the first key, and paddings in the pattern's text
 _OFFSETS = (int, NotGiven, str)
 # The last program of each pattern object, since the layers of a model repeat a call. Comparing its arguments touches
@@ -126,7 +127,8 @@ _MOST_LAST = 16
 def find(given: Arguments, cache: PagedCache | None = None) -> Found:
     """Look up a program by the arguments of a call, or of a step over the pages of a cache.
 
-    Nothing is found where a mode, transform or profiler watches operators, or an argument cannot be part of a key.
+    With a cache, ``q_offset`` is the number of keys of each sequence. Nothing is found where a mode, transform or
+    profiler watches operators, or an argument cannot be part of a key.
     """
     q, k, v, pattern, scale, q_offset, backend = given[:7]
     if not (plain(q, k, v) and unwatched() and type(backend) is str):
@@ -138,17 +140,17 @@ def find(given: Arguments, cache: PagedCache | None = None) -> Found:
     version = tuning.current()
     # inlined: between the layers of a model a separate function costs a microsecond
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    place: int | str = q_offset  # type: ignore[assignment]  # checked above
     pages = None
     if cache is not None:
-        place, pages = cache._common_length, _layouts(cache)
-        if grad or len(options) > 1 or version.answers or pages is None or not 1 <= place <= pages[0]:
+        pages = _layouts(cache)
+        if grad or len(options) > 1 or version.answers or q.ndim != 4 or q.shape[2] != 1:
             return _NOTHING
-        if q.ndim != 4 or q.shape[2] != 1:
+        if pages is None or not 1 <= int(q_offset) <= pages[0]:
             return _NOTHING
     dtypes = q.dtype, k.dtype, v.dtype
-    means = Means(dtypes, scale, backend, torch.get_num_threads(), setting(CPU_VARIANT), options)
-    key = CallKey(place, q.shape, k.shape, v.shape, grad, means, pages)
+    # the constructors of named tuples take a microsecond more
+    means = _new(Means, (dtypes, scale, backend, torch.get_num_threads(), setting(CPU_VARIANT), options))
+    key = _new(CallKey, (q_offset, q.shape, k.shape, v.shape, grad, means, pages))
     last = _last.get(id(pattern))
     if last is not None and last[0] is pattern and last[1] == key:
         known = last[2]()
@@ -241,9 +243,6 @@ def _step_key(spec: str, key: CallKey, measured: object) -> StepKey | None:
         if not at_end or not _differ_in_plan_only(key.means.options):
             return None
         kind = spec, q, k[:2], k[3], v[:2], v[3], key.means
-    # imported with the first step
-    from .plan.steps import parts_of_step
-
     return StepKey(kind, keys, parts_of_step(spec, keys, default_tile(capacity), key.pages is None))
 
 
