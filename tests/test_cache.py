@@ -27,7 +27,6 @@ REGISTERS = {
     "parallel/transport/lifelines.py": {"_sockets"},
     "parallel/transport/mesh.py": {"_made"},  # process groups
     "parallel/transport/transport.py": {"_made"},
-    "patterns/declared.py": {"DECLARED"},
     "patterns/function.py": {"_holders", "_tickets", "_by_state"},  # what lives, weakly
     "plan/cuda_sync.py": {"_made", "_in_graphs"},  # events, and what graphs read
     "terms.py": {"KINDS"},

@@ -21,7 +21,7 @@ import pytest
 
 import ringweave as rw
 from ringweave.patterns import And, Causal, Or, parse
-from ringweave.patterns.parse import names
+from ringweave.patterns.reader import names
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]

@@ -27,33 +27,8 @@ from .errors import RingError as RingError
 from .errors import RingweaveError
 from .errors import ShapeError as ShapeError
 from .errors import UnsupportedError as UnsupportedError
-from .kv_cache import PagedCache
 from .merge import merge
-from .names import only, suggest
-from .patterns import (
-    BlockTable,
-    Causal,
-    Dilated,
-    Documents,
-    Full,
-    Global,
-    Grid,
-    GridNeighborhood,
-    GridWindows,
-    KeyPadding,
-    LongNet,
-    PerHead,
-    PrefixLM,
-    Segments,
-    Sinks,
-    SlidingWindow,
-    Strided,
-    TokenMask,
-    from_mask_mod,
-)
-from .patterns import (
-    Pattern as Pattern,
-)
+from .names import on_demand, only, suggest
 from .plan import BlockPlan as BlockPlan
 from .plan import PlanCache as PlanCache
 from .plan import plan
@@ -65,7 +40,30 @@ if TYPE_CHECKING:
     from . import adaptive, integrations, memory, nn, parallel
     from .explanation import explain
     from .hierarchical import hierarchical_attention
+    from .kv_cache import PagedCache
     from .parallel import ContextParallel
+    from .patterns import (
+        BlockTable,
+        Causal,
+        Dilated,
+        Documents,
+        Full,
+        Global,
+        Grid,
+        GridNeighborhood,
+        GridWindows,
+        KeyPadding,
+        LongNet,
+        PerHead,
+        PrefixLM,
+        Segments,
+        Sinks,
+        SlidingWindow,
+        Strided,
+        TokenMask,
+        from_mask_mod,
+    )
+    from .patterns import Pattern as Pattern
     from .plan import from_block_mask as from_block_mask
     from .weights import BlockWeights as BlockWeights
     from .weights import attention_weights
@@ -140,22 +138,23 @@ _SUBMODULES = ("adaptive", "integrations", "memory", "nn", "parallel")
 _ELSEWHERE = {
     "BlockWeights": "weights",
     "ContextParallel": "parallel",
+    "PagedCache": "kv_cache",
     "attention_weights": "weights",
     "explain": "explanation",
     "from_block_mask": "plan.interop",
     "hierarchical_attention": "hierarchical",
-}
+} | {name: "patterns" for name in patterns.__all__ if name in (*__all__, *_UNLISTED)}
 
 
-def __getattr__(name: str) -> Any:
+def _others(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"ringweave.{name}")
-    if name in _ELSEWHERE:
-        return getattr(importlib.import_module(f"ringweave.{_ELSEWHERE[name]}"), name)
     from .plugins import ATTRIBUTES, attribute
 
     return attribute("ringweave", name) if f"ringweave.{name}" in ATTRIBUTES else _unknown(name)
 
 
 _unknown = suggest("ringweave", [*(f"patterns.{each}" for each in patterns.__all__), *_UNLISTED, *__all__])
+if not TYPE_CHECKING:
+    __getattr__ = on_demand(__name__, _ELSEWHERE, _others)
 __dir__ = only(__all__)

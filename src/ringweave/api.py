@@ -12,7 +12,6 @@ from torch import Tensor
 from .call import Arguments, Operands, pack
 from .checks import flag
 from .errors import ShapeError, UnsupportedError, shown
-from .kv_cache import PagedCache
 from .merge import merge, with_sinks
 from .patterns import Causal, Documents, Full, Grid, GridNeighborhood, LongNet, Pattern
 from .precision import NATIVE, Precision, as_precision
@@ -23,6 +22,7 @@ from .types import FIRST_POSITION, AttentionOutput, Pages
 from .validate import check_on_oom, check_sinks, checked, converted, paged, refuse_unknown
 
 if TYPE_CHECKING:
+    from .kv_cache import PagedCache
     from .parallel import ContextParallel
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -327,9 +327,9 @@ def paged_attention(
     References:
         Kwon et al. (2023), PagedAttention, section 4.1.
     """
-    if not isinstance(cache, PagedCache):
+    keys = getattr(cache, "_common_length", None)
+    if keys is None:
         raise ShapeError("cache", type(cache).__name__, "a PagedCache", "Create one with PagedCache.empty.")
-    keys = cache._common_length
     given = Arguments(q, cache.k, cache.v, pattern, scale, keys, backend, terms=terms, sink_logits=sink_logits)
     key = None
     if not torch.compiler.is_dynamo_compiling():

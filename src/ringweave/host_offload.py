@@ -25,7 +25,7 @@ from torch import Tensor
 from .backends import BACKENDS
 from .backends.backend import Upstream, delta_in_chunks, readable
 from .cache import beside
-from .call import Call, Operands
+from .call import Operands
 from .errors import UnsupportedError
 from .merge import merge_into
 from .patterns.tiles import Int64
@@ -194,16 +194,6 @@ class _Slot:
             for place, some in work.of_host(total):
                 work.view.heads.update(some, Tensor.add_, grad[:, :, place])
         self.returning = None
-
-
-def hosted(q: Tensor, k: Tensor) -> bool:
-    """Whether keys and values are on another device than queries."""
-    return k.device != q.device
-
-
-def program_of(call: Call, q: Tensor, k: Tensor) -> Program:
-    """Return the program of a call on these tensors, a :class:`HostProgram` if keys and values are on the host."""
-    return HostProgram(call) if hosted(q, k) else Program(call)
 
 
 class HostProgram(Program):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 
 def only(names: Sequence[str]) -> Callable[[], list[str]]:
@@ -33,3 +35,23 @@ def suggest(module: str, names: Sequence[str]) -> Callable[[str], NoReturn]:
         raise AttributeError(f"module {module!r} has no attribute {name!r}; {remedy}")
 
     return unknown
+
+
+def on_demand(package: str, where: Mapping[str, str], unknown: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Make a package's ``__getattr__``, which imports a name from its module when the name is first used.
+
+    Args:
+        package: Name of the package.
+        where: Module of each name, below the package.
+        unknown: Function for other names.
+    """
+
+    def find(name: str) -> Any:
+        if name not in where:
+            return unknown(name)
+        found = getattr(importlib.import_module(f"{package}.{where[name]}"), name)
+        # the next look-up finds it without this function
+        setattr(sys.modules[package], name, found)
+        return found
+
+    return find

@@ -24,7 +24,7 @@ from .environment import CPU_VARIANT, setting
 from .errors import PatternError
 from .patterns import Pattern
 from .patterns.alignment import END
-from .patterns.parse import called
+from .patterns.reader import called
 from .plan import Branch
 from .plan.from_pattern import default_tile
 from .plan.steps import StepPart, parts_of_step

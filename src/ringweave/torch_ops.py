@@ -22,10 +22,9 @@ from torch import Tensor
 from .cache import fact
 from .call import Call, Operands
 from .errors import UnsupportedError, is_out_of_memory
-from .host_offload import program_of
 from .patterns import Pattern
 from .patterns.function import Pinned, check_use, note_use, pinned
-from .patterns.parse import called
+from .patterns.reader import called
 from .plan import pattern_of
 from .program import Program, Returned
 from .torch_compat import all_plain, dispatch_modes, forward_mode, transforming, untraced, unwatched
@@ -67,6 +66,21 @@ def _schema(kernel: Callable[..., Any]) -> str:
     results = result.removeprefix("tuple[").removesuffix("]" if result.startswith("tuple[") else "").split(", ")
     given = ", ".join(f"{_SCHEMA[kind]} {name}" for name, kind in arguments)
     return f"({given}) -> ({', '.join(_SCHEMA[each] for each in results)})"
+
+
+def program_of(call: Call, q: Tensor, k: Tensor) -> Program:
+    """Return the program of a call on these tensors; keys and values may be on the host, and queries on a device."""
+    if not hosted(q, k):
+        return Program(call)
+    # imported with the first such call
+    from .host_offload import HostProgram
+
+    return HostProgram(call)
+
+
+def hosted(q: Tensor, k: Tensor) -> bool:
+    """Whether keys and values are on another device than queries."""
+    return k.device != q.device
 
 
 def attention(

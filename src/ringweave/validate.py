@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from torch import Tensor
 from .cache import fact
 from .call import Arguments, Call, pack
 from .errors import ShapeError, UnsupportedError, shown
-from .kv_cache import PagedCache
 from .patterns import Pattern, check_extents
 from .patterns.alignment import END, ends_at_query, first_query, padded_keys
 from .patterns.documents import packed_apart
@@ -32,6 +31,9 @@ from .program import compiled, names
 from .terms import Term, as_terms, rounded, threshold_of
 from .torch_ops import refuse_gradient
 from .types import DTYPES, FIRST_POSITION
+
+if TYPE_CHECKING:
+    from .kv_cache import PagedCache
 
 _NUMBERS = (int, float, np.integer, np.floating, torch.SymInt, torch.SymFloat)
 ON_OOM = ("raise", "degrade", "stream", "sparsify")

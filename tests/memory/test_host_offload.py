@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
-from ringweave import host_offload, oom_retry
+from ringweave import host_offload, oom_retry, torch_ops
 from ringweave.backends import BACKENDS
 from ringweave.call import Call, Operands
 from ringweave.errors import ShapeError, UnsupportedError
@@ -41,7 +41,7 @@ def streaming(piece: int = 70 * TOKEN, forgotten: tuple[str, int] | None = None)
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_offload, "hosted", lambda q, k: True)
+        patch.setattr(torch_ops, "hosted", lambda q, k: True)
         patch.setattr(host_offload, "copies_of", late)
         patch.setattr(host_offload, "PIECE", piece)
         yield made

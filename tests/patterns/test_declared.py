@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import importlib
 import inspect
 import pkgutil
@@ -16,7 +17,7 @@ from ringweave.patterns import base, declared
 from ringweave.patterns.base import Composite, Derived, Pattern
 from ringweave.patterns.declared import DECLARED, declare
 from ringweave.patterns.dilated import Strided
-from ringweave.patterns.parse import names
+from ringweave.patterns.reader import names
 from ringweave.patterns.tiles import Int64, Ranges
 
 from .. import cases
@@ -117,7 +118,8 @@ def test_a_quadratic_plan_is_found() -> None:
 
 
 def test_a_declaration_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(declared, "DECLARED", dict(DECLARED))
+    """A wrong declaration raises, and a second pattern of a known name too."""
+    monkeypatch.setattr(declared, "DECLARED", copy.deepcopy(DECLARED))
 
     def other() -> Pattern:
         return rw.Causal()

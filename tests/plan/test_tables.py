@@ -16,7 +16,7 @@ from ringweave.backends.backend import Upstream
 from ringweave.backends.triton import queues
 from ringweave.call import Operands
 from ringweave.errors import PatternError
-from ringweave.patterns.parse import rebuild
+from ringweave.patterns.reader import rebuild
 from ringweave.plan import BlockPlan, Branch
 from ringweave.plan import from_table as tables
 from ringweave.plan.block_plan import Extent

@@ -5,7 +5,10 @@ The parser, the gallery and the explorer read this list; tests compare the other
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ..errors import PatternError, shown
@@ -40,8 +43,37 @@ class Declared(NamedTuple):
     hostile: str | None
 
 
+class Declarations(Mapping[str, Declared]):
+    """The public patterns by name; a list of them, or an unknown name, imports every module of this package."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Declared] = {}
+
+    def add(self, name: str, declared: Declared) -> None:
+        """Add a pattern, or replace the declaration of a reloaded module."""
+        self._known[name] = declared
+
+    def known(self, name: str) -> Declared | None:
+        """Return the declaration of a pattern in a module that is imported; else None."""
+        return self._known.get(name)
+
+    def __getitem__(self, name: str) -> Declared:
+        return (self._known if name in self._known else self._every())[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._every())
+
+    def __len__(self) -> int:
+        return len(self._every())
+
+    def _every(self) -> dict[str, Declared]:
+        for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+            importlib.import_module(f"{__package__}.{module.name}")
+        return self._known
+
+
 #: The public patterns by name.
-DECLARED: dict[str, Declared] = {}
+DECLARED = Declarations()
 
 
 def declare(
@@ -67,12 +99,12 @@ def declare(
         if section is not None and section not in SECTIONS:
             wanted = f"one of {', '.join(map(repr, SECTIONS))}"
             raise PatternError(f"the section of {name}", shown(section), wanted, "Choose a section.")
-        known = DECLARED.get(name)
+        known = DECLARED.known(name)
         # a reloaded module declares its patterns again, which is allowed
         if known is not None and known.make.__module__ != make.__module__:
             got = f"{name} of {make.__module__} and of {known.make.__module__}"
             raise PatternError("pattern", got, "one pattern per name", "Rename one of them.")
-        DECLARED[name] = Declared(make, example, section, tokens, heads, text, hostile)
+        DECLARED.add(name, Declared(make, example, section, tokens, heads, text, hostile))
         return make
 
     return note

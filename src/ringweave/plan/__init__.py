@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from ..checks import check_device
-from ..names import only
+from ..names import on_demand, only, suggest
 from ..patterns import Pattern
 from ..patterns.alignment import first_of_sizes
 from ..patterns.fitting import fitting
 from ..patterns.shifted import placed
-from ..types import Causality
 from .block_plan import BlockPlan, pack_masks, unpack_masks
 from .branches import Branch, Sizes, Spacing, branches, mixture, summands, tile_sides
 from .cache import CacheStatistics, PlanCache, pattern_of, plan_cache, step_plan
-from .causality import causality
 
 if TYPE_CHECKING:
     from .interop import from_block_mask
@@ -26,12 +23,10 @@ __all__ = [
     "BlockPlan",
     "Branch",
     "CacheStatistics",
-    "Causality",
     "PlanCache",
     "Sizes",
     "Spacing",
     "branches",
-    "causality",
     "density",
     "from_block_mask",
     "mixture",
@@ -46,14 +41,8 @@ __all__ = [
 __dir__ = only(__all__)
 
 
-# imported at the first use, so that importing ringweave stays quick
-_ELSEWHERE = {"from_block_mask": "interop"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _ELSEWHERE:
-        return getattr(importlib.import_module(f"{__name__}.{_ELSEWHERE[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:
+    __getattr__ = on_demand(__name__, {"from_block_mask": "interop"}, suggest(__name__, __all__))
 
 
 def plan(

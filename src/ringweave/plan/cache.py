@@ -16,7 +16,6 @@ from ..patterns.fitting import refuse
 from ..patterns.function import changed, holders, of_call
 from .block_plan import BlockPlan, Extent
 from .cuda_sync import made, used
-from .decode_plans import gathered
 from .from_pattern import build, check_tile
 
 # bytes of a plan besides its elements, for nine tensors in one piece and the cache entry; measured
@@ -146,6 +145,9 @@ def _of_rows(pattern: Pattern, sizes: tuple[int, ...], device: torch.device) -> 
     # queries that begin with the keys are no decoding step, and a step with one key tile has no tiles to skip
     if q_offset == 0 and (pattern.fixed or nk <= tile[1]):
         return None
+    # imported with the first step
+    from .decode_plans import gathered
+
     return gathered(pattern, Extent(nq, nk, heads, batch, (tile[0], tile[1]), q_offset, device))
 
 

@@ -17,7 +17,7 @@ from ringweave import __version__
 from ringweave.cli import terminal
 from ringweave.errors import PatternError, RingweaveError, UnsupportedError
 from ringweave.patterns.declared import DECLARED
-from ringweave.patterns.parse import parse
+from ringweave.patterns.reader import parse
 
 from .answer import Asked, answer, as_json
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import ringweave
-from ringweave.patterns.parse import names, tree
+from ringweave.patterns.reader import names, tree
 
 
 @dataclass(frozen=True)
