@@ -16,11 +16,8 @@ from .algebra import And, Or, join
 from .base import Pattern
 from .boxes import Grid
 from .declared import DECLARED
-from .key_padding import KeyPadding
 from .shifted import Offsets, Shifted
 
-# names in texts that an earlier release wrote
-_OLD: dict[str, Callable[..., object]] = {"Keys": KeyPadding}
 _LONGEST = 2**20  # most characters of a user's text
 _SIGNS = 64  # most signs before one value
 # characters of no pattern; Python would read a comment or an escape, and warn of some
@@ -61,7 +58,7 @@ def parse(text: str) -> Pattern:
         raise PatternError("text", shown(text), "the text of a pattern", "Pass a str.")
     if len(text) > _LONGEST:
         raise PatternError("text", f"{len(text)} characters", f"at most {_LONGEST}", "Build the pattern in Python.")
-    return _Reader(text, names() | _OLD, iter(())).read()
+    return _Reader(text, names(), iter(())).read()
 
 
 def rebuild(spec: str, tables: Sequence[Tensor]) -> Pattern:
@@ -352,7 +349,7 @@ class _Reader:
         if takes is not None:
             remedy = f"It takes {takes}, and exists in Python only: build this pattern there."
             return self._error(name, at, "a pattern that has a text", remedy)
-        near = nearest(name, [each for each in self.names if each not in _OLD])
+        near = nearest(name, self.names)
         remedy = "dir(ringweave.patterns) lists the patterns." if near is None else f"Did you mean {near}?"
         return self._error(f"the unknown name {shown(name)}", at, "the name of a pattern or preset", remedy)
 
