@@ -46,7 +46,9 @@ def counted() -> Iterator[list[int]]:
 
 def built(expression: str, tokens: int) -> Pattern:
     """Evaluate the expression of a declaration for a number of tokens."""
-    pattern = eval(expression, {"torch": torch, "n": tokens, **vars(patterns)})
+    pattern = eval(
+        expression, {"torch": torch, "n": tokens, **{name: getattr(patterns, name) for name in patterns.__all__}}
+    )
     assert isinstance(pattern, Pattern)
     return pattern
 
