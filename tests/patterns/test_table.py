@@ -51,8 +51,8 @@ def test_lists_are_ascending_and_say_each_block_once(drawn: tuple[rw.BlockTable,
         own = [number for number, used in enumerate(wanted) if used]
         assert line == own + [mask.shape[-1]] * (len(line) - len(own))
     of_mask = rw.BlockTable(mask, 4)
-    assert torch.equal(table.blocks.numbers(), of_mask.blocks.numbers())
-    assert torch.equal(of_mask.blocks.numbers(), mask.reshape(-1).nonzero()[:, 0])
+    assert all(map(torch.equal, table.blocks.lines(), of_mask.blocks.lines()))
+    assert torch.equal(of_mask.blocks.lines()[1].long(), mask.flatten(0, -2).nonzero()[:, 1])
     assert table.extents() == of_mask.extents()
     assert table.blocks.shape == mask.shape
 

@@ -23,6 +23,7 @@ from ringweave.patterns import Pattern
 from ringweave.plan import BlockPlan
 from ringweave.plan import from_table as tables
 from ringweave.plan.block_plan import Extent
+from ringweave.plan.csr import TileList, _on_device, to_csr
 from ringweave.plan.from_pattern import _new_context, _table_context, build
 
 from ..patterns.test_table import listed
@@ -104,6 +105,30 @@ def test_lists_among_patterns(drawn: tuple[rw.BlockTable, Tensor], data: st.Data
         same(plan, plans[0])
         assert torch.equal(plan.to_dense(), dense)
         assert (plan.tiles, plan.pairs()) == (general.tiles, general.pairs())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 6), st.floats(0, 1), st.integers(0, 99))
+def test_tiles_are_sorted_into_rows_and_columns(sets: int, rows: int, width: int, share: float, seed: int) -> None:
+    """On a host and on a device, with and without unused places between the tiles."""
+    generator = torch.Generator().manual_seed(seed)
+    used = torch.rand(sets, rows, width, generator=generator) < share
+    every = TileList(*(side.reshape(-1) for side in torch.meshgrid(*map(torch.arange, used.shape), indexing="ij")))
+    every = every._replace(mask_id=torch.randint(-1, 9, (used.numel(),), generator=generator, dtype=torch.int32))
+    tiles = TileList(*(side[used.view(-1)] for side in every))
+    places = every._replace(set=torch.where(used.view(-1), every.set, -1))
+    host, device = to_csr(tiles, sets, (rows, width)), _on_device(tiles, sets, (rows, width), False)
+    spare = to_csr(places, sets, (rows, width), spare=True)
+    for name, found in host._asdict().items():
+        assert torch.equal(found, getattr(device, name)), name
+        assert torch.equal(found, getattr(spare, name)[: len(found)]), name
+    assert torch.equal(host.row_ptr.diff(dim=1), used.sum(2))
+    assert torch.equal(host.col_ptr.diff(dim=1), used.sum(1))
+    masks = every.mask_id.view(used.shape)
+    assert torch.equal(host.col, tiles.col)
+    assert torch.equal(host.mask_id, tiles.mask_id)
+    assert torch.equal(host.row, used.mT.nonzero()[:, 2])
+    assert torch.equal(host.mask_id_t, masks.mT[used.mT])
 
 
 def test_runs_of_codes_are_few(monkeypatch: pytest.MonkeyPatch) -> None:

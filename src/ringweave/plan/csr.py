@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..errors import PatternError
 from ..patterns.tiles import Int64
@@ -35,6 +36,97 @@ def stable_order(keys: Int64, bound: int) -> Int64:
     return order
 
 
+class TileList(NamedTuple):
+    """The non-empty tiles of row sets, a place for each; they ascend by set, row and column.
+
+    Attributes:
+        set: int64, row set of each tile; below 0 in an unused place, which may stand anywhere.
+        row: Query tile in its set.
+        col: Key tile.
+        mask_id: int32, as in a plan; None if all tiles are full.
+    """
+
+    set: Tensor
+    row: Tensor
+    col: Tensor
+    mask_id: Tensor | None = None
+
+
+class Csr(NamedTuple):
+    """The lists of a plan, named as in :class:`~ringweave.plan.BlockPlan`; unused places are at their ends."""
+
+    row_ptr: Tensor
+    col: Tensor
+    mask_id: Tensor
+    col_ptr: Tensor
+    row: Tensor
+    mask_id_t: Tensor
+
+
+def to_csr(tiles: TileList, sets: int, sides: tuple[int, int], *, spare: bool = False) -> Csr:
+    """List tiles by rows and by columns.
+
+    Args:
+        tiles: The tiles.
+        sets: Number of row sets.
+        sides: Rows and columns of a set.
+        spare: Whether places may be unused. If so, no shape depends on values, and none is read back.
+    """
+    if tiles.set.device.type == "cpu" and not spare:
+        return _on_host(tiles, sets, sides)
+    return _on_device(tiles, sets, sides, spare)
+
+
+def _on_device(tiles: TileList, sets: int, sides: tuple[int, int], spare: bool) -> Csr:
+    rows, width = sides
+    number = (tiles.set * rows + tiles.row) * width + tiles.col
+    mask_id = torch.full_like(number, -1, dtype=torch.int32) if tiles.mask_id is None else tiles.mask_id
+    if spare:
+        # unused places get the number past the end, and used ones move to the front
+        used, places = tiles.set >= 0, number.numel()
+        target = torch.where(used, used.cumsum(0) - 1, places)
+        last = torch.full((places + 1,), sets * rows * width, device=number.device)
+        number = last.scatter_(0, target, torch.where(used, number, last[:places]))[:places]
+        full = torch.full((places + 1,), -1, dtype=torch.int32, device=number.device)
+        mask_id = full.scatter_(0, target, mask_id)[:places]
+    line, col = number // width, number % width
+    column = torch.where(number < sets * rows * width, line // rows * width + col, sets * width)
+    # int32 has half the digits to sort by
+    column, order = (column.int() if sets * width < 2**31 else column).sort(stable=True)
+    ptrs = _starts(number, sets, rows, width), _starts(column, sets, width, 1)
+    return Csr(ptrs[0], col, mask_id, ptrs[1], (line % rows)[order], mask_id[order])
+
+
+def _starts(number: Tensor, sets: int, lines: int, width: int) -> Tensor:
+    """Find the starts of lines of ``width`` numbers in a sorted list, and the end of each set: (sets, lines + 1)."""
+    line = torch.arange(sets, device=number.device)[:, None] * lines + torch.arange(lines + 1, device=number.device)
+    return torch.searchsorted(number, (line * width).to(number.dtype))
+
+
+def _on_host(tiles: TileList, sets: int, sides: tuple[int, int]) -> Csr:
+    group, row, col = tiles.set.numpy(), tiles.row.numpy(), tiles.col.numpy()
+    mask_id = np.full(len(col), -1, np.int32) if tiles.mask_id is None else tiles.mask_id.numpy()
+    rows, width = sides
+    # in one piece of memory, since a fresh one takes as long as the sum
+    place = group * (rows + 1)
+    place += row
+    row_ptr = _offsets(place, sets, rows)
+    column = np.multiply(group, width + 1, out=place)
+    column += col
+    col_ptr = _offsets(column, sets, width)
+    row_t, mask_id_t = row, mask_id
+    # one row of tiles is already in column order
+    if rows > 1:
+        if sets == 1 or sets * (width + 1) <= 2**16:
+            order = stable_order(column, sets * (width + 1))
+        else:
+            # one set at a time, which stays in a processor's cache
+            ends = [(int(each[0]), int(each[-1])) for each in row_ptr]
+            order = np.concatenate([lo + stable_order(col[lo:hi], width) for lo, hi in ends])
+        row_t, mask_id_t = row.take(order), mask_id if tiles.mask_id is None else mask_id.take(order)
+    return Csr(*map(torch.from_numpy, (row_ptr, col, mask_id, col_ptr, row_t, mask_id_t)))
+
+
 def assemble(
     sets: list[RowSet],
     group: NDArray[np.int32],
@@ -51,31 +143,14 @@ def assemble(
     limit(sum(len(each.row) for each in sets))
     count = sum(each.sets for each in sets)
     row, col, bits = _side_by_side(sets, q_tiles)
-    column = row // q_tiles
-    row_ptr = _offsets(row + column, count, q_tiles)
-    column *= kv_tiles + 1
-    column += col
-    col_ptr = _offsets(column, count, kv_tiles)
-    if q_tiles > 1:
-        by_column = stable_order(column, count * (kv_tiles + 1))
-        row = row[by_column]
-        row %= q_tiles
-        bits_t = bits[by_column]
-    else:
-        # one row of tiles is already in column order
-        row, bits_t = np.zeros(len(row), np.int64), bits
-    del column
-
-    arrays: dict[str, NDArray[Any]] = {
-        "row_ptr": row_ptr,
-        "col": col,
-        "mask_id": bits,
-        "col_ptr": col_ptr,
-        "row": row,
-        "mask_id_t": bits_t,
+    of_set = row // q_tiles
+    tiles = (torch.from_numpy(each) for each in (of_set, row - of_set * q_tiles, col, bits))
+    lists = to_csr(TileList(*tiles), count, (q_tiles, kv_tiles))
+    arrays: dict[str, NDArray[Any]] = {name: each.numpy() for name, each in lists._asdict().items()}
+    arrays |= {
         "mask_words": masks,
         "row_set": group,
-        "order": _launch_order((row_ptr[:, 1:] - row_ptr[:, :-1]).reshape(-1)),
+        "order": _launch_order(lists.row_ptr.diff(dim=1).reshape(-1).numpy()),
     }
     # one piece of memory needs one copy to a device, and small plans take little more than their elements
     sizes = [size for array in arrays.values() for size in (array.size, -array.size % _ALIGNED)]
@@ -124,8 +199,9 @@ def _offsets(place: Int64, sets: int, lines: int) -> Int64:
         sets: Number of sets.
         lines: Number of lines in a set.
     """
-    counts: Int64 = np.bincount(place + 1, minlength=sets * (lines + 1))
-    return counts.cumsum().reshape(sets, lines + 1)
+    starts = np.zeros(sets * (lines + 1), np.int64)
+    np.cumsum(np.bincount(place, minlength=len(starts))[:-1], out=starts[1:])
+    return starts.reshape(sets, lines + 1)
 
 
 def _launch_order(counts: Int64) -> Int64:

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from ..patterns import BlockTable, Full, Pattern
 from ..patterns.algebra import leaves, replace
-from ..patterns.block_sets import BlockSet, MaskBlocks
+from ..patterns.block_sets import BlockSet
 from ..patterns.tiles import Int64
 from .block_plan import BlockPlan, Extent
-from .csr import stable_order
+from .csr import TileList, to_csr
 
 #: Most places of a list; a larger GPU plan is made exact, at the cost of one wait. Four such lists take 256 MiB.
 MOST_PLACES = 2**24
@@ -44,32 +44,59 @@ def from_table(
             ``MOST_PLACES``.
         context: The other patterns that the table is combined with.
     """
-    nq, nk, heads, batch, tile, q_offset, _ = extent
     blocks = pattern.blocks.to(extent.device)
     lead = blocks.shape[:-2]
     sets = math.prod(lead) if context is None else len(context.of_table)
     room = sets * blocks.shape[-2] * blocks.most + (0 if context is None else context.outside.numel())
     if spare is None:
         spare = blocks.table.device.type != "cpu" and room <= MOST_PLACES
-    row_ptr, col, bits, col_ptr, row, bits_t = (_with_room if spare else _exact)(blocks, sets, context)
-    device = row_ptr.device
-    rank = (2 * row_ptr.diff(dim=1).reshape(-1).clamp(min=1).log2()).floor().to(torch.int16)
-    no_masks = torch.zeros(0, tile[0], -(-tile[1] // 32), dtype=torch.int32, device=device)
+    tiles = table_tiles(blocks, spare)
+    if context is not None:
+        tiles = context.combine(tiles, blocks, spare)
+        return _planned(tiles, sets, context.row_set, context.mask_words, extent, spare)
+    row_set = of_sets(lead, pattern.group or 1, extent.batch, extent.heads, blocks.table.device).int()
+    no_masks = torch.zeros(0, extent.tile[0], -(-extent.tile[1] // 32), dtype=torch.int32, device=row_set.device)
+    return _planned(tiles, sets, row_set, no_masks, extent, spare)
+
+
+def table_tiles(blocks: BlockSet, spare: bool) -> TileList:
+    """List the set blocks of each table as the tiles of a row set.
+
+    Args:
+        blocks: The tables.
+        spare: Whether to list a place for every block that a row could have, so that nothing is read back.
+    """
+    rows, width = blocks.shape[-2:]
+    sets, device = math.prod(blocks.shape[:-2]), blocks.table.device
+    if not spare and device.type == "cpu":
+        # numpy takes a fraction of torch's time
+        counts, column = (each.numpy() for each in blocks.lines())
+        of_set = np.repeat(np.arange(sets), counts.reshape(sets, rows).sum(1))
+        row = np.repeat(np.tile(np.arange(rows, dtype=np.int32), sets), counts)
+        return TileList(*map(torch.from_numpy, (of_set, row, column)))
+    set_number, row_number = torch.arange(sets, device=device), torch.arange(rows, device=device)
+    if not spare:
+        lengths, col = blocks.lines()
+        per_set = set_number.repeat_interleave(lengths.view(sets, rows).sum(1))
+        return TileList(per_set, row_number.repeat(sets).repeat_interleave(lengths), col)
+    listed = blocks.listed().reshape(sets, rows, blocks.most)
+    in_use = torch.where(listed < width, set_number[:, None, None], -1)
+    return TileList(in_use.reshape(-1), row_number[:, None].expand(listed.shape).reshape(-1), listed.reshape(-1))
+
+
+def _planned(tiles: TileList, sets: int, row_set: Tensor, mask_words: Tensor, extent: Extent, spare: bool) -> BlockPlan:
+    lists = to_csr(tiles, sets, extent.tiles, spare=spare)
+    rank = (2 * lists.row_ptr.diff(dim=1).reshape(-1).clamp(min=1).log2()).floor().to(torch.int16)
     return BlockPlan(
-        row_ptr=row_ptr.int(),
-        col=col.int(),
-        mask_id=bits,
-        col_ptr=col_ptr.int(),
-        row=row.int(),
-        mask_id_t=bits_t,
-        mask_words=no_masks if context is None else context.mask_words,
-        row_set=of_sets(lead, pattern.group or 1, batch, heads, device).int() if context is None else context.row_set,
+        **{name: each.int() for name, each in lists._asdict().items()},
+        mask_words=mask_words,
+        row_set=row_set,
         order=torch.argsort(-rank, stable=True).int(),
-        nq=nq,
-        nk=nk,
-        q_tile=tile[0],
-        kv_tile=tile[1],
-        q_offset=q_offset,
+        nq=extent.nq,
+        nk=extent.nk,
+        q_tile=extent.tile[0],
+        kv_tile=extent.tile[1],
+        q_offset=extent.q_offset,
         counted=not spare,
     )
 
@@ -109,8 +136,9 @@ def from_fine_table(pattern: BlockTable, extent: Extent, spare: bool | None = No
     used, full = held.flatten(3).any(3), of_tiles(mask, True).flatten(3).all(3)
     place = torch.arange(full.numel(), device=device).view(full.shape)
     number = place
-    if not (device.type != "cpu" if spare is None else spare):
-        partial = used & ~full
+    spare = device.type != "cpu" if spare is None else spare
+    partial = used if spare else used & ~full
+    if not spare:
         held, place = held[partial], place[partial]
         number = (partial.view(-1).cumsum(0) - 1).view(full.shape)
     words = held.reshape(-1, high, 1, wide, 1).expand(-1, -1, side, -1, across // 32)
@@ -120,120 +148,24 @@ def from_fine_table(pattern: BlockTable, extent: Extent, spare: bool | None = No
     here = row * tile[0] + torch.arange(tile[0], device=device) < nq
     left = (nk - col * tile[1] - torch.arange(0, tile[1], 32, device=device)).clamp(0, 32)
     ends = torch.where(left == 32, -1, (torch.ones_like(left) << left) - 1).int()
-    context = TableContext(
-        starts=torch.arange(full.numel(), device=device),
-        codes=torch.where(full, -1, number).int().view(-1),
-        outside=torch.zeros(0, dtype=torch.int64, device=device),
-        outside_codes=torch.zeros(0, dtype=torch.int32, device=device),
-        mask_words=words & torch.where(here[:, :, None], ends[:, None], 0),
-        of_table=torch.arange(sets, device=device),
-        of_codes=torch.arange(sets, device=device),
-        row_set=of_sets(lead, pattern.group or 1, batch, heads, device).int(),
+    words &= torch.where(here[:, :, None], ends[:, None], 0)
+    mask_id = torch.where(full, -1, number).int()
+    of_set, of_row, of_col = (torch.arange(side, device=device) for side in full.shape)
+    tiles = TileList(
+        torch.where(used, of_set[:, None, None], -1).view(-1),
+        of_row[:, None].expand(full.shape).reshape(-1),
+        of_col.expand(full.shape).reshape(-1),
+        mask_id.view(-1),
     )
-    tiles = BlockTable.of(MaskBlocks(used.view(*lead, q_tiles, kv_tiles), kv_tiles), tile)
-    return from_table(tiles, extent._replace(device=device), spare, context)
+    if not spare:
+        tiles = _some(tiles, tiles.set >= 0)
+    row_set = of_sets(lead, pattern.group or 1, batch, heads, device).int()
+    return _planned(tiles, sets, row_set, words, extent, spare)
 
 
-def _on_host(blocks: BlockSet, sets: int) -> tuple[Tensor, ...]:
-    """Make the lists of a table without a context, on a CPU."""
-    rows, width = blocks.shape[-2:]
-    counts, col = blocks.lines()
-    ends = np.concatenate([np.zeros(1, np.int64), counts.cumsum()])
-    row_ptr = ends[np.arange(sets)[:, None] * rows + np.arange(rows + 1)]
-    row = np.repeat(np.tile(np.arange(rows, dtype=np.int32), sets), counts)
-    column = np.repeat(np.arange(sets) * width, row_ptr[:, -1] - row_ptr[:, 0])
-    column += col
-    below = np.concatenate([np.zeros(1, np.int64), np.bincount(column, minlength=sets * width).cumsum()])
-    col_ptr = below[np.arange(sets)[:, None] * width + np.arange(width + 1)]
-    if sets * width <= 2**16:
-        order = stable_order(column, sets * width)
-    else:
-        # one set at a time, which stays in a processor's cache
-        parts = [(int(each[0]), int(each[-1])) for each in row_ptr]
-        order = np.concatenate(
-            [lo + stable_order(column[lo:hi] - g * width, width) for g, (lo, hi) in enumerate(parts)]
-        )
-    bits = torch.full((len(col),), -1, dtype=torch.int32, device="cpu")
-    at_row, cols, at_column, rows_of = (torch.from_numpy(each) for each in (row_ptr, col, col_ptr, row[order]))
-    return at_row, cols, bits, at_column, rows_of, bits
-
-
-def _exact(blocks: BlockSet, sets: int, context: TableContext | None) -> tuple[Tensor, ...]:
-    """Make the lists of a plan with exact lengths."""
-    if context is None and blocks.table.device.type == "cpu":
-        return _on_host(blocks, sets)
-    rows, width = blocks.shape[-2:]
-    area = rows * width
-    number = blocks.numbers()
-    code: Tensor | None = None
-    if context is not None:
-        ends = torch.searchsorted(number, area * torch.arange(math.prod(blocks.shape[:-2]) + 1, device=number.device))
-        of_table = context.of_table.tolist()
-        parts = [number[ends[t] : ends[t + 1]] + (g - t) * area for g, t in enumerate(of_table)]
-        number = torch.cat(parts)
-        code = context.at(number // area, number % area, area)
-        used, free = code != EMPTY, context.free(blocks)
-        number, order = torch.cat([number[used], context.outside[free]]).sort()
-        code = torch.cat([code[used], context.outside_codes[free]])[order]
-    row_ptr = _starts(number, sets, rows, width)
-    line = number // width
-    col = (number - line * width).int()
-    set_number = line // rows
-    row = (line - set_number * rows).int()
-    column = set_number * width + col
-    ends = torch.nn.functional.pad(column.bincount(minlength=sets * width).cumsum(0), (1, 0))
-    col_ptr = ends[_lines(sets, width, number.device)]
-    if number.device.type == "cpu":
-        parts = [(int(each[0]), int(each[-1])) for each in row_ptr]
-        order = torch.from_numpy(np.concatenate([lo + stable_order(col.numpy()[lo:hi], width) for lo, hi in parts]))
-    else:
-        order = column.sort(stable=True).indices
-    bits = torch.full_like(col, -1) if code is None else code
-    return row_ptr, col, bits, col_ptr, row[order], bits if code is None else code[order]
-
-
-def _lines(sets: int, lines: int, device: torch.device) -> Tensor:
-    """Number the lines through all sets, with the end of each set: (sets, lines + 1)."""
-    return torch.arange(sets, device=device)[:, None] * lines + torch.arange(lines + 1, device=device)
-
-
-def _starts(number: Tensor, sets: int, lines: int, width: int) -> Tensor:
-    """Find the starts of lines of ``width`` numbers in a sorted list, and the end of each set: (sets, lines + 1)."""
-    return torch.searchsorted(number, (_lines(sets, lines, number.device) * width).to(number.dtype))
-
-
-def _with_room(blocks: BlockSet, sets: int, context: TableContext | None) -> tuple[Tensor, ...]:
-    """Make the lists of a plan with a place for every block that could be set, so that no shape depends on values."""
-    listed, (rows, width) = blocks.listed(), blocks.shape[-2:]
-    area, device = rows * width, listed.device
-    listed = listed.reshape(math.prod(blocks.shape[:-2]), rows, blocks.most)
-    set_number = torch.arange(sets, device=device)[:, None, None]
-    if context is not None:
-        listed = listed[context.of_table]
-    place = torch.arange(rows, device=device)[:, None] * width + listed
-    code = torch.full((place.numel(),), -1, dtype=torch.int32, device=device)
-    if context is not None:
-        code = torch.where((listed < width).reshape(-1), context.at(set_number, place, area), EMPTY)
-    # places without a tile get the number past the end, and are sorted last
-    used = (listed < width).reshape(-1) if context is None else code != EMPTY
-    number = torch.where(used, (set_number * area + place).reshape(-1), sets * area)
-    if context is not None and context.outside.numel():
-        number = torch.cat([number, torch.where(context.free(blocks), context.outside, sets * area)])
-        number, order = number.sort(stable=True)
-        code = torch.cat([code, context.outside_codes])[order]
-    else:
-        # they ascend already: used places are only moved to the front
-        places = number.numel()
-        target = torch.where(used, used.cumsum(0) - 1, places)
-        number = torch.full((places + 1,), sets * area, device=device).scatter_(0, target, number)[:places]
-        code = torch.full((places + 1,), -1, dtype=torch.int32, device=device).scatter_(0, target, code)[:places]
-    line, col = number // width, number % width
-    column = torch.where(number < sets * area, line // rows * width + col, sets * width)
-    # int32 has half the digits to sort by
-    column = column.int() if sets * width < 2**31 else column
-    column, order = column.sort(stable=True)
-    ptrs = _starts(number, sets, rows, width), _starts(column, sets, width, 1)
-    return ptrs[0], col, code, ptrs[1], (line % rows)[order], code[order]
+def _some(tiles: TileList, chosen: Tensor) -> TileList:
+    """Return tiles by index or mask."""
+    return TileList(*(None if each is None else each[chosen] for each in tiles))  # type: ignore[arg-type]
 
 
 EMPTY = -2
@@ -346,16 +278,40 @@ class TableContext:
         moved = (*known, masks, joint // len(inside[0]), of_inside, group.int())
         return TableContext(*(x.to(device) for x in moved))
 
-    def at(self, set_number: Tensor, place: Tensor, area: int) -> Tensor:
+    def at(self, joint: Tensor, place: Tensor, area: int) -> Tensor:
         """Look up the codes of tiles with a set block, by joint row set and place in its ``area``; int64 to int32."""
-        number = (self.of_codes[set_number] * area + place).reshape(-1)
-        return self.codes[torch.searchsorted(self.starts, number, right=True) - 1]
+        return self.codes[torch.searchsorted(self.starts, self.of_codes[joint] * area + place, right=True) - 1]
 
-    def free(self, blocks: BlockSet) -> Tensor:
-        """Return whether the table's block is not set at each tile of ``outside``, bool (E,)."""
+    def combine(self, tiles: TileList, blocks: BlockSet, spare: bool) -> TileList:
+        """Return the tiles of the joint row sets for a table's tiles; ``spare`` as in :func:`table_tiles`."""
         rows, width = blocks.shape[-2:]
-        line = self.outside // width
-        return ~blocks.held(self.of_table[line // rows] * rows + line % rows, self.outside % width)
+        sets, joint = math.prod(blocks.shape[:-2]), torch.arange(len(self.of_table), device=self.of_table.device)
+        if spare:
+            own = TileList(*(x.view(sets, -1)[self.of_table].view(-1) for x in tiles[:3]))
+            joint = joint.repeat_interleave(tiles.set.numel() // sets)
+        else:
+            ends = torch.searchsorted(tiles.set, torch.arange(sets + 1, device=tiles.set.device)).tolist()
+            parts = [slice(ends[t], ends[t + 1]) for t in self.of_table.tolist()]
+            own = TileList(*(torch.cat([x[part] for part in parts]) for x in tiles[:3]))
+            joint = torch.cat([joint[g].expand(part.stop - part.start) for g, part in enumerate(parts)])
+        # the tiles of the pattern with every block set, looked up at the set blocks
+        mask_id = self.at(joint, own.row * width + own.col, rows * width)
+        inside = own._replace(set=torch.where((own.set < 0) | (mask_id == EMPTY), -1, joint), mask_id=mask_id)
+        if not spare:
+            inside = _some(inside, inside.set >= 0)
+        if not self.outside.numel():
+            return inside
+        # the tiles of the pattern with no block set, where the table's block is not set
+        line, col = self.outside // width, self.outside % width
+        of_set, row = line // rows, line % rows
+        free = ~blocks.held(self.of_table[of_set] * rows + row, col)
+        outside = TileList(torch.where(free, of_set, -1), row, col, self.outside_codes)
+        if not spare:
+            outside = _some(outside, free)
+        pairs = zip(inside, outside, strict=True)
+        every = TileList(*(torch.cat([a, b]) for a, b in pairs if a is not None and b is not None))
+        number = torch.where(every.set < 0, len(self.of_table), every.set) * rows + every.row
+        return _some(every, (number * width + every.col).sort(stable=True).indices)
 
 
 def runs_of(place: Int64, code: NDArray[np.int32]) -> Runs:
