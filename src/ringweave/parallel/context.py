@@ -4,36 +4,35 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 
-from ..backends import BACKENDS
 from ..call import Arguments, Call, Operands
 from ..checks import one_of, whole
-from ..errors import PatternError, RingError, ShapeError, UnsupportedError
-from ..patterns import BlockTable, Pattern, check_extents
+from ..errors import RingError, ShapeError, UnsupportedError
+from ..patterns import Pattern
 from ..patterns.fitting import refuse
 from ..patterns.function import of_call
 from ..precision import Precision, as_precision
-from ..program import Program, names
-from ..torch_compat import transforming
-from ..torch_ops import refuse_forward_mode
+from ..program import Program
 from ..validate import check_tensors
+from .call_checks import check_backend, check_pattern, check_pattern_of_call, check_replicated, check_shards
 from .execution import wire as wires
 from .execution.agreement import TAG_WORDS, Agreement, Opaque, Progress, Value, text_words
 from .execution.pending_table import PendingTable, rows_of
 from .execution.wire import WireStatistics
-from .operators import asked_for, register, ring_attention_op, written_argument
+from .operators import Session, attend
 from .options import ContextOptions
 from .planning.choice import place
 from .planning.placement import Placement
 from .planning.workload import Widths, pair_of_heads, patterns_of
 from .schedules import Schedules
-from .trace import Trace
+from .shards import Shards, dimension
+from .trace import Trace, recorded
 from .transport.mesh import group_of
 from .transport.protocol import Communicator
 from .transport.transport import Transport
@@ -110,24 +109,18 @@ class ContextParallel:
         wire = as_precision(precision).wire if wire is None else wire
         self.options = options = ContextOptions(schedule, placement, wire, tolerance, deadline, retries)
         for each in self.patterns:
-            self._check_pattern(each)
-        #: the original context, if this object is a tagged handle or copy of it
-        self._whole: ContextParallel | None = None
-        per_node, other = None, mesh if isinstance(mesh, ContextParallel) else None
+            check_pattern(each, self.seq_len, self.heads[0])
+        other = mesh if isinstance(mesh, ContextParallel) else None
         if isinstance(mesh, ContextParallel):
-            per_node, mesh = mesh.schedules.per_node, mesh.transport
-        elif not isinstance(mesh, Communicator):
-            group, per_node = group_of(mesh)
-            if per_node is not None and schedule == "ring":
-                got, wanted = "'ring' on a mesh of two dimensions", "'allgather' or 'auto' on such a mesh"
-                raise UnsupportedError("schedule", got, wanted, "Flatten the mesh for a ring.")
-            mesh = Transport(group, deadline=options.deadline, retries=options.retries)
-        self.transport: Communicator = mesh
-        transport = mesh
+            transport, per_node = mesh.transport, mesh.schedules.per_node
+        else:
+            transport, per_node = _transport_of(mesh, options)
+        #: carries the messages of all contexts over the same connections
+        self.transport: Communicator = transport
         self.placement = place(options.placement, self.patterns, self.seq_len, self.heads, transport.size)
+        self._shards = Shards(self.placement, transport.rank)
         #: (local,) int64, global positions of this rank's tokens; positions from ``seq_len`` on are padding
-        self.positions = torch.from_numpy(self.placement.positions(transport.rank))
-        self._held = self.placement.held(transport.rank)
+        self.positions = self._shards.positions
         self.schedules: Schedules = Schedules(self.placement, self.heads, transport.rank, options.schedule, per_node)
         said: dict[str, Value] = {
             "context": transport.open() if other is None else other.call.said["context"],
@@ -138,7 +131,8 @@ class ContextParallel:
         progress = Progress() if other is None else other.call.progress
         encoding = wires.Wire(wires.code(wire), options.tolerance)
         self.call: Agreement = Agreement(transport, encoding, said=said, progress=progress)
-        self._number = register(self)
+        # handles share the session; the operators find it by its number
+        self._session = Session(self.schedules, self.call)
         # The tag is a tensor, not text, so that one compiled graph serves layers with different tags.
         self._tag = torch.zeros(TAG_WORDS, dtype=torch.int64, device="cpu")
 
@@ -171,8 +165,6 @@ class ContextParallel:
         """Create another handle of this context."""
         handle = object.__new__(type(self))
         vars(handle).update(vars(self))
-        # The operator finds the original context by its number in a weak dictionary, so the handle keeps it alive.
-        handle._whole = self._whole or self
         return handle
 
     def __deepcopy__(self, memo: object) -> ContextParallel:
@@ -214,16 +206,7 @@ class ContextParallel:
         Raises:
             ShapeError: x does not have ``seq_len`` tokens along ``dim``.
         """
-        dim = _dim(x, dim)
-        if x.shape[dim] != self.seq_len:
-            wanted = f"{self.seq_len} tokens"
-            raise ShapeError(f"x.shape[{dim}]", x.shape[dim], wanted, "Pass the whole tensor, and its dim.")
-        mine = x.index_select(dim, self.positions[: self._held].to(x.device))
-        if self._held == self.local:
-            return mine
-        shape = list(mine.shape)
-        shape[dim] = self.local - self._held
-        return torch.cat([mine, mine.new_zeros(shape)], dim)
+        return self._shards.take(x, dim)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Gather all ranks' shards into the whole tensor on every rank, without gradients: for inspecting and saving.
@@ -236,18 +219,13 @@ class ContextParallel:
         Raises:
             ShapeError: x does not have ``local`` tokens along ``dim``.
         """
-        dim = _dim(x, dim)
-        self._check_local("x", x, dim)
-        mine = x.detach().movedim(dim, 0).contiguous()
+        dim = dimension(x, dim)
+        mine = self._shards.tokens_first(x, dim)
         shape, dtype = f"{tuple(x.shape)}, dim {dim}", str(x.dtype).removeprefix("torch.")
         with self.call.calling(self._tag, shape=shape, dtype=dtype) as call:
             every, pending = call.all_gather(mine, "shards")
             pending.wait()
-        whole = mine.new_empty(self.seq_len, *mine.shape[1:])
-        for rank, part in enumerate(every):
-            held = self.placement.held(rank)
-            whole[torch.from_numpy(self.placement.positions(rank)[:held]).to(x.device)] = part[:held]
-        return whole.movedim(0, dim)
+        return self._shards.join(every, dim)
 
     # ---- attention ---------------------------------------------------------------------------------------------------
 
@@ -262,18 +240,7 @@ class ContextParallel:
             tensors: The other tensors of the call, in the order of ``call.pack``.
             given: The arguments of the call; the ranks compare all that differ from their defaults.
         """
-        refuse_forward_mode()
-        if not torch.compiler.is_compiling() and transforming(*inputs):
-            remedy = "Differentiate with torch.autograd, and fold a mapped dimension into the batch."
-            raise UnsupportedError("context", "a torch.func transform", "a call without one", remedy)
-        grads = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *tensors))
-        compared: list[Tensor] = []
-        asked = ", ".join([f"{name}={written_argument(value, compared)}" for name, value in asked_for(given)])
-        fixed = "".join(["0" if x.requires_grad else "1" for x in compared])
-        shared = "\n".join([self._number, str(int(grads)), fixed, asked])
-        others = [self._tag, *[x.detach() for x in compared]]
-        out, lse, *_ = ring_attention_op(*inputs, tensors, call.text, call.scale, call.dropout, others, shared)
-        return out, lse
+        return attend(self._session, self._tag, call, inputs, tensors, given)
 
     def check(
         self,
@@ -287,33 +254,9 @@ class ContextParallel:
         """Raise a typed error unless a call, which uses the named ``features``, fits this context."""
         if q_offset != 0:
             raise UnsupportedError("q_offset", q_offset, "0 with a context", "Decode on one device.")
-        for name, x, heads in (("q", q, self.heads[0]), ("k", k, self.heads[1])):
-            self._check_local(name, x, 2)
-            if x.shape[1] != heads:
-                wanted = f"{heads}, as the context's"
-                raise ShapeError(f"{name} heads", x.shape[1], wanted, "Make a context for these heads.")
-        if backend != "auto":
-            known = BACKENDS.get(backend) if isinstance(backend, str) else None
-            if known is None or not (known.planned and known.branched):
-                able = [name for name in names()[1:] if BACKENDS[name].planned and BACKENDS[name].branched]
-                wanted = f"'auto' or one that computes a plan: {', '.join(able)}"
-                raise UnsupportedError("backend", repr(backend), wanted, "Use 'auto'.")
-            if known.lacks(features, q.device.type):
-                wanted = f"one that computes {', '.join(sorted(features))}"
-                raise UnsupportedError("backend", repr(backend), wanted, "Use 'auto'.")
-        try:
-            self._check_pattern(pattern, q.shape[0])
-        except PatternError as error:
-            table = _table_of_shard(pattern, self.local, self.seq_len)
-            if table is None:
-                raise
-            blocks = f"{table.blocks.shape[-2:]} blocks of {table.block_size}"
-            got = f"a table of {blocks}, made for one shard of {self.local} tokens"
-            wanted = (
-                f"{_blocks(table, self.seq_len, self.seq_len)} blocks for the whole sequence of {self.seq_len} tokens"
-            )
-            remedy = "Gather the rows of all ranks with context.share_table(rows, block_size, version)."
-            raise PatternError("BlockTable", got, wanted, remedy) from error
+        check_shards(self._shards, self.heads, q, k)
+        check_backend(backend, features, q.device.type)
+        check_pattern_of_call(pattern, self._shards, self.heads[0], q.shape[0])
 
     def replicated(
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, fallback: str = "raise", backend: str = "auto"
@@ -341,13 +284,7 @@ class ContextParallel:
             refuse(pattern)
         check_tensors(q, k, v)
         pattern = of_call(pattern.bound(q.shape[1], k.shape[1]))
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if x.shape[2] != self.seq_len:
-                raise ShapeError(f"{name} tokens", x.shape[2], f"{self.seq_len}", "Pass whole tensors.")
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-            got = "inputs that require gradients"
-            wanted, remedy = "inputs without gradients", "Use shards, or torch.no_grad()."
-            raise UnsupportedError("q, k, v", got, wanted, remedy)
+        check_replicated(q, k, v, self.seq_len)
         shards = self.shard(q, 2), self.shard(k, 2), self.shard(v, 2)
         self.check(shards[0], shards[1], pattern, 0, backend)
         scale = 1.0 / math.sqrt(q.shape[3])
@@ -423,18 +360,12 @@ class ContextParallel:
         """Counts of encoded messages and bytes, and the largest measured error."""
         return self.call.wire.statistics
 
-    @contextmanager
-    def trace(self) -> Iterator[Trace]:
+    def trace(self) -> AbstractContextManager[Trace]:
         """Record when this rank computes, sends and receives, into the yielded :class:`Trace`.
 
         Of nested traces only the innermost one records.
         """
-        trace, outer = Trace(self.rank), self.transport.trace
-        self.transport.trace = trace.events
-        try:
-            yield trace
-        finally:
-            self.transport.trace = outer
+        return recorded(self.transport)
 
     def close(self) -> None:
         """Close the connections; later calls of this context raise."""
@@ -446,40 +377,15 @@ class ContextParallel:
         where = f"rank {self.rank} of {self.size}, {self.placement.name}"
         return f"ContextParallel({patterns}, {self.seq_len} tokens, {where})"
 
-    # ---- checks ------------------------------------------------------------------------------------------------------
 
-    def _check_pattern(self, pattern: Pattern, batch: int | None = None) -> None:
-        made = pattern.extents()[0]
-        check_extents(pattern, (made or 1) if batch is None else batch, self.heads[0])
-        pattern.check(self.seq_len, self.seq_len, 0)
-
-    def _check_local(self, name: str, x: Tensor, dim: int) -> None:
-        if x.shape[dim] != self.local:
-            wanted = f"{self.local}, this rank's share of {self.seq_len}"
-            raise ShapeError(f"{name}.shape[{dim}]", x.shape[dim], wanted, "Shard it: ctx.shard(x, dim).")
-
-
-def _table_of_shard(pattern: Pattern, local: int, tokens: int) -> BlockTable | None:
-    """Find a block table within a pattern that is made for the queries of a shard and not for the whole sequence."""
-    if isinstance(pattern, BlockTable):
-        shape = pattern.blocks.shape[-2:]
-        of_shard = shape in (_blocks(pattern, local, local), _blocks(pattern, local, tokens))
-        return pattern if of_shard and shape != _blocks(pattern, tokens, tokens) else None
-    found = (_table_of_shard(part, local, tokens) for part in pattern.parts_within())
-    return next((table for table in found if table is not None), None)
-
-
-def _blocks(table: BlockTable, queries: int, keys: int) -> tuple[int, int]:
-    """Count the blocks of a table for some queries and keys."""
-    rows, columns = table.block_size
-    return -(-queries // rows), -(-keys // columns)
-
-
-def _dim(x: Tensor, dim: int) -> int:
-    """Return a dimension of a tensor as an index that is not negative."""
-    if not isinstance(x, Tensor):
-        raise ShapeError("x", type(x).__name__, "a tensor", "Pass a torch tensor.")
-    dim = whole("dim", dim, -(2**31), error=ShapeError)
-    if not -x.ndim <= dim < x.ndim:
-        raise ShapeError("dim", dim, f"a dimension of x, which has {x.ndim}", "Pass the token dimension of x.")
-    return dim % x.ndim
+def _transport_of(
+    mesh: DeviceMesh | ProcessGroup | Communicator | None, options: ContextOptions
+) -> tuple[Communicator, int | None]:
+    """Return a transport over a mesh or group, or the given one, and the ranks per node of a mesh of nodes."""
+    if isinstance(mesh, Communicator):
+        return mesh, None
+    group, per_node = group_of(mesh)
+    if per_node is not None and options.schedule == "ring":
+        got, wanted = "'ring' on a mesh of two dimensions", "'allgather' or 'auto' on such a mesh"
+        raise UnsupportedError("schedule", got, wanted, "Flatten the mesh for a ring.")
+    return Transport(group, deadline=options.deadline, retries=options.retries), per_node

@@ -9,7 +9,7 @@ import re
 import weakref
 from collections.abc import Iterator, Sequence
 from types import NoneType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,37 +19,46 @@ from ..call import Arguments, Call, Operands, term_operands
 from ..errors import UnsupportedError
 from ..patterns.function import pinned
 from ..terms import STEPS, Term, tables_in
-from ..torch_compat import untraced
-from ..torch_ops import differentiate, fake_grads, followed, operators, refuse_twice, savable, table_grads
+from ..torch_compat import transforming, untraced
+from ..torch_ops import (
+    differentiate,
+    fake_grads,
+    followed,
+    operators,
+    refuse_forward_mode,
+    refuse_twice,
+    savable,
+    table_grads,
+)
 from ..types import acc_dtype
 from .execution import executor
-from .execution.agreement import NAME_WORDS, Opaque, Value, text_words
+from .execution.agreement import NAME_WORDS, Agreement, Opaque, Value, text_words
 from .execution.schedule import Schedule
+from .schedules import Schedules
 
-if TYPE_CHECKING:
-    from .context import ContextParallel
-
-_contexts: weakref.WeakValueDictionary[str, ContextParallel] = weakref.WeakValueDictionary()
+_sessions: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 
 
-def register(context: ContextParallel) -> str:
-    """Register a context and return its number, which identifies it in an operator's arguments while it is alive.
+class Session:
+    """The schedules and calls of a context, which its tagged handles share.
 
-    The number is text, because dynamo turns an int that differs between compiled calls into a symbol, which cannot be
-    a dictionary key.
+    An operator's arguments name a session by its number while it is alive. The number is text, because dynamo turns an
+    int that differs between compiled calls into a symbol, which cannot be a dictionary key.
     """
-    number = str(next(_numbers))
-    _contexts[number] = context
-    return number
+
+    def __init__(self, schedules: Schedules, call: Agreement):
+        self.schedules, self.call = schedules, call
+        self.number = str(next(_numbers))
+        _sessions[self.number] = self
 
 
-def _context(number: str) -> ContextParallel:
-    context = _contexts.get(number)
-    if context is None:
+def _session(number: str) -> Session:
+    session = _sessions.get(number)
+    if session is None:
         remedy = "Keep the context until the gradients of its results are computed."
         raise UnsupportedError("context", "one that was deleted", "a live ContextParallel", remedy)
-    return context
+    return session
 
 
 class Saved(NamedTuple):
@@ -87,6 +96,29 @@ def asked_for(given: Arguments) -> Iterator[tuple[str, object]]:
             yield name, value
 
 
+def attend(
+    session: Session,
+    tag: Tensor,
+    call: Call,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    tensors: Sequence[Tensor],
+    given: Arguments,
+) -> tuple[Tensor, Tensor]:
+    """Compute (out, lse) of a shard by the operator; see :meth:`ContextParallel.attend`."""
+    refuse_forward_mode()
+    if not torch.compiler.is_compiling() and transforming(*inputs):
+        remedy = "Differentiate with torch.autograd, and fold a mapped dimension into the batch."
+        raise UnsupportedError("context", "a torch.func transform", "a call without one", remedy)
+    grads = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *tensors))
+    compared: list[Tensor] = []
+    asked = ", ".join([f"{name}={written_argument(value, compared)}" for name, value in asked_for(given)])
+    fixed = "".join(["0" if x.requires_grad else "1" for x in compared])
+    shared = "\n".join([session.number, str(int(grads)), fixed, asked])
+    others = [tag, *[x.detach() for x in compared]]
+    out, lse, *_ = ring_attention_op(*inputs, tensors, call.text, call.scale, call.dropout, others, shared)
+    return out, lse
+
+
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -105,7 +137,7 @@ def ring_attention(
     1 if gradients are needed, else 0; for each compared tensor 1 if its values are compared, else 0; the compared text.
     """
     number, grads, fixed, asked = shared.split("\n", 3)
-    about, ctx = Call.read(call, q, k, v, tensors, scale, dropout=dropout), _context(number)
+    about, session = Call.read(call, q, k, v, tensors, scale, dropout=dropout), _session(number)
     q, k, v = map(readable, (q, k, v))
     says: dict[str, Value] = {
         "scale": scale,
@@ -113,8 +145,8 @@ def ring_attention(
         "device": q.device.type,
         "requires_grad": grads == "1",
     }
-    with ctx.call.calling(others[0], **says) as agreed:
-        schedule, operands = _prepared(ctx, about, (q, k, v), tensors)
+    with session.call.calling(others[0], **says) as agreed:
+        schedule, operands = _prepared(session, about, (q, k, v), tensors)
         also = {"terms": _said(about, tensors), "arguments": _arguments(asked, others[1:], fixed)}
         agreed = agreed.saying(**also, **schedule.said)
         agreed.seed = int(tensors[-1]) if about.dropout else 0
@@ -139,28 +171,29 @@ def ring_attention_backward(
     """Compute (dq, dk, dv) of the shard, and gradients of ``tensors`` summed over the pairs that this rank computed."""
     # A hook on saved tensors may return them in another memory layout.
     of = Saved(*saved[:3], *map(Tensor.contiguous, saved[3:]))
-    about, ctx = Call.read(call, of.q, of.k, of.v, tensors, scale, dropout=dropout), _context(shared.partition("\n")[0])
+    about = Call.read(call, of.q, of.k, of.v, tensors, scale, dropout=dropout)
+    session = _session(shared.partition("\n")[0])
     dout, q, k, v = map(readable, (dout, of.q, of.k, of.v))
     forms, (number, *tag, seed) = of.forms[: -NAME_WORDS - 1], of.forms[-NAME_WORDS - 1 :].tolist()
-    with ctx.call.calling(tag=None, scale=scale, backend=about.backend, device=q.device.type) as agreed:
-        schedule, operands = _prepared(ctx, about, (q, k, v), tensors, learns)
+    with session.call.calling(tag=None, scale=scale, backend=about.backend, device=q.device.type) as agreed:
+        schedule, operands = _prepared(session, about, (q, k, v), tensors, learns)
         agreed = agreed.saying(call=number, tag=tuple(tag), terms=_said(about, tensors), **schedule.said)
         agreed.seed = seed
-        computed = executor.Computed(of.out, of.lse, (of.received, of.relayed), forms.view(-1, ctx.size))
+        computed = executor.Computed(of.out, of.lse, (of.received, of.relayed), forms.view(-1, agreed.transport.size))
         grads = executor.backward(schedule, agreed, operands, computed, (dout, dlse), about.backend)
     return *grads, table_grads(tensors, learns, operands)
 
 
 def _prepared(
-    ctx: ContextParallel,
+    session: Session,
     call: Call,
     inputs: tuple[Tensor, ...],
     tensors: Sequence[Tensor],
     learns: Sequence[bool] | None = None,
 ) -> tuple[Schedule, Operands]:
     """Return the schedule of a call, and its operands with terms over positions of the whole sequence."""
-    schedule = ctx.schedules.of(call.pattern, call.batch)
-    terms = term_operands(call, (ctx.seq_len, ctx.seq_len), inputs[0].device, tensors, learns)
+    schedule, tokens = session.schedules.of(call.pattern, call.batch), session.schedules.placement.tokens
+    terms = term_operands(call, (tokens, tokens), inputs[0].device, tensors, learns)
     q, k, v = inputs
     return schedule, Operands(q, k, v, call.scale, terms)
 
@@ -242,8 +275,8 @@ ring_attention_op, ring_attention_backward_op = operators(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, tensors, ctx.text, ctx.scale, ctx.dropout, others, ctx.shared = inputs
-    # The registry is weak: this reference keeps the context alive until backward has run.
-    ctx.holder = _contexts.get(ctx.shared.partition("\n")[0])
+    # The registry is weak: this reference keeps the session alive until backward has run.
+    ctx.holder = _sessions.get(ctx.shared.partition("\n")[0])
     pattern = followed(ctx.text, tensors, q)
     ctx.held, ctx.others = None if pattern is None else pinned(pattern, tensors, q), len(others)
     ctx.set_materialize_grads(False)

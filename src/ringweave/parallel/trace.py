@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import UnsupportedError
-from .transport.protocol import Event
+from .transport.protocol import Communicator, Event
 
 _KINDS = ("compute", "wait", "receive", "send")
 # number of timeline rows reserved for each kind of event
@@ -40,6 +41,17 @@ class Trace:
     def export_chrome_trace(self, path: str | Path) -> Path:
         """Write the timeline for Perfetto (ui.perfetto.dev) or chrome://tracing; see :func:`export_chrome_trace`."""
         return export_chrome_trace([self], path)
+
+
+@contextmanager
+def recorded(transport: Communicator) -> Iterator[Trace]:
+    """Record a transport's events, of nested traces into the innermost one."""
+    trace, outer = Trace(transport.rank), transport.trace
+    transport.trace = trace.events
+    try:
+        yield trace
+    finally:
+        transport.trace = outer
 
 
 def export_chrome_trace(traces: Iterable[Trace], path: str | Path) -> Path:

@@ -1,0 +1,85 @@
+"""Checks of the calls of a context; nothing has been sent when they raise."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..backends import BACKENDS
+from ..errors import PatternError, ShapeError, UnsupportedError
+from ..patterns import BlockTable, Pattern, check_extents
+from ..program import names
+from .shards import Shards
+
+
+def check_pattern(pattern: Pattern, tokens: int, query_heads: int, batch: int | None = None) -> None:
+    """Raise PatternError unless a pattern fits a sequence; ``batch`` is unknown while the context is created."""
+    made = pattern.extents()[0]
+    check_extents(pattern, (made or 1) if batch is None else batch, query_heads)
+    pattern.check(tokens, tokens, 0)
+
+
+def check_shards(shards: Shards, heads: tuple[int, int], q: Tensor, k: Tensor) -> None:
+    """Raise ShapeError unless q and k are shards with the context's heads."""
+    for name, x, count in (("q", q, heads[0]), ("k", k, heads[1])):
+        shards.check(name, x, 2)
+        if x.shape[1] != count:
+            wanted = f"{count}, as the context's"
+            raise ShapeError(f"{name} heads", x.shape[1], wanted, "Make a context for these heads.")
+
+
+def check_backend(backend: str, features: frozenset[str], device: str) -> None:
+    """Raise UnsupportedError unless a backend computes plans, and the named features."""
+    if backend == "auto":
+        return
+    known = BACKENDS.get(backend) if isinstance(backend, str) else None
+    if known is None or not (known.planned and known.branched):
+        able = [name for name in names()[1:] if BACKENDS[name].planned and BACKENDS[name].branched]
+        wanted = f"'auto' or one that computes a plan: {', '.join(able)}"
+        raise UnsupportedError("backend", repr(backend), wanted, "Use 'auto'.")
+    if known.lacks(features, device):
+        wanted = f"one that computes {', '.join(sorted(features))}"
+        raise UnsupportedError("backend", repr(backend), wanted, "Use 'auto'.")
+
+
+def check_pattern_of_call(pattern: Pattern, shards: Shards, query_heads: int, batch: int) -> None:
+    """Raise PatternError unless a pattern fits a call; say so if it has a block table that is made for one shard."""
+    local, tokens = shards.placement.local, shards.placement.tokens
+    try:
+        check_pattern(pattern, tokens, query_heads, batch)
+    except PatternError as error:
+        table = _table_of_shard(pattern, local, tokens)
+        if table is None:
+            raise
+        blocks = f"{table.blocks.shape[-2:]} blocks of {table.block_size}"
+        got = f"a table of {blocks}, made for one shard of {local} tokens"
+        wanted = f"{_blocks(table, tokens, tokens)} blocks for the whole sequence of {tokens} tokens"
+        remedy = "Gather the rows of all ranks with context.share_table(rows, block_size, version)."
+        raise PatternError("BlockTable", got, wanted, remedy) from error
+
+
+def check_replicated(q: Tensor, k: Tensor, v: Tensor, tokens: int) -> None:
+    """Raise an error unless q, k and v are whole tensors without gradients."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.shape[2] != tokens:
+            raise ShapeError(f"{name} tokens", x.shape[2], f"{tokens}", "Pass whole tensors.")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        got = "inputs that require gradients"
+        wanted, remedy = "inputs without gradients", "Use shards, or torch.no_grad()."
+        raise UnsupportedError("q, k, v", got, wanted, remedy)
+
+
+def _table_of_shard(pattern: Pattern, local: int, tokens: int) -> BlockTable | None:
+    """Find a block table within a pattern that is made for the queries of a shard and not for the whole sequence."""
+    if isinstance(pattern, BlockTable):
+        shape = pattern.blocks.shape[-2:]
+        of_shard = shape in (_blocks(pattern, local, local), _blocks(pattern, local, tokens))
+        return pattern if of_shard and shape != _blocks(pattern, tokens, tokens) else None
+    found = (_table_of_shard(part, local, tokens) for part in pattern.parts_within())
+    return next((table for table in found if table is not None), None)
+
+
+def _blocks(table: BlockTable, queries: int, keys: int) -> tuple[int, int]:
+    """Count the blocks of a table for some queries and keys."""
+    rows, columns = table.block_size
+    return -(-queries // rows), -(-keys // columns)

@@ -1,0 +1,70 @@
+"""One rank's shards of tensors over a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..checks import whole
+from ..errors import ShapeError
+from .planning.placement import Placement
+
+
+class Shards:
+    """The shards of one rank under a placement; their tokens are in the order of ``positions``.
+
+    Attributes:
+        placement: The assignment of tokens to ranks.
+        positions: (local,) int64, positions of the rank's tokens in the whole sequence, then of padding.
+    """
+
+    def __init__(self, placement: Placement, rank: int):
+        self.placement = placement
+        self.positions = torch.from_numpy(placement.positions(rank))
+        self._held = placement.held(rank)
+
+    def take(self, x: Tensor, dim: int) -> Tensor:
+        """Return the shard of a whole tensor, differentiably; padding is zero."""
+        dim, tokens = dimension(x, dim), self.placement.tokens
+        if x.shape[dim] != tokens:
+            raise ShapeError(f"x.shape[{dim}]", x.shape[dim], f"{tokens} tokens", "Pass the whole tensor, and its dim.")
+        mine = x.index_select(dim, self.positions[: self._held].to(x.device))
+        padding = self.placement.local - self._held
+        if not padding:
+            return mine
+        shape = list(mine.shape)
+        shape[dim] = padding
+        return torch.cat([mine, mine.new_zeros(shape)], dim)
+
+    def tokens_first(self, x: Tensor, dim: int) -> Tensor:
+        """Return a shard, detached, with its token dimension first."""
+        self.check("x", x, dim)
+        return x.detach().movedim(dim, 0).contiguous()
+
+    def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        """Join the shards of all ranks, with tokens first, into the whole tensor with tokens in ``dim``."""
+        first = parts[0]
+        total = first.new_empty(self.placement.tokens, *first.shape[1:])
+        for rank, part in enumerate(parts):
+            held = self.placement.held(rank)
+            total[torch.from_numpy(self.placement.positions(rank)[:held]).to(part.device)] = part[:held]
+        return total.movedim(0, dim)
+
+    def check(self, name: str, x: Tensor, dim: int) -> None:
+        """Raise ShapeError unless x has the tokens of a shard along ``dim``."""
+        local = self.placement.local
+        if x.shape[dim] != local:
+            wanted = f"{local}, this rank's share of {self.placement.tokens}"
+            raise ShapeError(f"{name}.shape[{dim}]", x.shape[dim], wanted, "Shard it: ctx.shard(x, dim).")
+
+
+def dimension(x: Tensor, dim: int) -> int:
+    """Return a dimension of a tensor as an index that is not negative."""
+    if not isinstance(x, Tensor):
+        raise ShapeError("x", type(x).__name__, "a tensor", "Pass a torch tensor.")
+    dim = whole("dim", dim, -(2**31), error=ShapeError)
+    if not -x.ndim <= dim < x.ndim:
+        raise ShapeError("dim", dim, f"a dimension of x, which has {x.ndim}", "Pass the token dimension of x.")
+    return dim % x.ndim
