@@ -40,25 +40,6 @@ class _Tie(weakref.ref[object]):
     key: Hashable
 
 
-class _Making:
-    """A lock on a value that is being made; the cache refers to it weakly, so it is dropped after its last use."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-
-
-# ``making``: whether this thread is inside LRUCache.making
-_here = threading.local()
-
-
-def interrupted(lock: threading.RLock) -> bool:
-    """Whether the current thread holds a lock, because a signal handler or the garbage collector interrupted it.
-
-    Such code must skip the cache: it would enter a lock that its own thread holds and find an entry half written.
-    """
-    return lock._is_owned()  # type: ignore[attr-defined, no-any-return]
-
-
 class _Entry(Generic[V]):
     __slots__ = ("nbytes", "ties", "value")
 
@@ -67,7 +48,7 @@ class _Entry(Generic[V]):
 
 
 class LRUCache(Generic[V]):
-    """A cache that evicts the least recently used entry; safe to use from several threads and from signal handlers.
+    """A cache that evicts the least recently used entry; safe to use from several threads.
 
     Args:
         max_bytes: Bound on the bytes of values and of the tables that their keys keep alive.
@@ -79,8 +60,9 @@ class LRUCache(Generic[V]):
         self._entries: OrderedDict[Hashable, _Entry[V]] = OrderedDict()
         # ties to objects that are gone; their entries are still to be dropped
         self._fallen: deque[_Tie] = deque()
-        self._making: weakref.WeakValueDictionary[Hashable, _Making] = weakref.WeakValueDictionary()
-        self._lock = threading.RLock()
+        # the lock of a value that is being made lives as long as a thread refers to it
+        self._making: weakref.WeakValueDictionary[Hashable, threading.Lock] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
         self.hits = self.misses = self.evictions = self.nbytes = 0
         #: Values by identity, to be tried before the keys. The user of the cache fills and bounds it; trim empties it.
         self.front: dict[int, Any] = {}
@@ -92,9 +74,6 @@ class LRUCache(Generic[V]):
 
     def get(self, key: Hashable) -> V | None:
         """Return the value of a key, or None if there is none."""
-        # :func:`interrupted`, inlined to save a call
-        if self._lock._is_owned():  # type: ignore[attr-defined]
-            return None
         with self._lock:
             if self._fallen:
                 self._drop_fallen()
@@ -107,24 +86,11 @@ class LRUCache(Generic[V]):
 
     @contextmanager
     def making(self, key: Hashable) -> Iterator[None]:
-        """Enter as the one thread that makes the value of a key, while other threads wait.
-
-        A thread that is already making a value does not wait: this may be a signal handler, and the thread that it
-        would wait for may itself wait for the interrupted one.
-        """
-        making = _Making()
-        if not interrupted(self._lock):
-            with self._lock:
-                making = self._making.setdefault(key, making)
-        outer = getattr(_here, "making", False)
-        taken = making.lock.acquire(blocking=not outer)
-        _here.making = True
-        try:
+        """Enter as the one thread that makes the value of a key, while other threads wait."""
+        with self._lock:
+            making = self._making.setdefault(key, threading.Lock())
+        with making:
             yield
-        finally:
-            _here.making = outer
-            if taken:
-                making.lock.release()
 
     def put(self, key: Hashable, value: V, nbytes: int, ties: Sequence[object] = ()) -> None:
         """Store a value, unless it is larger than the bound.
@@ -138,18 +104,17 @@ class LRUCache(Generic[V]):
         tied = tuple([_Tie(each, self._fall) for each in ties]) if ties else ()
         for tie in tied:
             tie.key = key
-        if interrupted(self._lock):
-            return
         with self._lock:
             self.misses += 1
-            self._drop(key)
-            if nbytes > self.max_bytes:
-                return
-            self._entries[key] = _Entry(value, nbytes, tied)
-            self.nbytes += nbytes
-            while self.nbytes > self.max_bytes or len(self._entries) > self.most:
-                self._drop(next(iter(self._entries)))
-                self.evictions += 1
+            with self._counted():
+                self._drop(key)
+                if nbytes > self.max_bytes:
+                    return
+                self._entries[key] = _Entry(value, nbytes, tied)
+                self.nbytes += nbytes
+                while self.nbytes > self.max_bytes or len(self._entries) > self.most:
+                    self._drop(next(iter(self._entries)))
+                    self.evictions += 1
 
     def clear(self) -> None:
         """Drop all entries and reset the counts."""
@@ -158,8 +123,6 @@ class LRUCache(Generic[V]):
 
     def trim(self) -> int:
         """Drop all entries, keep the counts, and return the number of bytes dropped."""
-        if interrupted(self._lock):
-            return 0
         with self._lock:
             dropped, entries = self.nbytes, self._entries
             self._entries, self.nbytes = OrderedDict(), 0
@@ -169,30 +132,40 @@ class LRUCache(Generic[V]):
         return dropped
 
     def __len__(self) -> int:
-        if not interrupted(self._lock):
-            with self._lock:
-                self._drop_fallen()
-        return len(self._entries)
+        with self._lock:
+            self._drop_fallen()
+            return len(self._entries)
 
     def renew(self) -> None:
         """Replace lock and entries in a forked process: another thread may have held the lock during the fork."""
-        self._lock, self._making = threading.RLock(), weakref.WeakValueDictionary()
+        self._lock, self._making = threading.Lock(), weakref.WeakValueDictionary()
         self._entries, self.nbytes = OrderedDict(), 0
         self.front.clear()
 
     def _fall(self, tie: _Tie) -> None:
         self._fallen.append(tie)
-        # immediately if the lock is free, otherwise at the next use
+        # The garbage collector may call this at any point, even while this thread holds the lock: immediately if it is
+        # free, otherwise at the next use.
         lock = self._lock
-        if not interrupted(lock) and lock.acquire(blocking=False):
+        if lock.acquire(blocking=False):
             try:
                 self._drop_fallen()
             finally:
                 lock.release()
 
     def _drop_fallen(self) -> None:
-        while self._fallen:
-            self._drop(self._fallen.popleft().key)
+        with self._counted():
+            while self._fallen:
+                self._drop(self._fallen.popleft().key)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count the bytes anew if Ctrl-C interrupts a change between an entry and its bytes."""
+        try:
+            yield
+        except BaseException:
+            self.nbytes = sum(each.nbytes for each in self._entries.values())
+            raise
 
     def _drop(self, key: Hashable) -> None:
         entry = self._entries.pop(key, None)

@@ -159,7 +159,7 @@ def on_trim(callback: Callable[[], int]) -> Callable[[], int]:
         (True, {})
     """
     kind: Any = weakref.WeakMethod if inspect.ismethod(callback) else weakref.ref
-    # append and remove are atomic, so neither threads nor signal handlers can corrupt the list
+    # append and remove are atomic, so threads cannot corrupt the list
     _callbacks.append(kind(callback, _callbacks.remove))
     return callback
 

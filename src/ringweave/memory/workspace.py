@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache import enlist, interrupted
+from ..cache import enlist
 from ..checks import named_device
 from ..errors import ShapeError, shown
 from ..torch_compat import dispatched, transforming
@@ -130,7 +130,11 @@ class Workspace:
 
     def renew(self) -> None:
         """Reset the workspace in a forked process, where another thread may have left it half updated."""
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Hold no buffers any more; those in use are freed when they are returned."""
         self._buffers: set[_Buffer] = set()
         # sorted by size
         self._idle: dict[_Place, list[_Block]] = {}
@@ -153,15 +157,30 @@ class Workspace:
         nbytes = count * dtype.itemsize
         if min(shape, default=0) < 0:
             raise ShapeError("shape", shown(tuple(shape)), "sizes of at least 0", "Correct it.")
-        if nbytes == 0 or dispatched() or transforming() or interrupted(self._lock):
-            # a dispatch mode or transform may need other tensors, such as fake ones; a held lock means that this call
-            # interrupted the workspace
+        if nbytes == 0 or dispatched() or transforming():
+            # a dispatch mode or transform may need other tensors, such as fake ones
             return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
         device = named_device(device)
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         where = (str(device), None) if stream is None else (str(stream.device), stream.stream_id)
         size = -(-nbytes // _ALIGN) * _ALIGN
         place = (*where, pinned, size < _SMALL)
+        try:
+            tensor = self._taken_from(place, size, nbytes, device)
+        except KeyboardInterrupt:
+            # it may have left a change half done
+            with self._lock:
+                self._forget()
+            raise
+        tensor = tensor.view(dtype).view(shape)
+        if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
+            # torch.empty fills memory in this mode too
+            number = dtype.is_floating_point or dtype.is_complex
+            tensor.fill_(torch.nan if number else 1 if dtype == torch.bool else torch.iinfo(dtype).max)
+        return tensor
+
+    def _taken_from(self, place: _Place, size: int, nbytes: int, device: torch.device) -> Tensor:
+        """Return ``nbytes`` bytes of a block of the size."""
         with self._lock:
             self._settle()
             self._begin(size, nbytes)
@@ -192,11 +211,6 @@ class Workspace:
             self._turns[0] = max(most, self._busy), least
         weakref.finalize(lease, self._return, block, nbytes).atexit = False
         del lease
-        tensor = tensor.view(dtype).view(shape)
-        if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
-            # torch.empty fills memory in this mode too
-            number = dtype.is_floating_point or dtype.is_complex
-            tensor.fill_(torch.nan if number else 1 if dtype == torch.bool else torch.iinfo(dtype).max)
         return tensor
 
     def trim(self, idle_seconds: float = 0.0) -> int:
@@ -205,17 +219,14 @@ class Workspace:
         Args:
             idle_seconds: Minimum idle time in seconds of a buffer to free.
         """
-        if interrupted(self._lock):
-            return 0
         with self._lock:
             self._settle()
             return self._trim(idle_seconds)
 
     def statistics(self) -> WorkspaceStatistics:
         """Return the counters of the workspace."""
-        if not interrupted(self._lock):
-            with self._lock:
-                self._settle()
+        with self._lock:
+            self._settle()
         idle = self._held - self._busy
         return WorkspaceStatistics(self._taken, self._reused, len(self._buffers), self._held, self._asked, idle)
 
@@ -224,7 +235,7 @@ class Workspace:
         # block and process the queue if the lock is free.
         self._back.append((block, nbytes))
         lock = self._lock
-        if not interrupted(lock) and lock.acquire(blocking=False):
+        if lock.acquire(blocking=False):
             try:
                 self._settle()
             finally:
@@ -232,6 +243,13 @@ class Workspace:
 
     def _settle(self) -> None:
         """Make returned blocks idle, and free buffers that exceed the limit or have been idle too long."""
+        try:
+            self._settle_all()
+        except KeyboardInterrupt:
+            self._forget()
+            raise
+
+    def _settle_all(self) -> None:
         now = time.monotonic()
         while self._back:
             block, nbytes = self._back.popleft()

@@ -89,8 +89,8 @@ class Rows:
     def __init__(self, relation: Pattern, look: Lookback, nq: int, tile: tuple[int, int]):
         self.relation, self.look, self.nq, self.tile = relation, look, nq, tile
         self.key = "rows", relation.spec, nq, *tile
-        # One thread plans at a time. Reentrant, since a signal handler may interrupt the thread and plan, too.
-        self._lock = threading.RLock()
+        # one thread plans at a time
+        self._lock = threading.Lock()
         none = np.zeros(0, np.int64)
         masks = np.zeros((0, tile[0], -(-tile[1] // 32)), np.int32)
         self._empty = self.planned = _Planned({}, {}, np.zeros(1, np.int64), none, none.astype(np.int32), masks, none)

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...cache import interrupted
 from ...checks import seconds, whole
 from ...errors import RingError, ShapeError, UnsupportedError, in_a_line
 from .connection import Connection, Work, part_of_store
@@ -168,7 +167,7 @@ class Transport:
         order of calls could differ between ranks. An exception during a call ends the transport on all ranks, because
         the other ranks wait for messages that will not come.
         """
-        if self.size > 1 and interrupted(self._use):
+        if self.size > 1 and self._use._is_owned():  # type: ignore[attr-defined]
             got = "a call during another call of the same thread, such as from a signal handler"
             raise UnsupportedError("context", got, "one call at a time", "Set a flag there and call later.")
         if not self._use.acquire(blocking=self.size == 1):
