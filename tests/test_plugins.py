@@ -1,4 +1,4 @@
-"""What an installation says about the commands and attributes of distributions that it lacks."""
+"""Commands and attributes of other distributions, present and absent."""
 
 from __future__ import annotations
 

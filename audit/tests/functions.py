@@ -263,7 +263,7 @@ FAULTS = {
     "temperature of one head": Case(causal(scores=of_head(2, lambda x: x / 1.1)), CAUSAL, "head 2 of row 0 is off"),
     "scores negated": Case(causal(scores=torch.neg), CAUSAL, "multiplied by -0.25"),
     "scores ignored": Case(causal(scores=lambda x: 0 * x), CAUSAL, "multiplied by .*, not by 0.25"),
-    "soft cap that nobody asked for": Case(ours(CAUSAL, terms=rw.Softcap(20.0)), CAUSAL, "capped at 20, not by 0.25"),
+    "a soft cap without a request": Case(ours(CAUSAL, terms=rw.Softcap(20.0)), CAUSAL, "capped at 20, not by 0.25"),
     "soft cap dropped": Case(ours(CAUSAL), CAUSAL, "multiplied by 0.25, not by 0.25 and capped at 20", options={"softcap": 20.0}),
     "scores clamped": Case(causal(scores=lambda x: x.clamp(-1, 1)), CAUSAL, "not a softmax of q k"),
     "scores without their sign": Case(causal(scores=torch.abs), CAUSAL, "not a softmax of q k"),
@@ -304,7 +304,7 @@ FAULTS = {
     "padding one short": Case(ours(CAUSAL & rw.KeyPadding(torch.tensor([40, 30]))), RIGHT, "padding|pairs? extra"),
     "first row attends nothing": Case(masked(dense(CAUSAL) & (torch.arange(N) > 0)[:, None]), CAUSAL, "pairs missing"),
     "dropout left on": Case(ours(CAUSAL, dropout=0.3), CAUSAL, "dropout is on"),
-    "a bias that nobody asked for": Case(
+    "a bias without a request": Case(
         masked(dense(CAUSAL), -0.1 * DISTANCES), CAUSAL, "a bias is applied, but none was requested"
     ),
 }  # fmt: skip

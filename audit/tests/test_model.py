@@ -262,7 +262,7 @@ def test_a_difference_outweighs_what_was_not_examined(target: str, says: int) ->
 
 
 def test_a_rule_that_a_kernel_refuses_is_not_examined() -> None:
-    """The kit counts rules of which every call was refused as not examined."""
+    """The kit counts a rule as not examined if the kernel refused every call."""
     command = ["audit", "--kernel", "audit.tests.test_model:only_causal", "--examples", "3"]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 2
@@ -295,7 +295,7 @@ def test_outputs_that_are_not_compared_are_told() -> None:
 
 
 def test_a_fused_path_beside_a_cache_is_seen() -> None:
-    """Outputs are compared over a cache too, of which the first call gets a copy."""
+    """Outputs are compared over a cache too; the first call gets a copy of the cache."""
     for result in results("mistral", "eager", "cached", "static"):
         assert result.audit is not None
         assert result.audit.bypassed == 0.0

@@ -47,7 +47,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 # largest number of scores in a trial; for long sequences, heads and batch elements are reduced
 _SCORES = 1 << 19
-#: Functions from a length to a pattern whose edges kernels often get wrong.
+#: Functions from a length to a pattern with edges that kernels often get wrong.
 _PATTERNS: tuple[Callable[[int], str], ...] = (
     lambda n: "Full()",
     lambda n: "Causal()",

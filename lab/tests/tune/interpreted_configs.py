@@ -49,7 +49,7 @@ class Launched:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Mapping[str, int]]:
-    """What the last launch of each kernel was given."""
+    """The constants of each kernel's last launch."""
     seen: dict[str, dict[str, int]] = {}
     for name in KERNELS:
         monkeypatch.setattr(kernels, name, Launched(getattr(kernels, name), seen, name))
@@ -88,7 +88,7 @@ def test_measured_blocks_are_what_a_call_runs_with_and_it_is_right(
 
 
 def test_blocks_of_half_a_word_know_which_keys_are_alive(poisoned: None) -> None:
-    """Row 32's tile of keys 0 to 31 has keys that nobody there attends: a bit is one of the block's place in its word."""
+    """In row 32, no query attends some keys of the tile of keys 0 to 31: a block finds its bits within a mask word."""
     for block in (LaunchConfig(16, 16, 4, 1), LaunchConfig(32, 16, 4, 2)):
         x = Inputs.random(40, heads=1, dtype=torch.float16)
         plan = PATTERN.plan(40, tile=32)

@@ -16,7 +16,7 @@ from tests.parallel.processes import forked
 
 
 def write(folder: Path, number: int) -> str:
-    """A process of its own: ten answers, each followed by a look; what it had to say."""
+    """Write ten answers in a separate process, and read the file after each; return the text on stderr."""
     os.environ[tuning.VARIABLE] = str(folder)
     with contextlib.redirect_stderr(io.StringIO()) as said:
         for step in range(10):
@@ -30,7 +30,7 @@ def write(folder: Path, number: int) -> str:
 def test_eight_processes_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No answer is lost, and no reader ever sees anything but a whole file."""
+    """No answer is lost, and every reader sees a whole file."""
     monkeypatch.setenv(tuning.VARIABLE, str(tmp_path))
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(forked, [write] * 8, [tmp_path] * 8, range(8))) == [""] * 8

@@ -68,7 +68,7 @@ def test_the_least_is_found_field_by_field() -> None:
     assert found.start == of.usual
     assert found.best == dataclasses.replace(of.usual, n=64, stages=3, resident=1, described=False)
     assert found.seconds[found.best] == 1
-    # each turn times what is new beside the best so far, which leads it
+    # each turn times new blocks next to the best so far, which come first
     assert all(len(turn) >= 2 for turn in clock.turns)
     news = [each for turn in clock.turns for each in turn[1:]]
     assert len(news) == len(set(news))

@@ -36,7 +36,7 @@ def test_an_override_hides_the_store_and_records_requests() -> None:
 
 @needs_triton
 def test_in_the_interpreter(tmp_path: Path) -> None:
-    """An override is what a call runs with, its results are right, and the search ends where it was led."""
+    """A call runs with the overriding configuration, its results are right, and the search finds the best blocks."""
     command = [
         "-m",
         "pytest",

@@ -52,7 +52,7 @@ def test_no_rounds_are_refused() -> None:
 
 
 def _sampled(call: Callable[[], object]) -> Peak:
-    # as peak_memory does: a heap of freed pages would give what the call asks for
+    # as peak_memory does: otherwise the call would get pages that the heap has freed
     to_system()
     return _sampled_peak(call)
 

@@ -1,4 +1,4 @@
-"""Write what was measured into the file that ringweave reads: see ``ringweave.backends.tuning``."""
+"""Write measurements into the file that ``ringweave.backends.tuning`` reads."""
 
 from __future__ import annotations
 

@@ -185,7 +185,10 @@ def pick(timings: Mapping[Candidate, Timing]) -> Candidate | None:
 
 
 def gain(slow: Timing, fast: Timing) -> float:
-    """Return the ratio of two times: of the medians, or within rounds if both are of one run; the smaller one."""
+    """Return slow / fast: the ratio of medians.
+
+    If both were timed in the same rounds, the median ratio within a round counts if it is smaller.
+    """
     medians = slow.median / fast.median
     return min(medians, ratio(slow, fast).paired) if len(slow.seconds) == len(fast.seconds) else medians
 
