@@ -36,9 +36,10 @@ _OPTIONAL = (
     "typer",
     "rich",
     "matplotlib",
-    "jinja2",
     "psutil",
     "transformers",
+    "ringweave-audit",
+    "ringweave-lab",
 )
 _COMPILERS = ("g++", "clang++", "c++", "nvcc")
 _MODULE = "ringweave._cpu"
