@@ -47,7 +47,7 @@ LONGEST = [
     "tests/parallel/test_failure.py", "tests/test_conformance.py", "tests/parallel/test_schedules.py",
     "lab/tests/bench/test_demo.py", "lab/tests/gpu/test_triton_compiled.py", "lab/tests/bench/test_ring.py",
     "tests/parallel/test_compose.py", "tests/native/test_kernel.py", "tests/test_docs.py",
-    "lab/tests/bench/test_cases.py", "tests/native/test_terms.py", "tests/backends/test_launch_config.py",
+    "lab/tests/bench/test_cases.py", "tests/native/test_terms.py", "lab/tests/tune/test_interpreted.py",
 ]  # fmt: skip
 
 
