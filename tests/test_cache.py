@@ -22,8 +22,8 @@ REGISTERS = {
     "integrations/transformers/model_context.py": {"_LIVE"},  # objects by name, weakly
     "memory/pressure.py": {"_callbacks"},  # functions of users
     "oom_retry.py": {"_told"},
-    "parallel/execution/agreement.py": {"_callers"},
-    "parallel/operators.py": {"_contexts"},
+    "parallel/execution/collective.py": {"_callers"},
+    "parallel/operators.py": {"_sessions"},
     "parallel/transport/lifelines.py": {"_sockets"},
     "parallel/transport/mesh.py": {"_made"},  # process groups
     "parallel/transport/transport.py": {"_made"},

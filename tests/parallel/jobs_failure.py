@@ -169,7 +169,7 @@ def repeat(how: str, silent: int, retries: int, repetitions: int) -> dict[str, A
     lost = [repetitions if rank == silent else 0]
 
     def lossy(self: Connection, sends: Any, receives: Any, **options: Any) -> Any:
-        if lost[0] and carrier.step >= 2:
+        if lost[0] and carrier.call_count >= 2:
             lost[0] -= 1
             # rank 0 misses it; the others have theirs and go on
             sends = [(peer, tensor) for peer, tensor in sends if peer != 0]

@@ -106,7 +106,7 @@ def agree() -> tuple[list[list[list[int]]], int, int, int]:
         carrier.agree(torch.tensor([carrier.rank, 10 * step, -(2**62)]), what="plan").tolist() for step in range(3)
     ]
     carrier.close()
-    return tables, carrier.step, carrier.counters.metadata, sum(carrier.counters.received)
+    return tables, carrier.call_count, carrier.counters.metadata, sum(carrier.counters.received)
 
 
 def random_traffic(rounds: int) -> None:

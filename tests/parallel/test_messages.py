@@ -43,7 +43,7 @@ def passed(
     ]
     q, k, v = (ctx.shard(x, 2) for x in wholes)
     totals = [torch.zeros_like(x) for x in (k, v)]
-    agreement = ctx.call.saying(**work.said)
+    collective = ctx.call.with_fields(**work.header)
     received = returned = 0.0
     remote_calls = 0
 
@@ -51,10 +51,10 @@ def passed(
         for total, grad in zip(totals, rows, strict=True):
             work.heads[block.branch].update(total, block.add, grad)
 
-    incoming = Incoming(work, agreement, Operands(q, k, v, 1.0))
+    incoming = Incoming(work, collective, Operands(q, k, v, 1.0))
     keys_route = ReturnRoute(Channels(1, (5, 7), torch.float64), add_keys)
     outgoing = Outgoing(
-        work, agreement, q.device, ReturnRoute(Channels(1, (3,), torch.float64), check_results), keys_route
+        work, collective, q.device, ReturnRoute(Channels(1, (3,), torch.float64), check_results), keys_route
     )
     incoming.agree("test")
     incoming.start(work.stages[0])

@@ -13,7 +13,7 @@ from torch import nn
 import ringweave as rw
 from ringweave.errors import RingError, UnsupportedError
 from ringweave.parallel import ContextParallel, Transport
-from ringweave.parallel.execution import agreement
+from ringweave.parallel.execution import header
 
 from . import jobs_order
 from .jobs_order import HEADS, TOKENS, WINDOW, data, follow
@@ -206,10 +206,10 @@ def test_tags() -> None:
 @pytest.mark.parametrize("text", ["", "layer 3", "ünïcode", "x" * 32, "é" * 16, "x" * 33, "a\0b", "\ud800"])
 def test_text_as_words(text: str) -> None:
     """32 bytes travel as they are, more as a digest."""
-    words = agreement.text_words(text, 4)
+    words = header.text_words(text, 4)
     assert len(words) == 4
-    assert words != agreement.text_words(text + "x", 4)
-    again = agreement.words_text(words)
+    assert words != header.text_words(text + "x", 4)
+    again = header.words_text(words)
     assert again == text or (text in ("x" * 33, "a\0b") and again[0] == "#") or text == "\ud800"
 
 
@@ -241,7 +241,7 @@ def test_a_rank_that_fails_and_tries_again_is_told() -> None:
         rw.attention(*shards, WINDOW, context=ctx)
         if transport.rank == 0:
             # as where memory ends in a kernel
-            ctx.call.progress.calls -= 1
+            ctx.call.counter.calls -= 1
         error = jobs_order.told(lambda: rw.attention(*shards, WINDOW, context=ctx))
         return error and error.cause
 

@@ -14,7 +14,7 @@ import ringweave as rw
 from ringweave.cache import LRUCache
 from ringweave.errors import ShapeError
 from ringweave.parallel.planning import choice as module
-from ringweave.parallel.planning.choice import Choice, affinity, choose, portfolio
+from ringweave.parallel.planning.choice import Choice, affinity, choose_placement, portfolio
 from ringweave.parallel.planning.cost import Machine, cost_of
 from ringweave.parallel.planning.placement import Placement, block_for, contiguous, residues, striped, zigzag
 from ringweave.parallel.planning.workload import Widths, Workload
@@ -100,7 +100,7 @@ LONG = 2048 * TILE
 
 def chosen(pattern: Pattern, tokens: int, ranks: int, heads: tuple[int, int] = (32, 8)) -> Choice:
     program = branches(pattern, tokens, tokens, heads=heads[0])
-    return choose(Workload([program], tokens, heads), ranks, block_for(tokens, ranks, TILE))
+    return choose_placement(Workload([program], tokens, heads), ranks, block_for(tokens, ranks, TILE))
 
 
 def over_ring(choice: Choice, tokens: int, ranks: int, key_heads: int = 8) -> float:
@@ -179,9 +179,9 @@ def test_layers_are_balanced_together() -> None:
     """A window and causal layers under one placement: the window's would leave the others with twice the work."""
     calls = [branches(p, LONG, LONG, heads=32) for p in (rw.SlidingWindow(1024) & rw.Causal(), rw.Causal())]
     both, first, second = (Workload(each, LONG, (32, 8)) for each in (calls, calls[:1], calls[1:]))
-    choice = choose(both, 8, TILE)
+    choice = choose_placement(both, 8, TILE)
     assert choice.placement.name == "zigzag"
-    alone = choose(first, 8, TILE)
+    alone = choose_placement(first, 8, TILE)
     assert alone.placement.name == "contiguous"
     assert cost_of(both, alone.placement, Machine()).seconds > 1.5 * choice.estimate.seconds
     single = [cost_of(each, choice.placement, Machine()) for each in (first, second)]

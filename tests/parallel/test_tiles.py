@@ -58,11 +58,11 @@ def test_a_rank_computes_the_tiles_of_length_and_pattern(measured: None) -> None
 def test_ranks_agree_whatever_their_stores_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: None) -> None:
     """The hash that every exchange compares is one of plan and placement."""
     placement = NAMED["contiguous"](N, 2, 128)
-    told = Schedules(placement, (2, 1), 0, "allgather").of(PATTERN).said
+    header = Schedules(placement, (2, 1), 0, "allgather").of(PATTERN).header
     monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "empty"))
     tuning.refresh()
     assert program.compiled(CASE)[0][0].tile == (128, 128)
-    assert Schedules(placement, (2, 1), 0, "allgather").of(PATTERN).said == told
+    assert Schedules(placement, (2, 1), 0, "allgather").of(PATTERN).header == header
 
 
 @pytest.mark.skipif(cpu.module() is None, reason="the bits of one device are the native kernel's promise")

@@ -38,7 +38,7 @@ class Threaded:
 
     def __init__(self, shared: Shared, rank: int, size: int):
         self.shared, self.rank, self.size = shared, rank, size
-        self.deadline, self.retries, self.step = 30.0, 0, 0
+        self.deadline, self.retries, self.call_count = 30.0, 0, 0
         self.counters = Counters(size)
         self.trace: list[Event] | None = None
         #: what was started, in order: words, bytes to peers, bytes from peers
@@ -61,7 +61,7 @@ class Threaded:
         return self.posted[side, peer]
 
     def agree(self, header: Tensor, *, what: str) -> Tensor:
-        self.step += 1
+        self.call_count += 1
         self.started.append(what)
         self.shared.table[self.rank] = header.clone()
         self.shared.barrier.wait()

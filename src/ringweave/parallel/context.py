@@ -22,7 +22,8 @@ from ..program import Program
 from ..validate import check_tensors
 from .call_checks import check_backend, check_pattern, check_pattern_of_call, check_replicated, check_shards
 from .execution import wire as wires
-from .execution.agreement import TAG_WORDS, Agreement, Opaque, Progress, Value, text_words
+from .execution.collective import CallCounter, CollectiveCall
+from .execution.header import TAG_WORDS, Digest, Value, text_words
 from .execution.pending_table import PendingTable, rows_of
 from .execution.wire import WireStatistics
 from .operators import Session, attend
@@ -122,15 +123,15 @@ class ContextParallel:
         #: (local,) int64, global positions of this rank's tokens; positions from ``seq_len`` on are padding
         self.positions = self._shards.positions
         self.schedules: Schedules = Schedules(self.placement, self.heads, transport.rank, options.schedule, per_node)
-        said: dict[str, Value] = {
-            "context": transport.open() if other is None else other.call.said["context"],
+        header: dict[str, Value] = {
+            "context": transport.open() if other is None else other.call.fields["context"],
             "seq_len": self.seq_len, "heads": str(self.heads), "nodes": per_node,
-            "placement": Opaque(self.placement.digest, self.placement.name), "wire": wire,
+            "placement": Digest(self.placement.digest, self.placement.name), "wire": wire,
             "tolerance": options.tolerance, "deadline": transport.deadline, "retries": transport.retries,
         }  # fmt: skip
-        progress = Progress() if other is None else other.call.progress
+        counter = CallCounter() if other is None else other.call.counter
         encoding = wires.Wire(wires.code(wire), options.tolerance)
-        self.call: Agreement = Agreement(transport, encoding, said=said, progress=progress)
+        self.call: CollectiveCall = CollectiveCall(transport, encoding, fields=header, counter=counter)
         # handles share the session; the operators find it by its number
         self._session = Session(self.schedules, self.call)
         # The tag is a tensor, not text, so that one compiled graph serves layers with different tags.
@@ -222,7 +223,7 @@ class ContextParallel:
         dim = dimension(x, dim)
         mine = self._shards.tokens_first(x, dim)
         shape, dtype = f"{tuple(x.shape)}, dim {dim}", str(x.dtype).removeprefix("torch.")
-        with self.call.calling(self._tag, shape=shape, dtype=dtype) as call:
+        with self.call.call_scope(self._tag, shape=shape, dtype=dtype) as call:
             every, pending = call.all_gather(mine, "shards")
             pending.wait()
         return self._shards.join(every, dim)
@@ -338,7 +339,7 @@ class ContextParallel:
         """
         rows = rows_of(rows, self.placement, self.rank, block_size)
         version = whole("version", version, -(2**62), 2**62, error=ShapeError)
-        with self.call.calling(self._tag, version=version, shape=f"{tuple(rows.shape)}, {block_size}") as call:
+        with self.call.call_scope(self._tag, version=version, shape=f"{tuple(rows.shape)}, {block_size}") as call:
             return PendingTable(call, self.placement, rows, block_size, version)
 
     # ---- inspection --------------------------------------------------------------------------------------------------

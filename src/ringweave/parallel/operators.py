@@ -32,7 +32,8 @@ from ..torch_ops import (
 )
 from ..types import acc_dtype
 from .execution import executor
-from .execution.agreement import NAME_WORDS, Agreement, Opaque, Value, text_words
+from .execution.collective import CollectiveCall
+from .execution.header import NAME_WORDS, Digest, Value, text_words
 from .execution.schedule import Schedule
 from .schedules import Schedules
 
@@ -47,7 +48,7 @@ class Session:
     int that differs between compiled calls into a symbol, which cannot be a dictionary key.
     """
 
-    def __init__(self, schedules: Schedules, call: Agreement):
+    def __init__(self, schedules: Schedules, call: CollectiveCall):
         self.schedules, self.call = schedules, call
         self.number = str(next(_numbers))
         _sessions[self.number] = self
@@ -89,7 +90,7 @@ class Saved(NamedTuple):
 _COMPARED = frozenset({"q", "k", "v", "pattern", "scale", "backend", "context", "dropout"})
 
 
-def asked_for(given: Arguments) -> Iterator[tuple[str, object]]:
+def other_arguments(given: Arguments) -> Iterator[tuple[str, object]]:
     """Yield (name, value) of the remaining arguments that differ from their defaults; the ranks compare them too."""
     for name, value in given._asdict().items():
         if name not in _COMPARED and (isinstance(value, Tensor) or value != given._field_defaults[name]):
@@ -111,9 +112,9 @@ def attend(
         raise UnsupportedError("context", "a torch.func transform", "a call without one", remedy)
     grads = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *tensors))
     compared: list[Tensor] = []
-    asked = ", ".join([f"{name}={written_argument(value, compared)}" for name, value in asked_for(given)])
+    written = ", ".join([f"{name}={written_argument(value, compared)}" for name, value in other_arguments(given)])
     fixed = "".join(["0" if x.requires_grad else "1" for x in compared])
-    shared = "\n".join([session.number, str(int(grads)), fixed, asked])
+    shared = "\n".join([session.number, str(int(grads)), fixed, written])
     others = [tag, *[x.detach() for x in compared]]
     out, lse, *_ = ring_attention_op(*inputs, tensors, call.text, call.scale, call.dropout, others, shared)
     return out, lse
@@ -136,25 +137,25 @@ def ring_attention(
     ``others`` holds the tag, then the tensors that the ranks compare. ``shared`` has four lines: the context's number;
     1 if gradients are needed, else 0; for each compared tensor 1 if its values are compared, else 0; the compared text.
     """
-    number, grads, fixed, asked = shared.split("\n", 3)
+    number, grads, fixed, written = shared.split("\n", 3)
     about, session = Call.read(call, q, k, v, tensors, scale, dropout=dropout), _session(number)
     q, k, v = map(readable, (q, k, v))
-    says: dict[str, Value] = {
+    fields: dict[str, Value] = {
         "scale": scale,
         "backend": about.backend,
         "device": q.device.type,
         "requires_grad": grads == "1",
     }
-    with session.call.calling(others[0], **says) as agreed:
+    with session.call.call_scope(others[0], **fields) as agreed:
         schedule, operands = _prepared(session, about, (q, k, v), tensors)
-        also = {"terms": _said(about, tensors), "arguments": _arguments(asked, others[1:], fixed)}
-        agreed = agreed.saying(**also, **schedule.said)
+        also = {"terms": _terms_field(about, tensors), "arguments": _arguments_field(written, others[1:], fixed)}
+        agreed = agreed.with_fields(**also, **schedule.header)
         agreed.seed = int(tensors[-1]) if about.dropout else 0
         out, lse, received, forms = executor.forward(schedule, agreed, operands, about.backend)
-    kept = [*received, *(torch.empty(0, dtype=torch.uint8, device=q.device) for _ in range(2 - len(received)))]
+    saved = [*received, *(torch.empty(0, dtype=torch.uint8, device=q.device) for _ in range(2 - len(received)))]
     forms = torch.cat([forms.flatten(), torch.tensor([*agreed.name, agreed.seed], dtype=torch.int64, device="cpu")])
     # A compiled graph relies on the shapes and strides of the fake operator, which are contiguous.
-    return out.contiguous(), lse.contiguous(), kept[0], kept[1], forms
+    return out.contiguous(), lse.contiguous(), saved[0], saved[1], forms
 
 
 def ring_attention_backward(
@@ -175,9 +176,9 @@ def ring_attention_backward(
     session = _session(shared.partition("\n")[0])
     dout, q, k, v = map(readable, (dout, of.q, of.k, of.v))
     forms, (number, *tag, seed) = of.forms[: -NAME_WORDS - 1], of.forms[-NAME_WORDS - 1 :].tolist()
-    with session.call.calling(tag=None, scale=scale, backend=about.backend, device=q.device.type) as agreed:
+    with session.call.call_scope(tag=None, scale=scale, backend=about.backend, device=q.device.type) as agreed:
         schedule, operands = _prepared(session, about, (q, k, v), tensors, learns)
-        agreed = agreed.saying(call=number, tag=tuple(tag), terms=_said(about, tensors), **schedule.said)
+        agreed = agreed.with_fields(call=number, tag=tuple(tag), terms=_terms_field(about, tensors), **schedule.header)
         agreed.seed = seed
         computed = executor.Computed(of.out, of.lse, (of.received, of.relayed), forms.view(-1, agreed.transport.size))
         grads = executor.backward(schedule, agreed, operands, computed, (dout, dlse), about.backend)
@@ -198,7 +199,7 @@ def _prepared(
     return schedule, Operands(q, k, v, call.scale, terms)
 
 
-def _said(call: Call, tensors: Sequence[Tensor]) -> Opaque | None:
+def _terms_field(call: Call, tensors: Sequence[Tensor]) -> Digest | None:
     """Return the header value for terms and dropout: their text with the shapes of tables; None without either."""
     if not call.terms and not call.dropout:
         return None
@@ -207,7 +208,7 @@ def _said(call: Call, tensors: Sequence[Tensor]) -> Opaque | None:
     shown = re.sub(r"\b_\b", lambda _: str(tuple(next(shapes).shape)), call.terms)
     drops = f"dropout {call.dropout / STEPS:.6g}"
     shown = ", ".join(([shown] if call.terms else []) + ([drops] if call.dropout else []))
-    return Opaque(text_words(f"{shown} {call.dropout}", 1)[0], shown)
+    return Digest(text_words(f"{shown} {call.dropout}", 1)[0], shown)
 
 
 # The ranks compare at most this many entries of a tensor; of a larger tensor they compare evenly spaced entries.
@@ -232,18 +233,18 @@ def written_argument(value: object, tensors: list[Tensor]) -> str:
     return repr(value) if isinstance(value, (bool, int, float, str, torch.dtype, NoneType)) else type(value).__name__
 
 
-def _arguments(asked: str, tensors: Sequence[Tensor], fixed: str) -> Opaque | None:
+def _arguments_field(written: str, tensors: Sequence[Tensor], fixed: str) -> Digest | None:
     """Return the header value for a call's remaining arguments; None if all have their defaults."""
-    if not asked:
+    if not written:
         return None
-    digest = hashlib.blake2b(asked.encode(), digest_size=8)
+    digest = hashlib.blake2b(written.encode(), digest_size=8)
     for x, one in zip(tensors, fixed, strict=True):
         digest.update(f"{x.dtype}{tuple(x.shape)}".encode())
         if one == "1":
             digest.update(_entries(x).view(torch.uint8).numpy().data)
     shapes = (str(tuple(x.shape)) for x in tensors)
-    shown = re.sub(r"\b_\b", lambda _: next(shapes, "_"), asked)
-    return Opaque(int.from_bytes(digest.digest(), "little") >> 1, shown)
+    shown = re.sub(r"\b_\b", lambda _: next(shapes, "_"), written)
+    return Digest(int.from_bytes(digest.digest(), "little") >> 1, shown)
 
 
 def _entries(x: Tensor) -> Tensor:
@@ -278,15 +279,15 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     # The registry is weak: this reference keeps the session alive until backward has run.
     ctx.holder = _sessions.get(ctx.shared.partition("\n")[0])
     pattern = followed(ctx.text, tensors, q)
-    ctx.held, ctx.others = None if pattern is None else pinned(pattern, tensors, q), len(others)
+    ctx.pinned, ctx.others = None if pattern is None else pinned(pattern, tensors, q), len(others)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
     ctx.save_for_backward(q, k, v, *output, *savable(tensors))
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
-    if ctx.held is not None:
-        ctx.held.check()
+    if ctx.pinned is not None:
+        ctx.pinned.check()
     # Read once: under checkpointing each access of saved_tensors may compute forward again.
     every, count = ctx.saved_tensors, len(Saved._fields)
     saved, tensors = Saved(*every[:count]), every[count:]

@@ -12,7 +12,7 @@ from ..patterns import Pattern
 from ..patterns.function import changed, store_of
 from ..plan import branches
 from ..units import count, nbytes, percent
-from .execution.agreement import Opaque, Value
+from .execution.header import Digest, Value
 from .execution.schedule import Schedule, allgather, ring
 from .planning.cost import Load, Machine, estimate
 from .planning.demand import Demand
@@ -41,24 +41,24 @@ class Schedules:
 
     def of(self, pattern: Pattern, batch: int = 1) -> Schedule:
         """Return the rank's schedule for a pattern, planned on first use."""
-        made_of = pattern.key()
-        key, kept = ("schedule", self._name, made_of.value, batch), store_of(pattern, PLACEMENTS)
-        made: Schedule | None = kept.get(key)
+        key_of_pattern = pattern.key()
+        key, cache = ("schedule", self._name, key_of_pattern.value, batch), store_of(pattern, PLACEMENTS)
+        made: Schedule | None = cache.get(key)
         if made is not None:
             return made
         demands = self.demands(pattern, batch)
-        said: dict[str, Value] = {"pattern": Opaque(_digest(map(_words_of, demands)), repr(pattern))}
+        header: dict[str, Value] = {"pattern": Digest(_digest(map(_words_of, demands)), repr(pattern))}
         if self.schedule_of(pattern) == "ring":
             moves = [_moves(demand) for demand in demands]
             bits = ((np.packbits(kind.keys), np.packbits(kind.queries)) for branch in moves for kind in branch)
-            said |= {"schedule": "ring", "moves": Opaque(_digest(bits), "one plan")}
-            made = ring(demands, moves, self.placement, self.rank, self.heads, said)
+            header |= {"schedule": "ring", "moves": Digest(_digest(bits), "one plan")}
+            made = ring(demands, moves, self.placement, self.rank, self.heads, header)
         else:
-            said["schedule"] = "allgather"
-            made = allgather(demands, self.placement, self.rank, self.heads, said, self.per_node)
-        if kept is not PLACEMENTS and not pattern.key().same(made_of):
+            header["schedule"] = "allgather"
+            made = allgather(demands, self.placement, self.rank, self.heads, header, self.per_node)
+        if cache is not PLACEMENTS and not pattern.key().same(key_of_pattern):
             raise changed("values that changed while it was planned")
-        kept.put(key, made, _SCHEDULE_BYTES + made_of.nbytes, (self,))
+        cache.put(key, made, _SCHEDULE_BYTES + key_of_pattern.nbytes, (self,))
         return made
 
     def demands(self, pattern: Pattern, batch: int = 1) -> list[Demand]:

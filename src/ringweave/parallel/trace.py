@@ -94,5 +94,5 @@ def _lines(trace: Trace) -> Iterator[dict[str, Any]]:
         ends[row] = event.end
         name = event.what if event.stage is None else f"{event.what}, stage {event.stage}"
         times = {"ts": 1e6 * event.start, "dur": 1e6 * (event.end - event.start)}
-        said = {"stage": event.stage, "bytes": event.nbytes}
-        yield {"ph": "X", "cat": event.kind, "name": name, **where, **times, "args": said}
+        arguments = {"stage": event.stage, "bytes": event.nbytes}
+        yield {"ph": "X", "cat": event.kind, "name": name, **where, **times, "args": arguments}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ringweave.checks import whole
 from ringweave.errors import ShapeError, shown
-from ringweave.parallel.planning.choice import choose
+from ringweave.parallel.planning.choice import choose_placement
 from ringweave.parallel.planning.cost import Estimate, Machine
 from ringweave.parallel.planning.placement import Placement, block_for
 from ringweave.parallel.planning.workload import Widths, Workload, pair_of_heads, patterns_of
@@ -94,7 +94,7 @@ def simulate(
         coarse = [[_coarse(branch, tokens // number) for branch in call] for call in calls]
         seen = replace(workload, calls=coarse)
         block = block_for(tokens, number, max((branch.tile[0] for branch in seen.branches), default=128))
-        choice = choose(seen, number, block, machine)
+        choice = choose_placement(seen, number, block, machine)
         others = other_systems(seen, number, block, machine)
         rows.append(Row(number, choice.estimate, others, choice.placement))
     return rows

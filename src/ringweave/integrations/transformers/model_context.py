@@ -174,7 +174,7 @@ class ModelContext:
             raise ShapeError("logits", tuple(logits.shape), wanted, "Pass the logits of the same batch.")
         total = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
         mine = torch.stack([total.detach().double(), (targets != IGNORED).sum().double()])
-        with context.call.calling(context._tag, shape="loss", dtype="float64") as call:
+        with context.call.call_scope(context._tag, shape="loss", dtype="float64") as call:
             every, pending = call.all_gather(mine, "losses")
             pending.wait()
         whole, count = torch.stack(every).sum(0)
@@ -216,7 +216,7 @@ class _Elsewhere:
     """A rank of a group in another process: a context with it shards batches, but computes nothing."""
 
     def __init__(self, rank: int, size: int):
-        self.rank, self.size, self.deadline, self.retries, self.step = rank, size, 0.0, 0, 0
+        self.rank, self.size, self.deadline, self.retries, self.call_count = rank, size, 0.0, 0, 0
         self.counters, self.trace = Counters(size), None
 
     def open(self) -> str:

@@ -238,10 +238,10 @@ def _across(kinds: list[_Keys], rank: int, ranks: int, per_node: int) -> Exchang
         owner = keys.demand.owner
         by_node = np.logical_or.reduceat(keys.needed, np.arange(0, ranks, per_node), axis=0)
         held = np.flatnonzero(owner == rank)
-        asked = by_node[:, held]
-        for other in np.flatnonzero(asked.any(1)):
+        wanted_here = by_node[:, held]
+        for other in np.flatnonzero(wanted_here.any(1)):
             if other != node:
-                sends[other * per_node + place].append(keys.sent(held[asked[other]]))
+                sends[other * per_node + place].append(keys.sent(held[wanted_here[other]]))
         wanted = np.flatnonzero(by_node[node] & (owner % per_node == place) & (owner != rank))
         for peer in np.unique(owner[wanted]):
             came = wanted[owner[wanted] == peer]

@@ -17,7 +17,7 @@ from ...backends import merge_into
 from ...backends.backend import Heads, Upstream, delta_in_chunks
 from ...call import Operands
 from ...types import acc_dtype
-from .agreement import Agreement
+from .collective import CollectiveCall
 from .exchange import TokenBlock
 from .incoming import Incoming
 from .local_attention import LocalAttention
@@ -43,21 +43,21 @@ class Computed(NamedTuple):
     forms: Tensor
 
 
-def forward(schedule: Schedule, agreement: Agreement, inputs: Operands, backend: str) -> Computed:
+def forward(schedule: Schedule, collective: CollectiveCall, inputs: Operands, backend: str) -> Computed:
     """Compute a shard's attention, including the exchange with other ranks."""
     q, v = inputs.q, inputs.v
     acc = acc_dtype(q.dtype)
     # a single kernel call needs no merge, so it can write q's dtype directly
     dtype = q.dtype if schedule.single else acc
     results = Channels(q.shape[0], (v.shape[3], 1), acc)
-    incoming = Incoming(schedule, agreement, inputs)
-    total = _Output(inputs, acc, schedule.held)
+    incoming = Incoming(schedule, collective, inputs)
+    total = _Output(inputs, acc, schedule.tokens)
 
     def merge(block: TokenBlock, tensors: Sequence[Tensor]) -> None:
         assert block.tokens is not None
         total.merge(schedule.heads[block.branch], block.tokens, tensors[0], tensors[1][..., 0])
 
-    outgoing = Outgoing(schedule, agreement, q.device, ReturnRoute(results, merge))
+    outgoing = Outgoing(schedule, collective, q.device, ReturnRoute(results, merge))
     incoming.agree("forward")
     incoming.start(schedule.stages[0])
     for stage, following in schedule.steps():
@@ -65,7 +65,7 @@ def forward(schedule: Schedule, agreement: Agreement, inputs: Operands, backend:
         incoming.start(following)
         remote: dict[int, list[Tensor]] = {}
         for call in incoming.calls():
-            with agreement.computing(f"branch {call.number}{', remote queries' * call.remote}", stage.number):
+            with collective.computing(f"branch {call.number}{', remote queries' * call.remote}", stage.number):
                 out, lse = call.attention.forward(call.inputs, dtype, backend)
             if call.remote:
                 remote[call.number] = [out, lse[..., None]]
@@ -82,7 +82,7 @@ def forward(schedule: Schedule, agreement: Agreement, inputs: Operands, backend:
 
 def backward(
     schedule: Schedule,
-    agreement: Agreement,
+    collective: CollectiveCall,
     inputs: Operands,
     computed: Computed,
     grads: tuple[Tensor, Tensor | None],
@@ -98,8 +98,8 @@ def backward(
     delta_of = delta_in_chunks if first is None else first.chosen(inputs, backend, needs_grad=True).delta
     upstream = Upstream(dout, lse, delta_of(dout, computed.out, lse, dlse))
     of_keys, of_queries = Channels(batch, dims, acc), Channels(batch, dims[:1], acc)
-    incoming = Incoming(schedule, agreement, inputs, upstream, (computed.received, computed.forms))
-    dq, dk, dv = (_Sum(x, acc, schedule.held) for x in (q, k, v))
+    incoming = Incoming(schedule, collective, inputs, upstream, (computed.received, computed.forms))
+    dq, dk, dv = (_Sum(x, acc, schedule.tokens) for x in (q, k, v))
 
     def add_keys(block: TokenBlock, rows: Sequence[Tensor]) -> None:
         for total, grad in zip((dk, dv), rows, strict=True):
@@ -109,7 +109,7 @@ def backward(
         block.add(dq.whole[:, schedule.heads[block.branch].queries], rows[0])
 
     routes = ReturnRoute(of_queries, add_queries), ReturnRoute(of_keys, add_keys)
-    outgoing = Outgoing(schedule, agreement, q.device, *routes)
+    outgoing = Outgoing(schedule, collective, q.device, *routes)
     incoming.agree("backward")
     incoming.start(schedule.stages[0])
     for stage, following in schedule.steps():
@@ -119,7 +119,7 @@ def backward(
         remote: dict[int, list[Tensor]] = {}
         for call in incoming.calls():
             assert call.upstream is not None
-            with agreement.computing(f"branch {call.number}{', remote queries' * call.remote}", stage.number):
+            with collective.computing(f"branch {call.number}{', remote queries' * call.remote}", stage.number):
                 of_query, *of_key = call.attention.backward(call.inputs, call.upstream, backend)
             if call.remote:
                 remote[call.number] = [of_query]
@@ -141,14 +141,14 @@ class _Output:
     If the first kernel result covers all heads and tokens of the shard, it becomes the running result without a copy.
     """
 
-    def __init__(self, inputs: Operands, dtype: torch.dtype, held: int):
-        self._inputs, self._dtype, self._held = inputs, dtype, held
+    def __init__(self, inputs: Operands, dtype: torch.dtype, tokens: int):
+        self._inputs, self._dtype, self._tokens = inputs, dtype, tokens
         self._running: tuple[Tensor, Tensor] | None = None
 
     def add(self, attention: LocalAttention, out: Tensor, lse: Tensor) -> None:
         """Merge the result of a kernel call of this rank's queries."""
         all_heads = lse.shape[1] == self._inputs.q.shape[1]
-        if self._running is None and all_heads and attention.queries.shard_tokens.span == (0, self._held, 1):
+        if self._running is None and all_heads and attention.queries.shard_tokens.span == (0, self._tokens, 1):
             self._running = out, lse
         else:
             self.merge(attention.heads, attention.queries.shard_tokens, out, lse)
@@ -184,8 +184,8 @@ class _Sum:
     If the first addend covers all heads and tokens of the shard, it becomes the sum without a copy.
     """
 
-    def __init__(self, like: Tensor, dtype: torch.dtype, held: int):
-        self._like, self._dtype, self._held = like, dtype, held
+    def __init__(self, like: Tensor, dtype: torch.dtype, tokens: int):
+        self._like, self._dtype, self._tokens = like, dtype, tokens
         self._total: Tensor | None = None
 
     @property
@@ -213,7 +213,7 @@ class _Sum:
         return _padded(total, self._like.shape[2]).contiguous()
 
     def _begins(self, places: Tokens, rows: Tensor) -> bool:
-        whole = places.span == (0, self._held, 1) and rows.shape[1] == self._like.shape[1]
+        whole = places.span == (0, self._tokens, 1) and rows.shape[1] == self._like.shape[1]
         if whole and self._total is None:
             self._total = rows
             return True

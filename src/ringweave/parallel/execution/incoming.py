@@ -13,7 +13,7 @@ from ...backends.backend import Upstream
 from ...call import Operands
 from ..transport.protocol import Pending
 from . import wire
-from .agreement import Agreement
+from .collective import CollectiveCall
 from .exchange import SHARD, Exchange, TokenBlock
 from .local_attention import LocalAttention
 from .messages import Channels, Messages, Source, listed, post
@@ -65,7 +65,7 @@ class Incoming:
 
     Args:
         schedule: The stages.
-        agreement: The agreed call, with its transport, wire format and workspace.
+        collective: The agreed call, with its transport, wire format and workspace.
         inputs: The operands of the shard.
         upstream: In a backward pass, dout, lse and delta of the shard.
         saved: In a backward pass, the bytes of each exchange that forward has saved, and the formats of their messages.
@@ -74,12 +74,12 @@ class Incoming:
     def __init__(
         self,
         schedule: Schedule,
-        agreement: Agreement,
+        collective: CollectiveCall,
         inputs: Operands,
         upstream: Upstream | None = None,
         saved: tuple[Sequence[Tensor], Tensor] | None = None,
     ):
-        self._schedule, self._agreement, self._inputs, self._upstream = schedule, agreement, inputs, upstream
+        self._schedule, self._collective, self._inputs, self._upstream = schedule, collective, inputs, upstream
         self._channels = Channels.of(inputs.k, inputs.v)
         # tensors that are sent with queries that another rank computes
         self._with_queries: list[tuple[Tensor, ...]] = [(inputs.q,)]
@@ -127,7 +127,7 @@ class Incoming:
 
         If the caller drops each call before it takes the next, only one call's buffers are in use at a time.
         """
-        stage, inputs, space = self.received.stage, self._inputs, self._agreement.space
+        stage, inputs, space = self.received.stage, self._inputs, self._collective.space
         for number, attention in stage.own.items():
             yield KernelCall(number, attention, self._inputs_of(number, attention), self._upstream)
         for number, attention in stage.remote.items():
@@ -151,7 +151,7 @@ class Incoming:
         if len(arrived) == 1 and arrived[0][0].fills(attention.branch.nk):
             keys, values = arrived[0][1]
             return self._inputs._replace(k=keys, v=values)
-        inputs = attention.buffers(self._inputs, self._agreement.space)
+        inputs = attention.buffers(self._inputs, self._collective.space)
         for block, (keys, values) in arrived:
             block.put(inputs.k, keys)
             block.put(inputs.v, values)
@@ -166,31 +166,31 @@ class Incoming:
             nbytes = sum(map(self._channels.nbytes, keys.exchange.receives))
             coming.keys.append(self._inputs.k.new_empty(nbytes, dtype=torch.uint8))
         else:
-            coming.keys.append(self._agreement.buffer(keys.nbytes_in, self._inputs.k.device))
+            coming.keys.append(self._collective.buffer(keys.nbytes_in, self._inputs.k.device))
         parts: list[tuple[Messages, Source, Tensor]] = [(keys, self._of_keys, coming.keys[-1])]
         if stage.queries is not None:
             for tensors in self._with_queries:
                 messages = Messages(stage.queries, Channels.of(*tensors))
-                data = self._agreement.buffer(messages.nbytes_in, self._inputs.k.device)
+                data = self._collective.buffer(messages.nbytes_in, self._inputs.k.device)
                 coming.queries.append((messages, data))
                 parts.append((messages, partial(self._of_queries, tensors), data))
         what, number = (f"keys {level}", None) if self._schedule.keeps else ("keys", stage.number)
-        self._pending = post(self._agreement, what, parts, number)
+        self._pending = post(self._collective, what, parts, number)
 
     def _agree(self, operation: str, exchanges: Sequence[Exchange]) -> None:
         """Agree on the call and on the formats of the messages of keys.
 
         Each peer receives at most one message of keys over all ``exchanges``, so one format per peer is enough.
         """
-        forms = [wire.NATIVE] * self._agreement.transport.size
+        forms = [wire.NATIVE] * self._collective.transport.size
         for exchange in exchanges:
             for peer, message, _ in listed(exchange.sends):
                 tensors = (x for block in message for x in self._of_keys(peer, block))
-                forms[peer] = self._agreement.wire.choose(tensors)
+                forms[peer] = self._collective.wire.choose(tensors)
         (d, dv), dtype = self._channels.dims, str(self._channels.dtype).removeprefix("torch.")
-        forms_in = self._agreement.agree(operation, forms, batch=self._channels.batch, D=d, Dv=dv, dtype=dtype)
+        forms_in = self._collective.agree(operation, forms, batch=self._channels.batch, D=d, Dv=dv, dtype=dtype)
         if self._inputs.terms is not None:
-            self._inputs = self._inputs._replace(terms=self._inputs.terms.seeded(self._agreement.seed))
+            self._inputs = self._inputs._replace(terms=self._inputs.terms.seeded(self._collective.seed))
         if exchanges:
             self._forms.append(forms)
             self.forms_in.append(forms_in)
@@ -199,9 +199,9 @@ class Incoming:
         """Decode the first exchange's tensors for the second one, and agree on the formats of its messages."""
         for peer, block, tensors in self._messages(coming.stage, 0).decode(coming.keys[0]):
             self._relayed[peer, block.branch, block.kind] = tensors
-        if self._agreement.wire.form == wire.NATIVE:
+        if self._collective.wire.form == wire.NATIVE:
             self._forms.append([])
-            self.forms_in.append([wire.NATIVE] * self._agreement.transport.size)
+            self.forms_in.append([wire.NATIVE] * self._collective.transport.size)
         else:
             self._agree("relay", coming.stage.exchanges[1:])
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..transport.protocol import Pending
 from . import wire
-from .agreement import Agreement
+from .collective import CollectiveCall
 from .exchange import Exchange, Message, TokenBlock
 
 #: Function of (peer, block) that returns the block's tensors at its sender.
@@ -153,13 +153,13 @@ def listed(messages: Sequence[Message], forms: Sequence[int] = ()) -> list[tuple
 
 
 def post(
-    agreement: Agreement, what: str, parts: Sequence[tuple[Messages, Source, Tensor]], stage: int | None = None
+    collective: CollectiveCall, what: str, parts: Sequence[tuple[Messages, Source, Tensor]], stage: int | None = None
 ) -> Pending:
     """Start the messages of several exchanges together; each is received into the tensor beside it."""
     sends: list[tuple[int, Tensor]] = []
     receives: list[tuple[int, Tensor]] = []
     for messages, source, data in parts:
         receives += messages.slices(data)
-        take = functools.partial(agreement.buffer, device=data.device)
-        sends += messages.encode(source, take, agreement.wire.statistics.count)
-    return agreement.transport.exchange(sends, receives, what=what, stage=stage)
+        take = functools.partial(collective.buffer, device=data.device)
+        sends += messages.encode(source, take, collective.wire.statistics.count)
+    return collective.transport.exchange(sends, receives, what=what, stage=stage)

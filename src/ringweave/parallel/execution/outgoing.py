@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..transport.protocol import Pending
-from .agreement import Agreement
+from .collective import CollectiveCall
 from .exchange import SHARD, Exchange, TokenBlock
 from .messages import Channels, Messages, Source, listed, post
 from .schedule import Schedule, Stage
@@ -35,7 +35,7 @@ class Outgoing:
 
     Args:
         schedule: The stages.
-        agreement: The agreed call, with its transport and workspace.
+        collective: The agreed call, with its transport and workspace.
         device: Device of the results.
         queries: The results of queries: out and lse, or dq.
         keys: The gradients of keys and values in a backward pass; else None.
@@ -44,12 +44,12 @@ class Outgoing:
     def __init__(
         self,
         schedule: Schedule,
-        agreement: Agreement,
+        collective: CollectiveCall,
         device: torch.device,
         queries: ReturnRoute,
         keys: ReturnRoute | None = None,
     ):
-        self._schedule, self._agreement, self._device = schedule, agreement, device
+        self._schedule, self._collective, self._device = schedule, collective, device
         self._queries, self._keys = queries, keys
         # sums of the gradients of relayed keys, by peer, branch and kind of key heads
         self._sums: dict[tuple[int, int, int], list[Tensor]] = {}
@@ -97,12 +97,12 @@ class Outgoing:
         parts = []
         for exchange, route, source in self._remaining.pop():
             messages = Messages(Exchange(exchange.receives, exchange.sends), route.channels)
-            data = self._agreement.buffer(messages.nbytes_in, self._device)
+            data = self._collective.buffer(messages.nbytes_in, self._device)
             self._arriving.append((route, messages, data))
             parts.append((messages, source, data))
         keeps, level = self._schedule.keeps, len(self._remaining)
         what, number = (f"gradients {level}", None) if keeps else ("returns", self._stage.number)
-        self._pending = post(self._agreement, what, parts, number)
+        self._pending = post(self._collective, what, parts, number)
 
     def _of_sums(self, peer: int, block: TokenBlock) -> Sequence[Tensor]:
         return self._sums[peer, block.branch, block.kind]

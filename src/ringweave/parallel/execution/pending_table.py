@@ -13,7 +13,7 @@ from ...checks import whole
 from ...errors import ShapeError
 from ...patterns import BlockTable
 from ..planning.placement import Placement
-from .agreement import Agreement
+from .collective import CollectiveCall
 
 
 class PendingTable:
@@ -23,14 +23,14 @@ class PendingTable:
         version: Version number of the table.
     """
 
-    def __init__(self, agreement: Agreement, placement: Placement, rows: Tensor, block_size: int, version: int):
+    def __init__(self, collective: CollectiveCall, placement: Placement, rows: Tensor, block_size: int, version: int):
         self.version, self.block_size = version, block_size
         self._placement = placement
-        self._transport = agreement.transport
+        self._transport = collective.transport
         padded = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % 8)).cpu()
         mine = torch.from_numpy(np.packbits(padded.numpy(), axis=-1)).reshape(-1)
         self._shape, self._device = rows.shape, rows.device
-        self._data, self._pending = agreement.all_gather(mine, "table")
+        self._data, self._pending = collective.all_gather(mine, "table")
 
     def result(self) -> BlockTable:
         """Wait for the rows of all ranks and return the table.

@@ -20,8 +20,8 @@ from ...backends.backend import Heads
 from ..planning.demand import Bools, Demand
 from ..planning.movement import Moves
 from ..planning.placement import Placement
-from .agreement import Value
 from .exchange import Exchange, Message, direct_exchange, node_exchanges, remote_queries
+from .header import Value
 from .local_attention import LocalAttention
 
 
@@ -51,16 +51,16 @@ class Schedule:
     Attributes:
         stages: The stages, in order.
         heads: Heads of each branch.
-        said: Header values that the ranks compare: the pattern's contents and the schedule.
-        held: Number of tokens of the shard without padding.
+        header: Header values that the ranks compare: the pattern's contents and the schedule.
+        tokens: Number of tokens of the shard without padding.
         keeps: Whether backward reuses the messages that forward received; otherwise it receives them again.
         single: Whether one kernel call computes all queries of the shard, so that no results are merged.
     """
 
     stages: tuple[Stage, ...]
     heads: tuple[Heads, ...]
-    said: Mapping[str, Value]
-    held: int
+    header: Mapping[str, Value]
+    tokens: int
     keeps: bool
     single: bool = False
 
@@ -74,7 +74,7 @@ def allgather(
     placement: Placement,
     rank: int,
     heads: tuple[int, int],
-    said: Mapping[str, Value],
+    header: Mapping[str, Value],
     per_node: int | None = None,
 ) -> Schedule:
     """Build the allgather schedule; ``per_node`` is the node size on a mesh of two dimensions."""
@@ -88,7 +88,7 @@ def allgather(
     if len(own) == 1 and own[0] is not None:
         covers = own[0].queries.shard_tokens.span == (0, held, 1)
         single = covers and own[0].branch.head_count == heads[0]
-    return Schedule((stage,), _heads(demands, ratio), said, held, keeps=True, single=single)
+    return Schedule((stage,), _heads(demands, ratio), header, held, keeps=True, single=single)
 
 
 def ring(
@@ -97,7 +97,7 @@ def ring(
     placement: Placement,
     rank: int,
     heads: tuple[int, int],
-    said: Mapping[str, Value],
+    header: Mapping[str, Value],
 ) -> Schedule:
     """Build the ring schedule; ``moves`` lists for each branch the moved tiles of each kind of key heads."""
     ranks, ratio = placement.ranks, heads[0] // heads[1]
@@ -125,7 +125,7 @@ def ring(
             _only(remote_queries(demands, moves, source, rank), source, ranks),
         )
         stages.append(Stage(number, _by_branch(own), (exchange,), _by_branch(remote), queries))
-    return Schedule(tuple(stages), _heads(demands, ratio), said, placement.held(rank), keeps=False)
+    return Schedule(tuple(stages), _heads(demands, ratio), header, placement.held(rank), keeps=False)
 
 
 def _by_branch(attentions: Sequence[LocalAttention | None]) -> dict[int, LocalAttention]:

@@ -54,28 +54,28 @@ class Choice(NamedTuple):
 
 
 def place(
-    asked: str | Placement, patterns: Sequence[Pattern], tokens: int, heads: tuple[int, int], ranks: int
+    placement: str | Placement, patterns: Sequence[Pattern], tokens: int, heads: tuple[int, int], ranks: int
 ) -> Placement:
-    """Return the requested placement, or choose the best one for the patterns if ``asked`` is ``"auto"``.
+    """Return the requested placement, or choose the best one for the patterns if ``placement`` is ``"auto"``.
 
     Raises:
         ShapeError: A given Placement has another length or another number of ranks.
     """
-    if isinstance(asked, Placement):
-        if (asked.tokens, asked.ranks) != (tokens, ranks):
-            got, wanted = f"{asked.tokens} tokens on {asked.ranks} ranks", f"{tokens} on {ranks}"
+    if isinstance(placement, Placement):
+        if (placement.tokens, placement.ranks) != (tokens, ranks):
+            got, wanted = f"{placement.tokens} tokens on {placement.ranks} ranks", f"{tokens} on {ranks}"
             raise ShapeError("placement", got, wanted, "Create one for this context.")
-        return asked
+        return placement
     calls = [branches(p, tokens, tokens, heads=heads[0], batch=p.extents()[0] or 1) for p in patterns]
     # a strided view of a mixture may contain no token, and then has no branches
     workload = Workload([call for call in calls if call], tokens, heads)
     block = block_for(tokens, ranks, min((b.tile[0] for b in workload.branches if b.rate == 1), default=128))
-    if asked == "auto" and workload.calls:
-        return choose(workload, ranks, block).placement
-    return NAMED["contiguous" if asked == "auto" else asked](tokens, ranks, block)
+    if placement == "auto" and workload.calls:
+        return choose_placement(workload, ranks, block).placement
+    return NAMED["contiguous" if placement == "auto" else placement](tokens, ranks, block)
 
 
-def choose(workload: Workload, ranks: int, block: int, machine: Machine = _MACHINE) -> Choice:
+def choose_placement(workload: Workload, ranks: int, block: int, machine: Machine = _MACHINE) -> Choice:
     """Choose the placement with the least modelled time; among times within 2 %, the one with the fewest bytes.
 
     These are the bytes that the busiest rank receives. The choice is cached by value and the same on every rank.

@@ -227,11 +227,11 @@ def _within(demand: Demand, graph: _Graph, taken: Bools, cap: float) -> Bools:
     came = np.zeros(keys, bool)
     came[graph.key[~taken[graph.query]]] = True
     spared = np.bincount(graph.query[~came[graph.key]], minlength=queries)
-    asked = np.bincount(graph.query, weights=graph.work, minlength=queries)
+    work_of_query = np.bincount(graph.query, weights=graph.work, minlength=queries)
     chosen = np.flatnonzero(taken)
-    saving = (spared[chosen] * of_key - of_query) / asked[chosen]
+    saving = (spared[chosen] * of_key - of_query) / work_of_query[chosen]
     order = chosen[np.lexsort((-saving, helper[chosen]))]
-    total = np.cumsum(asked[order])
+    total = np.cumsum(work_of_query[order])
     first = np.searchsorted(helper[order], helper[order])
     before = np.where(first > 0, total[first - 1], 0.0)
     fits = np.zeros_like(taken)

@@ -80,15 +80,15 @@ class Workload:
         return list(chain.from_iterable(self.calls))
 
 
-def patterns_of(asked: Pattern | Sequence[Pattern]) -> tuple[Pattern, ...]:
+def patterns_of(pattern: Pattern | Sequence[Pattern]) -> tuple[Pattern, ...]:
     """Return one pattern or several as a tuple.
 
     Raises:
         PatternError: There is no pattern, or an element is not a pattern.
     """
-    if isinstance(asked, Pattern):
-        return (asked,)
-    patterns = tuple(asked) if isinstance(asked, Iterable) else (asked,)
+    if isinstance(pattern, Pattern):
+        return (pattern,)
+    patterns = tuple(pattern) if isinstance(pattern, Iterable) else (pattern,)
     if not patterns or not all(isinstance(pattern, Pattern) for pattern in patterns):
         got = [type(pattern).__name__ for pattern in patterns]
         raise PatternError("pattern", got, "a pattern or several", "Pass ringweave patterns.")

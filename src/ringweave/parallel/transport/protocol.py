@@ -65,7 +65,7 @@ class Communicator(Protocol):
         size: Number of ranks.
         deadline: Longest wait, in seconds.
         retries: Number of times that a timed-out wait may be repeated.
-        step: Number of agreements so far.
+        call_count: Number of agreements so far.
         counters: Counters of messages and bytes.
         trace: List that collects events while a trace is recorded, else None.
     """
@@ -74,7 +74,7 @@ class Communicator(Protocol):
     size: int
     deadline: float
     retries: int
-    step: int
+    call_count: int
     counters: Counters
     trace: list[Event] | None
 

@@ -135,7 +135,7 @@ class Transport:
         self.retries = whole("retries", retries, 0, error=ShapeError)
         self.counters = Counters(self.size)
         self.trace: list[Event] | None = None
-        self.step = 0
+        self.call_count = 0
         # the group's store, and the part of it that belongs to this transport
         self._group_store: dist.Store | None = None if group is None else group.get_group_store()
         self._store: dist.Store | None = None
@@ -175,7 +175,7 @@ class Transport:
                 f"two threads of rank {self.rank} in one context concurrently",
                 wanted="calls from one thread at a time",
                 remedy="Give each thread a separate context, created and first used in the same order on all ranks.",
-            ).error(self.rank, None, self.step)
+            ).error(self.rank, None, self.call_count)
         try:
             self._check_open()
             try:
@@ -205,7 +205,7 @@ class Transport:
         if header.dtype != torch.int64 or header.dim() != 1 or header.device.type != "cpu":
             got = f"{header.dtype} {tuple(header.shape)} on {header.device.type}"
             raise ShapeError("header", got, "int64 (k,) on the CPU", "Convert the header.")
-        self.step += 1
+        self.call_count += 1
         table = torch.empty(self.size, header.numel() + 1, dtype=torch.int64, device="cpu")
         table[self.rank, 0] = self._reached()
         table[self.rank, 1:] = header
@@ -330,7 +330,7 @@ class Transport:
                 entry.post(connection, self.counters)
 
     def _error(self, failure: ConnectionFailure, pending: _Pending) -> RingError:
-        return failure.error(self.rank, pending.stage, self.step)
+        return failure.error(self.rank, pending.stage, self.call_count)
 
 
 def _check(name: str, messages: Tensors, rank: int, size: int) -> None:

@@ -18,7 +18,7 @@ import torch
 
 import ringweave as rw
 from ringweave.errors import UnsupportedError
-from ringweave.parallel.planning.choice import Choice, choose
+from ringweave.parallel.planning.choice import Choice, choose_placement
 from ringweave.parallel.planning.cost import Machine
 from ringweave.parallel.planning.placement import block_for
 from ringweave.parallel.planning.workload import Widths, Workload
@@ -116,7 +116,7 @@ def launch(options: Options) -> list[Record]:
 def chosen(pattern: Pattern, tokens: int, ranks: int, heads: tuple[int, int] = _HEADS) -> Choice:
     """Return the placement that a context would choose."""
     program = branches(pattern, tokens, tokens, heads=heads[0])
-    return choose(Workload([program], tokens, heads), ranks, block_for(tokens, ranks, _TILE))
+    return choose_placement(Workload([program], tokens, heads), ranks, block_for(tokens, ranks, _TILE))
 
 
 def full_ring(tokens: int, ranks: int, key_heads: int) -> float:
