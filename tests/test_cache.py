@@ -17,11 +17,9 @@ SOURCE = Path(cache.__file__).parent
 #: Containers that modules fill while the process runs, and what for: none holds what could be made again.
 REGISTERS = {
     "backends/tuning.py": set[str](),
-    "host_offload.py": {"_told"},  # warnings that were given
-    "integrations/transformers/notices.py": {"SAID"},  # keys of warnings that were logged
+    "errors.py": {"WARNED"},  # keys of warnings that were logged
     "integrations/transformers/model_context.py": {"_LIVE"},  # objects by name, weakly
     "memory/pressure.py": {"_callbacks"},  # functions of users
-    "oom_retry.py": {"_told"},
     "parallel/execution/collective.py": {"_callers"},
     "parallel/operators.py": {"_sessions"},
     "parallel/transport/lifelines.py": {"_sockets"},

@@ -165,3 +165,22 @@ def test_what_the_system_says(tmp_path: Path) -> None:
             assert pressure("cpu", root=tmp_path).free >= 0
             numa.nodes(tmp_path)
         path.write_bytes(text)
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure at any step leaves the old content, and no other file."""
+    path = tmp_path / "a.json"
+    files.replace(path, "old")
+
+    def fails(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for module, name in ((os, "fsync"), (Path, "replace")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, fails)
+            with pytest.raises(KeyboardInterrupt):
+                files.replace(path, "new")
+        assert path.read_text() == "old"
+        assert list(tmp_path.iterdir()) == [path]
+    files.replace(path, "new")
+    assert path.read_text() == "new"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import torch
 
@@ -121,6 +123,24 @@ def says_no_memory(text: str) -> bool:
 def message(name: str, got: object, wanted: str, remedy: str) -> str:
     """Compose an error text in the form that all errors share: name, got, wanted, remedy."""
     return f"{name}: got {got}; wanted {wanted}. {remedy}"
+
+
+#: Keys of the warnings that were logged.
+WARNED: set[str] = set()
+_log = logging.getLogger("ringweave")
+
+
+def warned(key: str) -> bool:
+    """Return whether the warning with a key was logged."""
+    return key in WARNED
+
+
+def warn_once(key: str, name: str, got: object = None, wanted: str = "", remedy: str = "") -> None:
+    """Log a warning with the text of an error, unless one with the same key was logged in this process."""
+    if key not in WARNED:
+        WARNED.add(key)
+        # the text is no format
+        _log.warning("%s", message(name, got, wanted, remedy) if wanted else name)
 
 
 _SHOWN = 8  # members of a list

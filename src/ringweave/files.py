@@ -1,8 +1,10 @@
-"""Read files as data: nothing in them is executed, and bad contents raise only OSError or ValueError."""
+"""Read files as data: nothing in them is executed, and bad contents raise only OSError or ValueError; replace them."""
 
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,24 @@ def read(path: Path) -> bytes:
     if len(data) > MOST:
         raise ValueError(f"it has more than {MOST} bytes")
     return data
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file as a whole: readers, and a crash, see the old content or the new one.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def parse(data: bytes | str) -> Any:

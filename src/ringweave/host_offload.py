@@ -12,7 +12,6 @@ return. ``Copies`` contains all use of CUDA's streams and events; tests replace 
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -26,7 +25,7 @@ from .backends import BACKENDS
 from .backends.backend import Upstream, delta_in_chunks, readable
 from .cache import beside
 from .call import Operands
-from .errors import UnsupportedError
+from .errors import UnsupportedError, warn_once
 from .merge import merge_into
 from .patterns.tiles import Int64
 from .plan import BlockPlan, Branch, branches
@@ -34,8 +33,6 @@ from .plan.cuda_sync import capturing
 from .plan.subplan import CutBranch, subplan
 from .program import BranchSlice, Program, Returned, choose_backend
 from .types import acc_dtype
-
-_log = logging.getLogger("ringweave")
 
 #: Bytes of keys and values in a piece; memory holds two pieces, and in backward the gradients of two.
 PIECE = 2**26
@@ -267,7 +264,6 @@ class HostProgram(Program):
 
 
 # messages that were logged already
-_told: set[str] = set()
 
 
 def _tell(direction: str, operands: Operands) -> None:
@@ -276,10 +272,8 @@ def _tell(direction: str, operands: Operands) -> None:
     if direction == "backward":
         cost += " more, and its gradients back"
     what = f"{direction} in pieces of {PIECE // 2**20} MiB to {operands.q.device.type}"
-    if what not in _told:
-        _told.add(what)
-        why = "keys and values are on the host: attention copies them"
-        _log.warning("%s, %s (the same result; cost: %s)", why, what, cost)
+    why = "keys and values are on the host: attention copies them"
+    warn_once(what, f"{why}, {what} (the same result; cost: {cost})")
 
 
 def _tensors(inputs: Operands) -> list[Tensor]:

@@ -14,7 +14,6 @@ sides the native kernel gives the same bits. Gradients of keys are summed over p
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Iterator
 from operator import itemgetter
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .call import Call, Operands
-from .errors import PatternError, ShapeError, UnsupportedError, is_out_of_memory
+from .errors import PatternError, ShapeError, UnsupportedError, is_out_of_memory, warn_once
 from .patterns import Pattern, SlidingWindow
 from .plan.from_pattern import DEFAULT_TILE
 from .program import Program, Returned
@@ -33,8 +32,6 @@ from .types import acc_dtype
 R = TypeVar("R")
 
 _FEWER = 4  # each attempt has a quarter of the queries of the previous one
-_log = logging.getLogger("ringweave")
-_told: set[str] = set()
 
 
 class Split(NamedTuple):
@@ -230,10 +227,5 @@ def _tell(direction: str, operands: Operands, cut: Split | None) -> None:
         what = "in pieces of queries"
         pieces = cut.groups * -(-operands.q.shape[2] // cut.rows)
         cost = f"{pieces} calls that each read all keys" + ", gradients of keys in float32" * (direction == "backward")
-    _say("memory ran out: attention continues", f"{direction} {what}", cost)
-
-
-def _say(why: str, what: str, cost: str) -> None:
-    if what not in _told:
-        _told.add(what)
-        _log.warning("%s, %s (the same result; cost: %s)", why, what, cost)
+    what = f"{direction} {what}"
+    warn_once(what, f"memory ran out: attention continues, {what} (the same result; cost: {cost})")

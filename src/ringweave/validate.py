@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .cache import fact
 from .call import Arguments, Call, pack
-from .errors import ShapeError, UnsupportedError, shown
+from .errors import ShapeError, UnsupportedError, message, shown
 from .patterns import Pattern, check_extents
 from .patterns.alignment import END, ends_at_query, first_query, padded_keys
 from .patterns.documents import packed_apart
@@ -434,4 +434,4 @@ def refuse_unknown(function: str, names: Mapping[str, object]) -> NoReturn:
         raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
     wanted, remedy = _OTHERS[name]
     got = f"an argument that {function}() does not have"
-    raise TypeError(name, got, wanted, f'{remedy} See "Coming from other libraries", docs/migration.md.')
+    raise TypeError(message(name, got, wanted, f'{remedy} See "Coming from other libraries", docs/migration.md.'))

@@ -15,7 +15,8 @@ import transformers
 from torch import Tensor
 
 import ringweave as rw
-from ringweave.integrations.transformers import ModelCache, attend, context_parallel, keywords, notices, patch
+from ringweave import errors
+from ringweave.integrations.transformers import ModelCache, attend, context_parallel, keywords, patch
 
 from .test_models import IDS, LEFT
 from .tiny import CACHE, DECODERS, ENCODERS, model_of
@@ -38,7 +39,7 @@ def _quiet() -> None:
 
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(notices, "SAID", set())
+    monkeypatch.setattr(errors, "WARNED", set())
     caplog.set_level(logging.WARNING, "ringweave")
     return lambda: [record.getMessage() for record in caplog.records if record.name == "ringweave"]
 

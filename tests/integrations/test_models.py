@@ -12,12 +12,12 @@ import transformers
 from torch import Tensor
 
 import ringweave as rw
+from ringweave import errors
 from ringweave.backends import cpu
 from ringweave.integrations.transformers import (
     PatternMask,
     context_parallel,
     interface,
-    notices,
     patch,
     pattern_mask,
     set_pattern,
@@ -242,7 +242,7 @@ def test_packing_that_a_model_does_not_tell_is_said_and_kept_apart_by_a_context(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """gpt-oss in 5.23: packed documents attend each other with every implementation."""
-    monkeypatch.setattr(notices, "SAID", set())
+    monkeypatch.setattr(errors, "WARNED", set())
     for name in ("mistral", "gpt_oss"):
         model = model_of(name, "ringweave").train()
         with caplog.at_level("WARNING", "ringweave"):
@@ -267,7 +267,7 @@ def test_packed_documents_are_apart_or_the_user_is_told(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Try every model of this file. The recipe in the message separates the documents."""
-    monkeypatch.setattr(notices, "SAID", set())
+    monkeypatch.setattr(errors, "WARNED", set())
     caplog.set_level("WARNING", "ringweave")
     mixed: list[bool] = []
     attend = interface.attention
@@ -288,7 +288,7 @@ def test_packed_documents_are_apart_or_the_user_is_told(
         numbers = (PACKED == 0).cumsum(-1)
         caplog.clear()
         mixed.clear()
-        notices.SAID.clear()
+        errors.WARNED.clear()
         set_pattern(model, rw.Documents(ids=numbers))
         model(IDS, **inputs)
         assert mixed == [False, False]
@@ -300,7 +300,7 @@ def test_a_model_that_mixes_documents_says_so_and_how_to_separate_them(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """ModernBERT passes its positions only to its rotary embedding; a decoder with a cache ignores packing."""
-    monkeypatch.setattr(notices, "SAID", set())
+    monkeypatch.setattr(errors, "WARNED", set())
     caplog.set_level("WARNING", "ringweave")
     model = model_of(name, "ringweave").eval()
     with torch.no_grad():
@@ -321,7 +321,7 @@ def test_a_model_that_mixes_documents_says_so_and_how_to_separate_them(
 def test_a_model_with_a_mask_of_its_own_says_that_it_mixes_documents(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(notices, "SAID", set())
+    monkeypatch.setattr(errors, "WARNED", set())
     caplog.set_level("WARNING", "ringweave")
     config = transformers.LayoutLMConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
@@ -340,7 +340,7 @@ def test_a_model_with_a_mask_of_its_own_says_that_it_mixes_documents(
 def test_time_that_decreases_is_packing_in_positions_with_axes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(notices, "SAID", set())
+    monkeypatch.setattr(errors, "WARNED", set())
     caplog.set_level("WARNING", "ringweave")
     x = torch.randn(1, 4, 6, 8)
     layer = torch.nn.Identity()

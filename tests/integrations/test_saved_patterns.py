@@ -13,7 +13,8 @@ import transformers
 from torch import Tensor
 
 import ringweave as rw
-from ringweave.integrations.transformers import ModelCache, notices, patch, saved_patterns, set_pattern
+from ringweave import errors
+from ringweave.integrations.transformers import ModelCache, patch, saved_patterns, set_pattern
 
 from .test_models import IDS, vision_and_speech
 from .tiny import CACHE, config_of, model_of
@@ -25,7 +26,7 @@ TEXT = "SlidingWindow(3) | Sinks(2)"
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers.logging.set_verbosity_error()
-    monkeypatch.setattr(notices, "SAID", set())
+    monkeypatch.setattr(errors, "WARNED", set())
 
 
 @pytest.fixture

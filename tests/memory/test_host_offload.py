@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
-from ringweave import host_offload, oom_retry, torch_ops
+from ringweave import errors, host_offload, torch_ops
 from ringweave.backends import BACKENDS
 from ringweave.call import Call, Operands
 from ringweave.errors import ShapeError, UnsupportedError
@@ -425,7 +425,7 @@ def test_what_is_refused() -> None:
 
 def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     x = random(150)
-    oom_retry._told.clear()
+    errors.WARNED.clear()
     with streaming(2**26), caplog.at_level(logging.WARNING, "ringweave"):
         for _ in range(2):
             results(x, rw.Causal())

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
-from ringweave import oom_retry
+from ringweave import errors, oom_retry
 from ringweave.backends import BACKENDS
 from ringweave.backends.backend import Upstream
 from ringweave.call import Call, Operands
@@ -158,7 +158,7 @@ def test_after_caches_are_given_back_the_call_is_made_again(caplog: pytest.LogCa
         return real(*args)
 
     before = BACKENDS["cpu"]
-    oom_retry._told.clear()
+    errors.WARNED.clear()
     BACKENDS["cpu"] = dataclasses.replace(before, forward=run, prepare=None)
     try:
         with caplog.at_level(logging.WARNING, "ringweave"):

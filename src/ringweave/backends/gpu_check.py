@@ -22,7 +22,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -254,10 +253,7 @@ def _text(printed: bytes | None) -> str:
 def _keep(file: Path, line: dict[str, str | None]) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as into:
-            json.dump(line, into)
-        Path(temporary).replace(file)
+        files.replace(file, json.dumps(line))
     except OSError as error:
         _log.info("the trial's verdict is not stored: %s", error)
 

@@ -104,9 +104,9 @@ class Branch:
     @property
     def structure(self) -> str:
         """``"full"`` or ``"causal"`` (top-left) if a dense kernel can compute this relation, else ``"sparse"``."""
-        if self.pattern == Full():
+        if isinstance(self.pattern, Full):
             return "full"
-        return "causal" if self.pattern == Causal() and self.q_offset == 0 else "sparse"
+        return "causal" if isinstance(self.pattern, Causal) and self.q_offset == 0 else "sparse"
 
     @property
     def tile(self) -> tuple[int, int]:

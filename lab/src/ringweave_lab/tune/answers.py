@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import filelock
 
+from ringweave import files
 from ringweave.backends import tuning
 from ringweave.backends.tuning import FORMAT, VARIABLE, KernelKey
 from ringweave.errors import UnsupportedError
@@ -53,15 +52,6 @@ def write_entries(answers: Sequence[Mapping[str, Any]], configs: Sequence[Mappin
         stored = tuning.load(path)
         stored["entries"] |= {f"{entry['kind']}; density 2^-{entry['density']}": dict(entry) for entry in answers}
         stored["blocks"] |= {"; ".join(map(str, KernelKey.of(entry))): dict(entry) for entry in configs}
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix="tuning-", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump({"format": FORMAT} | stored, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).replace(path)
-        finally:
-            # already gone if it has replaced the file
-            Path(temporary).unlink(missing_ok=True)
+        files.replace(path, json.dumps({"format": FORMAT} | stored, indent=1))
     tuning.refresh()
     return path

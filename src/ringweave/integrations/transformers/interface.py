@@ -13,7 +13,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ...api import attention, paged_attention
-from ...errors import PatternError, ShapeError, UnsupportedError, shown
+from ...errors import PatternError, ShapeError, UnsupportedError, shown, warn_once, warned
 from ...patterns import Causal, Documents, Full, Pattern, SlidingWindow, parse
 from ...patterns.base import parts_of
 from ...patterns.fitting import refuse
@@ -21,7 +21,6 @@ from ...terms import Bias, Softcap, Term
 from .keywords import DOCUMENTS, OTHER, READ, apart, check
 from .masks import PatternMask, pattern_mask, positions_of_the_call
 from .model_cache import CACHE, PagedStates
-from .notices import said, warn_once
 from .saved_patterns import (
     ATTRIBUTE,
     NAME,
@@ -204,7 +203,7 @@ def _unmade(
 def _warn_of_packing(module: nn.Module, mask: PatternMask, positions: Tensor) -> None:
     """Warn once if a call's positions restart but its mask does not separate the documents."""
     kind = type(module).__name__
-    if said(f"packed {kind}") or positions.ndim not in (2, 3) or positions.shape[-1] != mask.sizes[3]:
+    if warned(f"packed {kind}") or positions.ndim not in (2, 3) or positions.shape[-1] != mask.sizes[3]:
         return
     # the layers of a call share the mask, so one of them looks at the positions
     mask.positions_seen = True
@@ -225,7 +224,7 @@ def _warn_of_packing(module: nn.Module, mask: PatternMask, positions: Tensor) ->
 def _warn_of_own_mask(module: nn.Module, tokens: int) -> None:
     """Warn once if positions restart in a model that makes its own padding mask, such as LayoutLM."""
     kind = type(module).__name__
-    positions = None if said(f"packed {kind}") else positions_of_the_call()
+    positions = None if warned(f"packed {kind}") else positions_of_the_call()
     if positions is None or positions.ndim != 2 or positions.shape[1] != tokens:
         return
     if bool((positions.diff(dim=-1) != 1).any()):

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import ShapeError, UnsupportedError, shown
+from ...errors import ShapeError, UnsupportedError, shown, warn_once
 from ...patterns import Documents, Full, Pattern
 from ...patterns.base import parts_of
 from ...torch_compat import version
 from .masks import PatternMask
-from .notices import warn_once
 
 #: Keywords without an effect on the pairs and weights of a call, each with the reason.
 WITHOUT_EFFECT = {

@@ -19,9 +19,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...errors import PatternError, UnsupportedError, in_a_line, shown
+from ...errors import PatternError, UnsupportedError, in_a_line, shown, warn_once
 from ...patterns import Pattern, parse
-from .notices import warn_once
 
 NAME = "ringweave"
 #: Attribute of a config that holds the texts of its layers' patterns.
