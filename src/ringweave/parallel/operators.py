@@ -63,27 +63,16 @@ def _session(number: str) -> Session:
 
 
 class Saved(NamedTuple):
-    """The tensors that forward saves for backward.
+    """The tensors that forward saves for backward."""
 
-    Attributes:
-        q: Queries of the shard.
-        k: Keys of the shard.
-        v: Values of the shard.
-        out: Outputs, in q's dtype.
-        lse: Log-sum-exp of the rows.
-        received: Bytes received in the first exchange, if the schedule keeps them; else empty.
-        relayed: Bytes received in the second exchange, if there is one and the schedule keeps them; else empty.
-        forms: int64: the format of each message by exchange and rank, then the call's name, then its dropout seed.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
-    received: Tensor
-    relayed: Tensor
-    forms: Tensor
+    q: Tensor  # queries of the shard
+    k: Tensor  # keys of the shard
+    v: Tensor  # values of the shard
+    out: Tensor  # outputs, in q's dtype
+    lse: Tensor  # log-sum-exp of the rows
+    received: Tensor  # bytes received in the first exchange, if the schedule keeps them; else empty
+    relayed: Tensor  # bytes received in the second exchange, if there is one and the schedule keeps them; else empty
+    forms: Tensor  # int64: the format of each message by exchange and rank, then the call's name, then its dropout seed
 
 
 #: Arguments that are sharded, or that the operator compares in other header fields.

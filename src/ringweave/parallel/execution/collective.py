@@ -22,36 +22,23 @@ from .wire import NATIVE, Wire
 
 @dataclass
 class CallCounter:
-    """The calls of all contexts over one transport.
+    """The calls of all contexts over one transport."""
 
-    Attributes:
-        calls: Number of completed calls: forward passes, shared tables and gathered tensors.
-        ended: The error after which no further call is possible, or None.
-    """
-
-    calls: int = 0
-    ended: RingError | None = None
+    calls: int = 0  # number of completed calls: forward passes, shared tables and gathered tensors
+    ended: RingError | None = None  # the error after which no further call is possible, or None
 
 
 @dataclass
 class CollectiveCall:
-    """The header values that ranks compare before an exchange, and the resources of the exchange.
-
-    Attributes:
-        transport: Transport that carries the messages.
-        wire: Format of keys and values in messages.
-        space: Workspace of this context, which provides buffers.
-        fields: Values that the ranks compare, by header field.
-        counter: Counter of the calls, shared by all contexts over the same connections.
-        seed: Dropout seed of the call: this rank's own before the ranks agree, rank 0's afterwards.
-    """
+    """The header values that ranks compare before an exchange, and the resources of the exchange."""
 
     transport: Communicator
-    wire: Wire = field(default_factory=Wire)
-    space: Workspace = field(default_factory=Workspace)
-    fields: Mapping[str, Value] = field(default_factory=dict)
+    wire: Wire = field(default_factory=Wire)  # format of keys and values in messages
+    space: Workspace = field(default_factory=Workspace)  # workspace of this context, which provides buffers
+    fields: Mapping[str, Value] = field(default_factory=dict)  # values that the ranks compare, by header field
+    # counter of the calls, shared by all contexts over the same connections
     counter: CallCounter = field(default_factory=CallCounter)
-    seed: int = 0
+    seed: int = 0  # dropout seed of the call: this rank's own before the ranks agree, rank 0's afterwards
 
     def with_fields(self, **fields: Value) -> CollectiveCall:
         """Return a copy with further header fields; the ranks' values must be equal."""

@@ -26,31 +26,18 @@ SHARD = -1
 
 @dataclass(frozen=True, eq=False)
 class TokenBlock:
-    """The tokens of one branch and kind of key heads within a message.
+    """The tokens of one branch and kind of key heads within a message."""
 
-    Attributes:
-        branch: Number of the branch.
-        kind: Number of the kind of key heads.
-        members: (batch elements, key heads) as two index tensors; None for all.
-        count: Number of tokens.
-        heads: Number of (batch element, key head) pairs.
-        source: On the sender: ``SHARD``, or the peer from which an earlier exchange brought the tokens.
-        tokens: On the sender: places of the tokens in that source.
-        used: On the receiver: the block's tokens that this rank computes with; None for all.
-        target: On the receiver: places of the used tokens in the branch's buffer.
-        adjacent: Whether the tokens are adjacent in the sender's shard.
-    """
-
-    branch: int
-    kind: int
-    members: tuple[Tensor, ...] | None
+    branch: int  # number of the branch
+    kind: int  # number of the kind of key heads
+    members: tuple[Tensor, ...] | None  # (batch elements, key heads) as two index tensors; None for all
     count: int
-    heads: int
-    source: int
-    tokens: Tokens | None = None
-    used: Tokens | None = None
-    target: Tokens | None = None
-    adjacent: bool = False
+    heads: int  # number of (batch element, key head) pairs
+    source: int  # on the sender: ``SHARD``, or the peer from which an earlier exchange brought the tokens
+    tokens: Tokens | None = None  # on the sender: places of the tokens in that source
+    used: Tokens | None = None  # on the receiver: the block's tokens that this rank computes with; None for all
+    target: Tokens | None = None  # on the receiver: places of the used tokens in the branch's buffer
+    adjacent: bool = False  # whether the tokens are adjacent in the sender's shard
 
     @property
     def rows(self) -> int:
@@ -172,19 +159,12 @@ def remote_queries(demands: list[Demand], moves: list[tuple[Moves, ...]], owner:
 
 @dataclass(frozen=True, eq=False)
 class _Keys:
-    """The keys and values of one branch and kind of key heads, exchanged in runs of tokens.
+    """The keys and values of one branch and kind of key heads, exchanged in runs of tokens."""
 
-    Attributes:
-        block: Template of their blocks.
-        demand: The branch's demand.
-        part: This rank's attention of the branch, or None.
-        need: (ranks, key tiles) whether a rank needs a tile.
-    """
-
-    block: TokenBlock
+    block: TokenBlock  # template of their blocks
     demand: Demand
     part: LocalAttention | None
-    need: Bools
+    need: Bools  # (ranks, key tiles) whether a rank needs a tile
 
     @cached_property
     def needed(self) -> Bools:

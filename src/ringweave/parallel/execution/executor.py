@@ -28,19 +28,12 @@ from .tokens import Tokens
 
 
 class Computed(NamedTuple):
-    """The results of forward for a shard.
+    """The results of forward for a shard."""
 
-    Attributes:
-        out: Outputs, (B, Hq, tokens, Dv).
-        lse: Log-sum-exp of the rows, (B, Hq, tokens).
-        received: Received bytes of each exchange, if the schedule keeps them for backward; else empty.
-        forms: int64 (exchanges, ranks), the formats of these messages.
-    """
-
-    out: Tensor
-    lse: Tensor
-    received: Sequence[Tensor]
-    forms: Tensor
+    out: Tensor  # outputs, (B, Hq, tokens, Dv)
+    lse: Tensor  # log-sum-exp of the rows, (B, Hq, tokens)
+    received: Sequence[Tensor]  # received bytes of each exchange, if the schedule keeps them for backward; else empty
+    forms: Tensor  # int64 (exchanges, ranks), the formats of these messages
 
 
 def forward(schedule: Schedule, collective: CollectiveCall, inputs: Operands, backend: str) -> Computed:

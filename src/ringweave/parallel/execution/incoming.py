@@ -21,35 +21,21 @@ from .schedule import Schedule, Stage
 
 
 class KernelCall(NamedTuple):
-    """One kernel call of a stage.
+    """One kernel call of a stage."""
 
-    Attributes:
-        number: Number of the branch.
-        attention: The queries and keys of the call.
-        inputs: Queries, and complete buffers of keys and values.
-        upstream: dout, lse and delta of the queries in a backward pass; else None.
-        remote: Whether the queries belong to another rank.
-    """
-
-    number: int
+    number: int  # number of the branch
     attention: LocalAttention
-    inputs: Operands
-    upstream: Upstream | None
-    remote: bool = False
+    inputs: Operands  # queries, and complete buffers of keys and values
+    upstream: Upstream | None  # dout, lse and delta of the queries in a backward pass; else None
+    remote: bool = False  # whether the queries belong to another rank
 
 
 class Received(NamedTuple):
-    """The bytes of a stage's messages.
-
-    Attributes:
-        stage: The stage.
-        keys: Bytes of keys and values, by exchange.
-        queries: Messages of remote queries, each with its bytes.
-    """
+    """The bytes of a stage's messages."""
 
     stage: Stage
-    keys: list[Tensor]
-    queries: list[tuple[Messages, Tensor]]
+    keys: list[Tensor]  # bytes of keys and values, by exchange
+    queries: list[tuple[Messages, Tensor]]  # messages of remote queries, each with its bytes
 
 
 class Incoming:

@@ -26,14 +26,10 @@ from .tokens import Tokens
 
 
 class QueryView(NamedTuple):
-    """The queries of a kernel call.
+    """The queries of a kernel call."""
 
-    Attributes:
-        shard_tokens: Places of the queries in the shard or, for remote queries, in the received tensor.
-        kernel_tokens: Places of these queries among the kernel's queries; None if they are all of them, in order.
-    """
-
-    shard_tokens: Tokens
+    shard_tokens: Tokens  # places of the queries in the shard or, for remote queries, in the received tensor
+    # places of these queries among the kernel's queries; None if they are all of them, in order
     kernel_tokens: Tokens | None
 
     @staticmethod
@@ -50,20 +46,13 @@ class QueryView(NamedTuple):
 
 
 class KeyView(NamedTuple):
-    """The keys of a kernel call: whole tiles in a buffer, which come from the shard and from received messages.
+    """The keys of a kernel call: whole tiles in a buffer, which come from the shard and from received messages."""
 
-    Attributes:
-        tiles: Key tiles of the whole sequence in the buffer, ascending.
-        tile_at: (key tiles of the whole sequence,) index of each tile in the buffer, or -1.
-        shard_tokens: Places of the used keys in the shard.
-        buffer_tokens: Places of these keys in the buffer; None if they are all of it, read without a copy.
-        present: (tiles, tokens of a tile) keys of the buffer that exist; the plan masks the others. None for all.
-    """
-
-    tiles: Int64
-    tile_at: Int64
-    shard_tokens: Tokens
-    buffer_tokens: Tokens | None
+    tiles: Int64  # key tiles of the whole sequence in the buffer, ascending
+    tile_at: Int64  # (key tiles of the whole sequence,) index of each tile in the buffer, or -1
+    shard_tokens: Tokens  # places of the used keys in the shard
+    buffer_tokens: Tokens | None  # places of these keys in the buffer; None if they are all of it, read without a copy
+    # (tiles, tokens of a tile) keys of the buffer that exist; the plan masks the others. None for all.
     present: Bools | None
 
     @staticmethod
@@ -111,21 +100,13 @@ class KeyView(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SubBranch:
-    """Some query tiles and key tiles of a branch, and the branch that a kernel computes for them.
+    """Some query tiles and key tiles of a branch, and the branch that a kernel computes for them."""
 
-    Attributes:
-        whole: The branch over the whole sequence.
-        tile: Side of its tiles in tokens.
-        rows: Query tiles of the kernel.
-        columns: Key tiles of the kernel.
-        branch: The branch that the kernel computes.
-    """
-
-    whole: Branch
-    tile: int
-    rows: Int64
-    columns: Int64
-    branch: Branch
+    whole: Branch  # the branch over the whole sequence
+    tile: int  # side of its tiles in tokens
+    rows: Int64  # query tiles of the kernel
+    columns: Int64  # key tiles of the kernel
+    branch: Branch  # the branch that the kernel computes
 
     @staticmethod
     def of(demand: Demand, rows: Int64, keys: KeyView, edges: list[Bools] | None) -> SubBranch:
@@ -162,19 +143,12 @@ class SubBranch:
 
 @dataclass(frozen=True, eq=False)
 class LocalAttention:
-    """One kernel call of a rank.
-
-    Attributes:
-        heads: Heads of the call.
-        queries: The queries that the call computes.
-        keys: The keys.
-        cut: The tiles that the kernel computes.
-    """
+    """One kernel call of a rank."""
 
     heads: Heads
     queries: QueryView
     keys: KeyView
-    cut: SubBranch
+    cut: SubBranch  # the tiles that the kernel computes
 
     @property
     def branch(self) -> Branch:

@@ -23,17 +23,11 @@ _LARGE = 2**16
 
 @dataclass(frozen=True)
 class Channels:
-    """The layout of a message per token and head, such as keys and values, or their gradients.
+    """The layout of a message per token and head, such as keys and values, or their gradients."""
 
-    Attributes:
-        batch: Number of batch elements.
-        dims: Number of channels of each tensor.
-        dtype: Dtype of the tensors on this rank; their format in the message may differ.
-    """
-
-    batch: int
-    dims: tuple[int, ...]
-    dtype: torch.dtype
+    batch: int  # number of batch elements
+    dims: tuple[int, ...]  # number of channels of each tensor
+    dtype: torch.dtype  # dtype of the tensors on this rank; their format in the message may differ
 
     @staticmethod
     def of(*tensors: Tensor) -> Channels:
@@ -56,21 +50,13 @@ class Channels:
 
 @dataclass(frozen=True, eq=False)
 class Messages:
-    """The encoding of the messages of an exchange.
+    """The encoding of the messages of an exchange."""
 
-    Attributes:
-        exchange: The messages, by peer.
-        channels: Layout of each block.
-        forms: Formats of the sent messages, by peer; empty for native.
-        forms_in: Formats of the received messages, by peer; empty for native.
-        packed: Whether all messages are packed. Otherwise large messages are sent directly from the tensors.
-    """
-
-    exchange: Exchange
-    channels: Channels
-    forms: Sequence[int] = ()
-    forms_in: Sequence[int] = ()
-    packed: bool = True
+    exchange: Exchange  # the messages, by peer
+    channels: Channels  # layout of each block
+    forms: Sequence[int] = ()  # formats of the sent messages, by peer; empty for native
+    forms_in: Sequence[int] = ()  # formats of the received messages, by peer; empty for native
+    packed: bool = True  # whether all messages are packed. Otherwise large messages are sent directly from the tensors.
 
     @property
     def nbytes_in(self) -> int:

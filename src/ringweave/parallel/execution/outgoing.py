@@ -16,15 +16,10 @@ from .schedule import Schedule, Stage
 
 
 class ReturnRoute(NamedTuple):
-    """One kind of returning result.
+    """One kind of returning result."""
 
-    Attributes:
-        channels: Layout of each block.
-        apply: Accumulates received tensors.
-    """
-
-    channels: Channels
-    apply: Callable[[TokenBlock, Sequence[Tensor]], None]
+    channels: Channels  # layout of each block
+    apply: Callable[[TokenBlock, Sequence[Tensor]], None]  # accumulates received tensors
 
 
 class Outgoing:

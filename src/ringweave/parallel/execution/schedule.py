@@ -27,42 +27,28 @@ from .local_attention import LocalAttention
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """One stage of one rank.
+    """One stage of one rank."""
 
-    Attributes:
-        number: Number of the stage. Stage 0 uses the keys of this rank's shard.
-        own: Attention of this rank's queries over the stage's keys, by branch.
-        exchanges: Successive exchanges that bring those keys and values; their gradients return along the same path.
-        remote: Attention of other ranks' queries over this rank's keys, by branch.
-        queries: Exchange that brings those queries together with the first exchange; their results return along it.
-    """
-
-    number: int
-    own: Mapping[int, LocalAttention]
+    number: int  # number of the stage. Stage 0 uses the keys of this rank's shard.
+    own: Mapping[int, LocalAttention]  # attention of this rank's queries over the stage's keys, by branch
+    # successive exchanges that bring those keys and values; their gradients return along the same path
     exchanges: tuple[Exchange, ...] = ()
+    # attention of other ranks' queries over this rank's keys, by branch
     remote: Mapping[int, LocalAttention] = field(default_factory=dict)
+    # exchange that brings those queries together with the first exchange; their results return along it
     queries: Exchange | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """The stages of one rank.
-
-    Attributes:
-        stages: The stages, in order.
-        heads: Heads of each branch.
-        header: Header values that the ranks compare: the pattern's contents and the schedule.
-        tokens: Number of tokens of the shard without padding.
-        keeps: Whether backward reuses the messages that forward received; otherwise it receives them again.
-        single: Whether one kernel call computes all queries of the shard, so that no results are merged.
-    """
+    """The stages of one rank."""
 
     stages: tuple[Stage, ...]
     heads: tuple[Heads, ...]
-    header: Mapping[str, Value]
-    tokens: int
-    keeps: bool
-    single: bool = False
+    header: Mapping[str, Value]  # header values that the ranks compare: the pattern's contents and the schedule
+    tokens: int  # number of tokens of the shard without padding
+    keeps: bool  # whether backward reuses the messages that forward received; otherwise it receives them again
+    single: bool = False  # whether one kernel call computes all queries of the shard, so that no results are merged
 
     def steps(self) -> Iterator[tuple[Stage, Stage | None]]:
         """Yield each stage with the following one; None follows the last stage."""

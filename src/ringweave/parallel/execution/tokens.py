@@ -13,17 +13,11 @@ from ..planning.placement import Int64
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Ascending places on an axis of tokens.
-
-    Attributes:
-        count: Number of places.
-        span: (start, stop, step) if they are evenly spaced, else None.
-        index: int64 (count,) if they are not evenly spaced, else None.
-    """
+    """Ascending places on an axis of tokens."""
 
     count: int
-    span: tuple[int, int, int] | None
-    index: Tensor | None
+    span: tuple[int, int, int] | None  # (start, stop, step) if they are evenly spaced, else None
+    index: Tensor | None  # int64 (count,) if they are not evenly spaced, else None
 
     @staticmethod
     def at(places: Int64) -> Tokens:

@@ -114,15 +114,10 @@ class WireStatistics:
 
 @dataclass
 class Wire:
-    """The requested format of messages of keys and values, and counters of the sent ones.
-
-    Attributes:
-        form: The requested format.
-        tolerance: Largest relative error of an encoded message; None to encode regardless of the error.
-        statistics: Counters of sent messages.
-    """
+    """The requested format of messages of keys and values, and counters of the sent ones."""
 
     form: int = NATIVE
+    # largest relative error of an encoded message; None to encode regardless of the error
     tolerance: float | None = None
     statistics: WireStatistics = field(default_factory=WireStatistics)
 

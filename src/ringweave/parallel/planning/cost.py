@@ -41,19 +41,12 @@ class Machine:
 
 @dataclass(eq=False)
 class Load:
-    """The work and received bytes of all ranks for one call.
+    """The work and received bytes of all ranks for one call."""
 
-    Attributes:
-        local: (ranks,) operations on keys that the rank holds.
-        remote: (ranks,) operations that wait for keys or queries of other ranks.
-        received: (ranks,) received bytes.
-        senders: (ranks, ranks) whether the row's rank receives from the column's rank.
-    """
-
-    local: Float64
-    remote: Float64
+    local: Float64  # (ranks,) operations on keys that the rank holds
+    remote: Float64  # (ranks,) operations that wait for keys or queries of other ranks
     received: Float64
-    senders: Bools
+    senders: Bools  # (ranks, ranks) whether the row's rank receives from the column's rank
 
     @staticmethod
     def of(demands: Sequence[Demand], widths: Widths, cap: float = 1.05, *, queries: bool = True) -> Load:

@@ -22,17 +22,11 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class HeadKind:
-    """A kind of key heads: heads that need the same tiles and are exchanged together.
+    """A kind of key heads: heads that need the same tiles and are exchanged together."""
 
-    Attributes:
-        members: (n, 2) pairs of batch element and key head within the branch.
-        groups: Row sets of the plan that the query heads of each member use.
-        uses: Number of query heads of each member that use each of these row sets.
-    """
-
-    members: Int64
-    groups: tuple[int, ...]
-    uses: tuple[int, ...]
+    members: Int64  # (n, 2) pairs of batch element and key head within the branch
+    groups: tuple[int, ...]  # row sets of the plan that the query heads of each member use
+    uses: tuple[int, ...]  # number of query heads of each member that use each of these row sets
 
     @property
     def queries(self) -> int:
@@ -42,27 +36,16 @@ class HeadKind:
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """The demand of one branch: the tiles that the ranks of a placement need, and the ranks that hold them.
+    """The demand of one branch: the tiles that the ranks of a placement need, and the ranks that hold them."""
 
-    Attributes:
-        branch: The branch, over the whole sequence.
-        plan: The branch's plan.
-        placement: The assignment of tokens to ranks.
-        kinds: The branch's key heads, grouped by the tiles that they need.
-        run: Number of tokens of a run.
-        owner: (runs,) rank of each run.
-        slot: (runs,) place of each run's first token in its rank's shard.
-        stride: Distance between a run's tokens in the shard.
-    """
-
-    branch: Branch
+    branch: Branch  # the branch, over the whole sequence
     plan: BlockPlan
     placement: Placement
-    kinds: tuple[HeadKind, ...]
-    run: int
-    owner: Int64
-    slot: Int64
-    stride: int
+    kinds: tuple[HeadKind, ...]  # the branch's key heads, grouped by the tiles that they need
+    run: int  # number of tokens of a run
+    owner: Int64  # (runs,) rank of each run
+    slot: Int64  # (runs,) place of each run's first token in its rank's shard
+    stride: int  # distance between a run's tokens in the shard
 
     @staticmethod
     def of(branch: Branch, placement: Placement, ratio: int) -> Demand:

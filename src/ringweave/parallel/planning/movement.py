@@ -34,35 +34,22 @@ class Moves:
 
     The edge of query tile i of rank a and key tile j of rank b is computed on b if ``queries[b, i]``, else on a. In the
     second case ``keys[a, j]`` is set.
-
-    Attributes:
-        keys: (ranks, key tiles) whether the rank holds or receives the tile.
-        queries: (ranks, query tiles) whether the rank computes for a query tile of another rank.
     """
 
-    keys: Bools
-    queries: Bools
+    keys: Bools  # (ranks, key tiles) whether the rank holds or receives the tile
+    queries: Bools  # (ranks, query tiles) whether the rank computes for a query tile of another rank
 
 
 @dataclass(frozen=True, eq=False)
 class _Graph:
-    """Edges between query and key tiles of different ranks; different pairs of ranks have no nodes in common.
+    """Edges between query and key tiles of different ranks; different pairs of ranks have no nodes in common."""
 
-    Attributes:
-        row: (edges,) query tile.
-        col: (edges,) key tile.
-        work: (edges,) work of computing the edge, in tiles.
-        query: (edges,) number of the query node, from 0 without gaps over all pairs of ranks.
-        key: (edges,) number of the key node, from 0 without gaps over all pairs of ranks.
-        weights: Bytes of a query tile and of a key tile.
-    """
-
-    row: Int64
-    col: Int64
-    work: Float64
-    query: Int64
-    key: Int64
-    weights: tuple[int, int]
+    row: Int64  # (edges,) query tile
+    col: Int64  # (edges,) key tile
+    work: Float64  # (edges,) work of computing the edge, in tiles
+    query: Int64  # (edges,) number of the query node, from 0 without gaps over all pairs of ranks
+    key: Int64  # (edges,) number of the key node, from 0 without gaps over all pairs of ranks
+    weights: tuple[int, int]  # bytes of a query tile and of a key tile
 
     @cached_property
     def sizes(self) -> tuple[int, int]:

@@ -14,17 +14,11 @@ from ...plan import Branch
 
 @dataclass(frozen=True)
 class Widths:
-    """Channels of a head, and bytes per element.
+    """Channels of a head, and bytes per element."""
 
-    Attributes:
-        key: Channels of q and k.
-        value: Channels of v.
-        itemsize: Bytes per element of q, k and v.
-    """
-
-    key: int = 128
-    value: int = 128
-    itemsize: int = 2
+    key: int = 128  # channels of q and k
+    value: int = 128  # channels of v
+    itemsize: int = 2  # bytes per element of q, k and v
 
     @staticmethod
     def of(head_dim: int, itemsize: int) -> Widths:
@@ -55,19 +49,12 @@ class Widths:
 
 @dataclass(frozen=True)
 class Workload:
-    """Attention calls over one sequence that share a placement, such as those of interleaved layers.
+    """Attention calls over one sequence that share a placement, such as those of interleaved layers."""
 
-    Attributes:
-        calls: The branches of each call.
-        tokens: Length of the sequence.
-        heads: Query heads and key heads.
-        widths: Channels and bytes of a head.
-    """
-
-    calls: Sequence[Sequence[Branch]]
-    tokens: int
+    calls: Sequence[Sequence[Branch]]  # the branches of each call
+    tokens: int  # length of the sequence
     heads: tuple[int, int]
-    widths: Widths = Widths()
+    widths: Widths = Widths()  # channels and bytes of a head
 
     @property
     def ratio(self) -> int:

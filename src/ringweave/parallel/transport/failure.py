@@ -16,23 +16,14 @@ _FLAG, _WAITS = "failed", "waits"
 
 @dataclass(frozen=True)
 class ConnectionFailure:
-    """The reason why a connection ended.
+    """The reason why a connection ended."""
 
-    Attributes:
-        rank: Rank that detected the failure.
-        peer: Rank that is lost or silent, or None.
-        cause: Description.
-        transient: Whether a retry may help.
-        wanted: Expected behaviour, if no rank is lost or silent; else empty.
-        remedy: Advice for the user, if no rank is lost or silent; else empty.
-    """
-
-    rank: int
-    peer: int | None
+    rank: int  # rank that detected the failure
+    peer: int | None  # rank that is lost or silent, or None
     cause: str
-    transient: bool = False
-    wanted: str = ""
-    remedy: str = ""
+    transient: bool = False  # whether a retry may help
+    wanted: str = ""  # expected behaviour, if no rank is lost or silent; else empty
+    remedy: str = ""  # advice for the user, if no rank is lost or silent; else empty
 
     def error(self, rank: int, stage: int | None, step: int) -> RingError:
         """Return the error that a rank raises."""
