@@ -1,8 +1,9 @@
-"""Documents, and rows of a batch, as spans of queries and keys that belong together.
+"""Put all batch elements on one position axis, so that one pass plans the whole batch.
 
-A plan asks about all batch elements in one call. To that end positions of element b begin at ``b * ELEMENT`` on one
-axis, so that the tiles of all elements are tiles of one long sequence. ``Shared`` puts a pattern that is the same for
-all elements on this axis; patterns with different bounds per element compute with such positions directly.
+Positions of element b begin at ``b * ELEMENT``, and the tiles of all elements are tiles of one long sequence.
+``Spans`` are documents, or rows of the batch, as ranges of queries and keys on this axis. ``Shared`` puts a pattern
+that is the same for all elements on this axis; patterns with different bounds per element compute with such positions
+directly.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..torch_compat import wrapped
@@ -26,6 +28,29 @@ ELEMENT_BITS = 32
 ELEMENT = 1 << ELEMENT_BITS
 _END = 2**62
 P = TypeVar("P", Tensor, Int64)
+
+
+class Pieces(NamedTuple):
+    """The parts of tiles inside documents, in the order of the tiles.
+
+    Attributes:
+        tile: Tile of each part.
+        document: Document that it lies in.
+        inside: The part, counted from the first key of its document.
+        margins: Queries and keys of the tile before and after the part.
+    """
+
+    tile: Int64
+    document: Int64
+    inside: Tiles
+    margins: Tiles
+
+    def some(self, chosen: NDArray[np.bool_]) -> Pieces:
+        """Return some of the parts; ``self`` for all of them."""
+        if chosen.all():
+            return self
+        inside, margins = (Tiles(*(side[chosen] for side in each)) for each in (self.inside, self.margins))
+        return Pieces(self.tile[chosen], self.document[chosen], inside, margins)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -59,26 +84,36 @@ class Spans:
         """Return the number of queries and of keys of each document."""
         return (self.q_stop - self.q_first)[:-1], (self.k_stop - self.k_first)[:-1]
 
-    def _along(self, position: Int64) -> tuple[Int64, Int64]:
-        """Return where the elements of positions begin, and the offset to subtract to reach their documents."""
-        base = position & -ELEMENT
-        return base, base if self.one else np.zeros_like(base)
+    def overlaps(self, tiles: Tiles) -> Pieces:
+        """Cut tiles into their parts inside the documents; empty parts are left out."""
+        base = tiles.q_lo & -ELEMENT
+        own = Tiles(*(side - base for side in tiles)) if self.one else tiles
+        first = np.searchsorted(self.q_stop, own.q_lo, side="right")
+        first = np.maximum(first, np.searchsorted(self.k_stop, own.k_lo, side="right"))
+        last = np.searchsorted(self.q_first, own.q_hi, side="left")
+        last = np.minimum(last, np.searchsorted(self.k_first, own.k_hi, side="left"))
+        tile, document = _listed(first, last - first)
+        whole = Tiles(*(side[tile] for side in own))
+        q_lo, q_hi = np.maximum(whole.q_lo, self.q_first[document]), np.minimum(whole.q_hi, self.q_stop[document])
+        k_lo, k_hi = np.maximum(whole.k_lo, self.k_first[document]), np.minimum(whole.k_hi, self.k_stop[document])
+        q_moved, k_moved = base[tile] - self.origin[document], base[tile] - self.k_first[document]
+        pieces = Pieces(
+            tile,
+            document,
+            Tiles(q_lo + q_moved, q_hi + q_moved, k_lo + k_moved, k_hi + k_moved),
+            Tiles(q_lo - whole.q_lo, whole.q_hi - q_hi, k_lo - whole.k_lo, whole.k_hi - k_hi),
+        )
+        return pieces.some((q_lo < q_hi) & (k_lo < k_hi))
 
     def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int, inner: Pattern) -> Ranges:
         """Compute :meth:`Pattern.key_ranges` of ``inner`` inside the documents."""
-        base, off = self._along(q_lo)
-        q_lo, q_hi = q_lo - off, q_hi - off
-        first = np.searchsorted(self.q_stop, q_lo, side="right")
-        tile, doc = _listed(first, np.searchsorted(self.q_first, q_hi, side="left") - first)
-        lo, hi = np.maximum(q_lo[tile], self.q_first[doc]), np.minimum(q_hi[tile], self.q_stop[doc])
-        length = (self.k_stop - self.k_first)[doc]
-        real = (lo < hi) & (length > 0)
-        tile, doc, lo, hi, length = (x[real] for x in (tile, doc, lo, hi, length))
+        base = q_lo & -ELEMENT
+        tile, document, inside, _ = self.overlaps(Tiles(q_lo, q_hi, base, base + ELEMENT))
         if not len(tile):
             return Ranges.of((0, 0), rows=len(q_lo))
-        moved = base[tile] - self.origin[doc]
-        found = inner.key_ranges(lo + moved, hi + moved, int(length.max()))
-        key = (self.k_first[doc] & (ELEMENT - 1))[:, None]
+        length = (self.k_stop - self.k_first)[document]
+        found = inner.key_ranges(inside.q_lo, inside.q_hi, int(length.max()))
+        key = (self.k_first[document] & (ELEMENT - 1))[:, None]
         begin, end = (np.clip(side, 0, length[:, None]) + key for side in found)
         # A tile with several documents gets one range around them, which is tight: inner documents are short.
         start, stop = np.zeros((2, len(q_lo), begin.shape[1]), np.int64)
@@ -96,43 +131,21 @@ class Spans:
 
     def tile_classes(self, tiles: Tiles, inner: Pattern) -> Int64:
         """Compute :meth:`Pattern.tile_classes` of ``inner`` inside the documents."""
-        base, off = self._along(tiles.q_lo)
-        q_lo, q_hi, k_lo, k_hi = tiles = Tiles(*(side - off for side in tiles))
-        first = np.searchsorted(self.q_stop, q_lo, side="right")
-        first = np.maximum(first, np.searchsorted(self.k_stop, k_lo, side="right"))
-        last = np.searchsorted(self.q_first, q_hi, side="left")
-        last = np.minimum(last, np.searchsorted(self.k_first, k_hi, side="left"))
-        # the part of each tile inside each document, which ``inner`` classifies as a tile
-        tile, doc = _listed(first, last - first)
-        part = Tiles(
-            np.maximum(q_lo[tile], self.q_first[doc]),
-            np.minimum(q_hi[tile], self.q_stop[doc]),
-            np.maximum(k_lo[tile], self.k_first[doc]),
-            np.minimum(k_hi[tile], self.k_stop[doc]),
-        )
-        real = (part.q_lo < part.q_hi) & (part.k_lo < part.k_hi)
-        tile, doc, part = tile[real], doc[real], Tiles(*(side[real] for side in part))
-        q_moved, k_moved = base[tile] - self.origin[doc], base[tile] - self.k_first[doc]
-        if not len(tile):
-            return np.zeros(len(q_lo), np.int64)
-        code = inner.tile_classes(
-            Tiles(part.q_lo + q_moved, part.q_hi + q_moved, part.k_lo + k_moved, part.k_hi + k_moved)
-        )
-        real = code != EMPTY
-        tile, code, part = tile[real], code[real], Tiles(*(side[real] for side in part))
-        margins = [abs(mine - whole[tile]) for mine, whole in zip(part, tiles, strict=True)]
-        number = mix(code, *margins)
-        count = np.bincount(tile, minlength=len(q_lo))
-        keys = np.zeros(len(q_lo), np.int64)
-        keys[tile] = np.where((code == FULL) & (sum(margins) == 0), FULL, number)
+        pieces = self.overlaps(tiles)
+        keys = np.zeros(len(tiles.q_lo), np.int64)
+        if not len(pieces.tile):
+            return keys
+        code = inner.tile_classes(pieces.inside)
+        pieces, code = pieces.some(code != EMPTY), code[code != EMPTY]
+        tile, number = pieces.tile, mix(code, *pieces.margins)
+        keys[tile] = np.where((code == FULL) & (sum(pieces.margins) == 0), FULL, number)
+        count = np.bincount(tile, minlength=len(keys))
         several = np.flatnonzero(count > 1)
         if len(several):
             # a tile with several documents is identified by the numbers of all its parts
-            chosen = count[tile] > 1
-            row = np.repeat(np.arange(len(several)), count[several])
-            place = np.arange(len(row)) - np.repeat(np.cumsum(count[several]) - count[several], count[several])
+            row, place = _listed(np.zeros(len(several), np.int64), count[several])
             parts = np.zeros((len(several), int(count.max())), np.int64)
-            parts[row, place] = number[chosen]
+            parts[row, place] = number[count[tile] > 1]
             keys[several] = np.unique(parts, axis=0, return_inverse=True)[1].reshape(-1) + number.max() + 1
         return keys
 
