@@ -29,7 +29,7 @@ import ringweave as rw
 from ringweave.call import Arguments
 from ringweave.errors import RingweaveError
 from ringweave.patterns.declared import DECLARED
-from ringweave.patterns.shifted import placed
+from ringweave.patterns.shifted import with_offsets
 from ringweave.terms import KINDS, Term, terms_of, written
 
 N = 48
@@ -83,8 +83,8 @@ CLASSES_ELSEWHERE = {"ContextParallel"}
 RECORDS = {"AttentionOutput", "BlockPlan", "BlockWeights"}
 #: Methods by which patterns answer plans: internal, called with arrays.
 PROTOCOL = {
-    "allows", "key_ranges", "excluded_ranges", "tile_classes", "extents", "select", "check", "restride", "remade", "spans", "fits", "numbers", "read", "readable", "own", "either", "value", "views", "of", "key", "write", "parts_within",
-    "lookback", "apply", "gradient", "total", "bound", "over", "slope", "entry", "share", "example", "stays_equal",
+    "allows", "key_ranges", "excluded_ranges", "tile_classes", "extents", "select", "check", "restride", "remade", "spans", "fits", "bound_ids", "read", "readable", "own", "either", "value", "views", "of", "key", "write", "parts_within",
+    "distance_profile", "apply", "gradient", "total", "bound", "over", "slope", "entry", "share", "example", "stays_equal",
 }  # fmt: skip
 
 
@@ -135,7 +135,9 @@ def is_pattern(arguments: dict[str, Any], answer: Any) -> None:
 def sizes_of(arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     sizes = {name: arguments[name] for name in ("nq", "nk", "heads", "batch", "q_offset")}
     pattern = arguments.get("pattern", arguments.get("self"))
-    pattern, sizes["q_offset"] = placed(pattern, sizes["q_offset"], arguments.get("k_offset", 0), arguments["batch"])
+    pattern, sizes["q_offset"] = with_offsets(
+        pattern, sizes["q_offset"], arguments.get("k_offset", 0), arguments["batch"]
+    )
     return pattern, sizes
 
 
@@ -238,7 +240,7 @@ def fields_of(kind: type[Term]) -> dict[str, Any]:
 
 def is_weights(arguments: dict[str, Any], answer: Any) -> None:
     q, k = arguments["q"].double(), arguments["k"].double()
-    pattern, q_offset = placed(arguments["pattern"], arguments["q_offset"], arguments["k_offset"], 1)
+    pattern, q_offset = with_offsets(arguments["pattern"], arguments["q_offset"], arguments["k_offset"], 1)
     allowed = pattern.to_dense(N, N, 2, q_offset=q_offset)
     scale = 8**-0.5 if arguments["scale"] is None else float(arguments["scale"])
     scores = (scale * q @ k.mT).masked_fill(~allowed, -torch.inf)

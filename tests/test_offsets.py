@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave.patterns import Pattern, rebuild
-from ringweave.patterns.shifted import placed
+from ringweave.patterns.shifted import with_offsets
 from ringweave.plan.from_pattern import build
 
 from .cases import PATTERNS
@@ -50,7 +50,7 @@ def allowed(pattern: Pattern, nq: int, nk: int, first_q: Tensor, first_k: Tensor
 def test_positions_are_those_of_the_offsets(name: str, nq: int) -> None:
     pattern, nk = PATTERNS_OF_ROWS[name], 70
     dense = allowed(pattern, nq, nk, FIRST_Q, FIRST_K)
-    moved, left = placed(pattern, FIRST_Q, FIRST_K, BATCH)
+    moved, left = with_offsets(pattern, FIRST_Q, FIRST_K, BATCH)
     assert left == 0
     assert torch.equal(moved.to_dense(nq, nk, HEADS, batch=BATCH), dense)
     plan = build(moved, nq, nk, heads=HEADS, batch=BATCH, tile=(16, 32))
@@ -236,7 +236,7 @@ def test_a_write_between_calls_is_seen_and_one_before_a_gradient_is_not() -> Non
 
 def test_equal_steps_share_their_plan() -> None:
     def plan(first: Tensor) -> rw.BlockPlan:
-        return placed(rw.Causal(), first, 0, 4)[0].plan(1, 300, batch=4, heads=2)
+        return with_offsets(rw.Causal(), first, 0, 4)[0].plan(1, 300, batch=4, heads=2)
 
     first = plan(torch.tensor([256, 100, 256, 100]))
     assert plan(torch.tensor([256, 100, 256, 100])) is first

@@ -20,7 +20,7 @@ from .checks import whole
 from .errors import ShapeError
 from .patterns import Causal, Full, LongNet, Pattern
 from .patterns.fitting import fitting, refuse
-from .patterns.tiles import EMPTY, FULL, Int64, Tiles, mix
+from .patterns.tiles import EMPTY, FULL, Int64, Tiles, combine_ids
 from .plan.branches import branches
 from .plan.causality import causality
 from .units import count, percent
@@ -222,7 +222,7 @@ class _Counter:
         cells = cells[open_ := (keys != FULL) & (keys != EMPTY)]
         if cells.size:
             # tiles of one class and size have the same mask, so one of them is counted
-            label = mix(keys[open_], height[cells], width[cells])
+            label = combine_ids(keys[open_], height[cells], width[cells])
             _, first, inverse = np.unique(label, return_index=True, return_inverse=True)
             result[cells] = self._open(_take(tiles, cells[first]))[inverse.reshape(-1)]
         return result

@@ -22,7 +22,7 @@ from .errors import ShapeError, UnsupportedError, shown
 from .patterns import Pattern
 from .patterns.alignment import first_of_sizes
 from .patterns.fitting import fitting
-from .patterns.shifted import Shifted, first_positions, placed
+from .patterns.shifted import Shifted, first_positions, with_offsets
 from .plan import BlockPlan, Branch, branches
 from .plan.causality import causality
 from .terms import Term, as_terms
@@ -85,7 +85,7 @@ def explain(
         15
     """
     first = first_of_sizes(pattern, q_offset, k_offset, batch=batch, nq=nq, nk=nk)
-    pattern, q_offset = placed(pattern, first, k_offset, batch)
+    pattern, q_offset = with_offsets(pattern, first, k_offset, batch)
     if nk is None and isinstance(pattern, Shifted):
         raise ShapeError("nk", None, "the number of keys, with a tensor or a k_offset", "Pass nk.")
     if kv_heads is not None:

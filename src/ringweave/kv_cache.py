@@ -14,7 +14,7 @@ from .checks import check_device, whole
 from .errors import PageError, PatternError, ShapeError, UnsupportedError, shown
 from .patterns import KeyPadding, Pattern
 from .patterns.alignment import ends_at_query
-from .patterns.shifted import placed
+from .patterns.shifted import with_offsets
 from .precision import STORED, Precision, Scales, as_precision, store
 from .torch_compat import version
 from .types import DTYPES
@@ -380,7 +380,7 @@ def last_tokens(pattern: Pattern, lengths: Tensor, nq: int) -> Pattern:
     if not pattern.combinable:
         remedy = "A LongNet keeps tokens by their place: use Dilated or Segments."
         raise PatternError("pattern", repr(pattern), "a relation", remedy)
-    last = placed(pattern, (lengths.long() - nq).clamp_(min=0), 0, len(lengths))[0]
+    last = with_offsets(pattern, (lengths.long() - nq).clamp_(min=0), 0, len(lengths))[0]
     # bounds that change nothing would take a fifth of the time of a plan
     return last if ends_at_query(pattern) and known.all() else last & KeyPadding(lengths)
 

@@ -25,7 +25,7 @@ from .patterns.alignment import END, ends_at_query, first_query, padded_keys
 from .patterns.documents import packed_apart
 from .patterns.fitting import refuse
 from .patterns.function import of_call
-from .patterns.shifted import placed
+from .patterns.shifted import with_offsets
 from .precision import as_precision, store
 from .program import compiled, names
 from .terms import Term, as_terms, rounded, threshold_of
@@ -154,7 +154,7 @@ def checked(given: Arguments) -> Checked:
     bound = of_call(pattern.bound(q.shape[1], k.shape[1]))
     asked = 0 if given.q_offset is FIRST_POSITION else given.q_offset
     first = first_query(bound, asked, given.k_offset, batch=q.shape[0], nq=q.shape[2], nk=k.shape[2])
-    pattern, q_offset = placed(bound, first, given.k_offset, q.shape[0])
+    pattern, q_offset = with_offsets(bound, first, given.k_offset, q.shape[0])
     if context is not None and (pattern is not bound or isinstance(given.q_offset, str)):
         got = "'end', a tensor, or a k_offset, with a context"
         raise UnsupportedError("q_offset, k_offset", got, "0 with a context", "Decode on one device.")

@@ -181,7 +181,7 @@ def _check_mask(call: Call, names: dict[str, Any], counts: Any) -> None:
     which = "pattern"
     if call.first is not None:
         # the pattern by places, which no public name gives
-        which = "rw.patterns.shifted.placed(pattern, torch.tensor({}), torch.tensor({}), {})[0]"
+        which = "rw.patterns.shifted.with_offsets(pattern, torch.tensor({}), torch.tensor({}), {})[0]"
         which = which.format(list(call.first.q), list(call.first.k), s.batch)
         names = names | {"pattern": eval(which, {"rw": rw, "torch": torch, "pattern": names["pattern"]})}
         s = replace(s, nk=call.nk, q_offset=0)

@@ -272,7 +272,7 @@ def test_steps_share_a_pattern(name: str) -> None:
     assert len(set(map(id, patterns))) <= 2
     # and its plans can be put together of rows that were planned before
     assert patterns[-1].fixed
-    assert patterns[-1].lookback() is not None
+    assert patterns[-1].distance_profile() is not None
 
 
 def test_a_step_makes_few_calls() -> None:

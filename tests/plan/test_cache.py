@@ -192,8 +192,8 @@ def test_the_current_gpu_is_one_place_with_and_without_its_number(monkeypatch: p
 
     module = importlib.import_module("ringweave.plan.cache")
     monkeypatch.setattr(module, "build", on_cpu)
-    monkeypatch.setattr(module, "made", lambda plan, device: True)
-    monkeypatch.setattr(module, "used", lambda plan, device: None)
+    monkeypatch.setattr(module, "record_stream", lambda plan, device: True)
+    monkeypatch.setattr(module, "wait_for_stream", lambda plan, device: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     cache = rw.PlanCache()
     plans = [

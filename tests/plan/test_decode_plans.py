@@ -14,7 +14,7 @@ from torch import Tensor
 import ringweave as rw
 from ringweave.cache import PATTERNS as KEPT
 from ringweave.cache import PROGRAMS
-from ringweave.patterns.shifted import placed
+from ringweave.patterns.shifted import with_offsets
 from ringweave.plan import cache, decode_plans, from_pattern, plan_cache
 from ringweave.plan.from_pattern import build
 
@@ -90,7 +90,7 @@ def same(got: rw.BlockPlan, want: rw.BlockPlan) -> None:
 def test_reach_is_what_the_pattern_allows(name: str) -> None:
     n = 300
     pattern = PATTERNS[name] if name in PATTERNS else CASES[name](n)
-    look = pattern.lookback()
+    look = pattern.distance_profile()
     assert (look is not None) or name not in PATTERNS
     if look is None:
         return
@@ -191,12 +191,12 @@ def test_ragged_plans_are_those_planned_anew(name: str) -> None:
         last = (lengths - nq).clamp(min=0)
         kind = draw.choice(["pages", "offsets", "trimmed", "lengths", "padding", "both", "wrong"])
         if kind == "pages":
-            pattern = placed(pattern, last, 0, batch)[0] & rw.KeyPadding(lengths)
+            pattern = with_offsets(pattern, last, 0, batch)[0] & rw.KeyPadding(lengths)
         elif kind == "offsets":
-            pattern, q_offset = placed(pattern, last + 90, 0, batch)
+            pattern, q_offset = with_offsets(pattern, last + 90, 0, batch)
         elif kind == "trimmed":
             dropped = some(0, 900)
-            pattern, q_offset = placed(pattern, nk - nq + dropped - draw.choice([0, 0, 70]), dropped, batch)
+            pattern, q_offset = with_offsets(pattern, nk - nq + dropped - draw.choice([0, 0, 70]), dropped, batch)
             pattern &= rw.KeyPadding(lengths)
         elif kind == "lengths":
             pattern, q_offset = pattern & rw.KeyPadding(lengths), draw.choice([nk - nq, nk + 100])
@@ -204,9 +204,11 @@ def test_ragged_plans_are_those_planned_anew(name: str) -> None:
             pattern, q_offset = pattern & rw.KeyPadding(nk, some(0, nk)), nk - nq
         elif kind == "both":
             inside = pattern & rw.KeyPadding(nk + 50, some(0, nk // 2))
-            pattern, q_offset = placed(inside, last + 50, 50, batch)
+            pattern, q_offset = with_offsets(inside, last + 50, 50, batch)
         else:
-            pattern = placed(pattern, last, 0, batch)[0] & rw.KeyPadding(nk + draw.choice([0, 1]), some(0, nk + 1))
+            pattern = with_offsets(pattern, last, 0, batch)[0] & rw.KeyPadding(
+                nk + draw.choice([0, 1]), some(0, nk + 1)
+            )
         sizes: dict[str, Any] = {"heads": 4, "batch": batch, "q_offset": q_offset, "tile": tile}
         try:
             want = build(pattern, nq, nk, **sizes)
@@ -228,7 +230,7 @@ def test_ragged_steps_plan_nothing(name: str, queries: int, built: list[int], mo
     pages.append(k, v)
 
     def planned(n: int) -> None:
-        held = placed(pattern, first + n - queries, 0, 3)[0] & rw.KeyPadding(first + n)
+        held = with_offsets(pattern, first + n - queries, 0, 3)[0] & rw.KeyPadding(first + n)
         plan_cache.get(held, queries, 1312, heads=4, batch=3, tile=(16, 128))
 
     def step(n: int) -> tuple[Tensor, Tensor]:
@@ -297,7 +299,7 @@ def test_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     pattern, gathered = PATTERNS["sinks"], cache.PlanCache(max_bytes=2**20)
     for n in range(300, 900, 11):
         lengths = torch.arange(n, n + 30)
-        held = placed(pattern, lengths - 1, 0, 30)[0] & rw.KeyPadding(lengths)
+        held = with_offsets(pattern, lengths - 1, 0, 30)[0] & rw.KeyPadding(lengths)
         same(gathered.get(held, 1, 1024, batch=30, tile=(16, 128)), build(held, 1, 1024, batch=30, tile=(16, 128)))
     rows = KEPT.get(("rows", pattern.spec, 1, 16, 128))
     assert rows is None or len(rows.planned.known) <= 30
@@ -310,7 +312,7 @@ def test_a_batch_that_goes_on_is_planned_ahead(name: str, built: list[int]) -> N
     pattern, gathered, lengths = PATTERNS.get(name, CAUSAL), cache.PlanCache(), torch.arange(300, 1000, 23)
     for _ in range(17):
         batch = len(lengths)
-        held = placed(pattern, lengths - 1, 0, batch)[0] & rw.KeyPadding(lengths)
+        held = with_offsets(pattern, lengths - 1, 0, batch)[0] & rw.KeyPadding(lengths)
         same(
             gathered.get(held, 1, 1100, batch=batch, tile=(16, 128)), build(held, 1, 1100, batch=batch, tile=(16, 128))
         )
@@ -328,7 +330,7 @@ def test_rows_whose_planning_was_interrupted(monkeypatch: pytest.MonkeyPatch) ->
     for n in range(400, 800, 37):
         held, sizes = pattern & rw.KeyPadding(n), {"q_offset": n - 1, "tile": (16, 128)}
         with monkeypatch.context() as patch:
-            patch.setattr(decode_plans.Rows, "_leading", interrupted)
+            patch.setattr(decode_plans.RowCache, "_leading", interrupted)
             with pytest.raises(MemoryError):
                 gathered.get(held, 1, 1024, **sizes)  # type: ignore[arg-type]
         same(gathered.get(held, 1, 1024, **sizes), build(held, 1, 1024, **sizes))  # type: ignore[arg-type]

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ..checks import whole
 from ..errors import PatternError, shown
-from .base import Composite, Lookback, Pattern
+from .base import Composite, DistanceProfile, Pattern
 from .declared import declare
 from .fitting import called, nest, refuse
 from .global_tokens import Sinks
-from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, intersect, mix
+from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, combine_ids, intersect
 
 # most operands in a row in a text
 _GROUP = 256
@@ -92,7 +92,7 @@ class Combined(_Operator):
             # where the parts do not decide, and are not both neutral, the class is that of the pair
             open_ = ((other != winner) & ((mine != neutral) | (other != neutral))).nonzero()[0]
             if len(open_):
-                other[open_] = mix(mine[open_], other[open_])
+                other[open_] = combine_ids(mine[open_], other[open_])
             keys[left] = other
         return keys
 
@@ -121,8 +121,8 @@ class And(Combined):
     def residue_rate(self) -> int:
         return max(part.residue_rate for part in self.parts)
 
-    def lookback(self) -> Lookback | None:
-        return lookback_of(self.parts, min, min, all)
+    def distance_profile(self) -> DistanceProfile | None:
+        return combined_profile(self.parts, min, min, all)
 
     def __invert__(self) -> Pattern:
         return join(Or, *(~part for part in self.parts))
@@ -146,8 +146,8 @@ class Or(Combined):
     def tile_classes(self, tiles: Tiles) -> Int64:
         return self._pairwise(tiles, FULL, EMPTY)
 
-    def lookback(self) -> Lookback | None:
-        return lookback_of(self.parts, max, max, any)
+    def distance_profile(self) -> DistanceProfile | None:
+        return combined_profile(self.parts, max, max, any)
 
     def __invert__(self) -> Pattern:
         return join(And, *(~part for part in self.parts))
@@ -184,26 +184,26 @@ class Not(_Operator):
         keys = self.part.tile_classes(tiles)
         return np.where(keys <= FULL, FULL - keys, keys)
 
-    def lookback(self) -> Lookback | None:
-        look = self.part.lookback()
+    def distance_profile(self) -> DistanceProfile | None:
+        look = self.part.distance_profile()
         return None if look is None else look._replace(every=-1, far=not look.far, ahead=sys.maxsize)
 
     def __invert__(self) -> Pattern:
         return self.part
 
 
-def lookback_of(
+def combined_profile(
     parts: Sequence[Pattern],
     every: Callable[[Iterable[int]], int],
     ahead: Callable[[Iterable[int]], int],
     far: Callable[[Iterable[bool]], bool],
-) -> Lookback | None:
-    """Combine the lookbacks of parts by functions for ``every``, ``ahead`` and ``far``; None if a part has none."""
-    known = [look for part in parts if (look := part.lookback()) is not None]
+) -> DistanceProfile | None:
+    """Combine the profiles of parts by functions for ``every``, ``ahead`` and ``far``; None if a part has none."""
+    known = [look for part in parts if (look := part.distance_profile()) is not None]
     if len(known) < len(parts):
         return None
     first, back, every_of, far_of, ahead_of = zip(*known, strict=True)
-    return Lookback(max(first), max(back), every(every_of), far(far_of), ahead(ahead_of))
+    return DistanceProfile(max(first), max(back), every(every_of), far(far_of), ahead(ahead_of))
 
 
 def leaves(pattern: Pattern) -> Iterator[Pattern]:
@@ -328,10 +328,10 @@ class PerHead(_Operator):
     def select(self, b: int, h: int) -> Pattern:
         return self.patterns[h].select(b, h)
 
-    def lookback(self) -> Lookback | None:
-        look = lookback_of(self.patterns, min, max, any)
+    def distance_profile(self) -> DistanceProfile | None:
+        look = combined_profile(self.patterns, min, max, any)
         # None if the heads differ in ``far``
-        return look if look == lookback_of(self.patterns, min, max, all) else None
+        return look if look == combined_profile(self.patterns, min, max, all) else None
 
     @property
     def residue_rate(self) -> int:

@@ -44,7 +44,7 @@ _WRITTEN = ("_spec", "_follows", "has_function", "_fixed")
 _NUMBER = re.compile(r"TokenMask\(\d+")
 
 
-class Lookback(NamedTuple):
+class DistanceProfile(NamedTuple):
     """The distances at which a query attends keys, for a pattern that depends on distance; valid for every head.
 
     Attributes:
@@ -71,8 +71,9 @@ class Pattern(ABC):
 
     A new pattern defines ``_text``, ``allows``, ``key_ranges`` and ``tile_classes``. It may define ``excluded_ranges``
     if its complement is bounded; ``extents``, ``select`` and ``bound`` if batch elements or heads differ; ``check`` if
-    it fits certain lengths only; and ``restride`` and ``lookback``, which make plans cheaper. It may override the
-    properties ``tables``, ``residue_rate``, ``block_side`` and ``follows``. It overrides no other method of this class.
+    it fits certain lengths only; and ``restride`` and ``distance_profile``, which make plans cheaper. It may override
+    the properties ``tables``, ``residue_rate``, ``block_side`` and ``follows``. It overrides no other method of this
+    class.
     A pattern that contains patterns derives from :class:`Composite`, and a name for another pattern from
     :class:`Derived`.
 
@@ -170,7 +171,7 @@ class Pattern(ABC):
         """Restrict the pattern to positions offset, offset + rate, ..., renumbered from 0; None if it cannot."""
         return None
 
-    def lookback(self) -> Lookback | None:
+    def distance_profile(self) -> DistanceProfile | None:
         """Return the distances at which a query attends keys; None if the pattern does not depend on distance."""
         return None
 
@@ -554,8 +555,8 @@ class Full(Pattern):
     def restride(self, rate: int, offset: int) -> Pattern:
         return self
 
-    def lookback(self) -> Lookback:
-        return Lookback(0, 0, sys.maxsize, True, sys.maxsize)
+    def distance_profile(self) -> DistanceProfile:
+        return DistanceProfile(0, 0, sys.maxsize, True, sys.maxsize)
 
 
 class Derived(Pattern):
@@ -585,5 +586,5 @@ class Derived(Pattern):
     def restride(self, rate: int, offset: int) -> Pattern | None:
         return self.definition.restride(rate, offset)
 
-    def lookback(self) -> Lookback | None:
-        return self.definition.lookback()
+    def distance_profile(self) -> DistanceProfile | None:
+        return self.definition.distance_profile()

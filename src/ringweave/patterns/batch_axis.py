@@ -21,7 +21,7 @@ from torch import Tensor
 from ..torch_compat import wrapped
 from .base import Composite, Pattern, parts_of
 from .cache_key import CacheKey
-from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, mix
+from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, combine_ids
 
 #: Positions of a batch element on the axis of all elements; more than any sequence has.
 ELEMENT_BITS = 32
@@ -137,7 +137,7 @@ class Spans:
             return keys
         code = inner.tile_classes(pieces.inside)
         pieces, code = pieces.some(code != EMPTY), code[code != EMPTY]
-        tile, number = pieces.tile, mix(code, *pieces.margins)
+        tile, number = pieces.tile, combine_ids(code, *pieces.margins)
         keys[tile] = np.where((code == FULL) & (sum(pieces.margins) == 0), FULL, number)
         count = np.bincount(tile, minlength=len(keys))
         several = np.flatnonzero(count > 1)
@@ -242,7 +242,7 @@ class Bounds(Pattern):
         """Read the tensors; raise PatternError if their contents are invalid."""
 
     @abstractmethod
-    def numbers(self) -> tuple[Int64, ...]:
+    def bound_ids(self) -> tuple[Int64, ...]:
         """Return arrays (B,) of numbers that are all equal if and only if batch elements have equal bounds."""
 
     @abstractmethod

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..cache import PATTERNS
 from ..checks import LONGEST, integers, whole
 from ..errors import PatternError, ShapeError, shown
-from .tiles import Int64, mix
+from .tiles import Int64, combine_ids
 
 # Tokens of a default box. In the native kernel a pair in a tile of 32 takes 1.08 times as long as in a tile of 64, and
 # 1.16 times as long as in one of 128; but boxes of 64 and 128 tokens compute 1.1 to 2.8 times as many pairs (windows
@@ -293,11 +293,11 @@ class Pieces(NamedTuple):
         first, last = first[heads], last[np.append(heads[1:], len(row)) - 1] if len(row) else last
         number = np.bincount(row[heads], minlength=len(lo))
         start = np.cumsum(number) - number
-        layout = mix(hi - lo, cut, number)
+        layout = combine_ids(hi - lo, cut, number)
         for place in range(int(number.max(initial=0))):
             each, here = np.minimum(start + place, len(heads) - 1), place < number
             shape = (*side[heads[each]].T, *(last - first)[each].T)
-            layout = mix(layout, *(np.where(here, along, -1) for along in shape))
+            layout = combine_ids(layout, *(np.where(here, along, -1) for along in shape))
         return Pieces(given.reshape(-1), number, start, first, last, layout)
 
 

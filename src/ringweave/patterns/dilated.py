@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ..checks import LONGEST, check_dense, flag, integers, whole, whole_fields
 from ..errors import PatternError, shown
-from .base import Derived, Full, Lookback, Pattern
+from .base import Derived, DistanceProfile, Full, Pattern
 from .declared import declare
 from .fitting import fitting
 from .local import Causal, Segments, SlidingWindow
-from .tiles import Int64, Ranges, Tiles, classes, multiples
+from .tiles import Int64, Ranges, Tiles, multiples, number_classes
 
 
 @declare("Strided(8)", "By residue", tokens=64, hostile="Strided(2**30)")
@@ -57,7 +57,7 @@ class Strided(Pattern):
         q_lo, q_hi, k_lo, k_hi = tiles
         least, most = q_lo - k_hi + 1, q_hi - 1 - k_lo
         hits = most // self.stride - (least - 1) // self.stride
-        return classes(hits == 0, hits == most - least + 1, (q_lo - k_lo) % self.stride)
+        return number_classes(hits == 0, hits == most - least + 1, (q_lo - k_lo) % self.stride)
 
     @property
     def residue_rate(self) -> int:
@@ -112,9 +112,9 @@ class Dilated(Derived):
     def residue_rate(self) -> int:
         return self.rate
 
-    def lookback(self) -> Lookback:
+    def distance_profile(self) -> DistanceProfile:
         reach = self.window * self.rate
-        return Lookback(0, reach, self.window if self.rate == 1 else 0, False, reach)
+        return DistanceProfile(0, reach, self.window if self.rate == 1 else 0, False, reach)
 
 
 class StridedView(NamedTuple):

@@ -16,7 +16,7 @@ from .base import Full, Pattern, parts_of
 from .batch_axis import ELEMENT, ELEMENT_BITS, Bounds, Spans, rows_of
 from .declared import declare
 from .fitting import made_again, made_by
-from .tiles import Int64, Ranges, Tiles, mix
+from .tiles import Int64, Ranges, Tiles, combine_ids
 
 _LISTS = ("lengths", "cu_seqlens", "ids", "cu_seqlens_q", "cu_seqlens_k")
 
@@ -128,7 +128,7 @@ class Documents(Bounds):
             return _of_ids(rows_of(self._tables["ids"], 2))
         return _Packed(_of_bounds({name: rows_of(table, 1) for name, table in self._tables.items()}), None)
 
-    def numbers(self) -> tuple[Int64, ...]:
+    def bound_ids(self) -> tuple[Int64, ...]:
         known: dict[bytes, int] = {}
         return (np.array([known.setdefault(row.tobytes(), len(known)) for row in self._now.ids]),)
 
@@ -174,7 +174,7 @@ class Documents(Bounds):
 
     def tile_classes(self, tiles: Tiles) -> Int64:
         spans: Spans | None = self._now.spans
-        return mix(tiles.q_lo, tiles.k_lo) if spans is None else spans.tile_classes(tiles, Full())
+        return combine_ids(tiles.q_lo, tiles.k_lo) if spans is None else spans.tile_classes(tiles, Full())
 
     def restride(self, rate: int, offset: int) -> Pattern | None:
         if "ids" in self._tables:
@@ -201,7 +201,7 @@ def _of_ids(ids: Int64) -> _Packed:
     real = label >= 0
     place, ends, label = place[real], ends[real], label[real]
     row = place // n
-    if len(np.unique(mix(row, label))) < len(label):
+    if len(np.unique(combine_ids(row, label))) < len(label):
         return _Packed(None, ids)
     first, stop = row * (ELEMENT - n) + place, row * (ELEMENT - n) + ends
     return _Packed(Spans.of(first, stop, first, first, stop, rows == 1), ids)

@@ -35,7 +35,7 @@ from .base import Composite, Pattern, parts_of
 from .cache_key import CacheKey
 from .declared import declare
 from .key_padding import KeyPadding
-from .tiles import Int64, Ranges, Tiles, mix
+from .tiles import Int64, Ranges, Tiles, combine_ids
 
 V = TypeVar("V")
 # positions of the first query and the first key, at which a function is tried
@@ -323,7 +323,7 @@ def _holder_of(fn: MaskMod, named: tuple[Tensor, ...] | None, reads: Reads) -> H
 
 def holders(pattern: Pattern) -> list[Holder]:
     """Return the holders of the present values of the functions inside a pattern."""
-    return [mask.now()[0] for mask in functions_in(pattern)]
+    return [mask._present()[0] for mask in functions_in(pattern)]
 
 
 def of_call(pattern: Pattern) -> Pattern:
@@ -335,7 +335,7 @@ def of_call(pattern: Pattern) -> Pattern:
         return pattern
     if isinstance(pattern, Composite):
         return pattern.with_parts([of_call(part) for part in pattern.parts_within()])
-    return pattern.for_one_call() if isinstance(pattern, TokenMask) else pattern
+    return pattern._for_one_call() if isinstance(pattern, TokenMask) else pattern
 
 
 def store_of(pattern: Pattern, common: LRUCache[V]) -> LRUCache[V]:
@@ -454,7 +454,7 @@ class TokenMask(Pattern):
         self.write(self._text(), follows=True, function=True)
         return self
 
-    def now(self) -> tuple[Holder, tuple[Tensor, ...]]:
+    def _present(self) -> tuple[Holder, tuple[Tensor, ...]]:
         """Inspect the function; return the holder of its present values, and its tensors."""
         if torch.compiler.is_compiling():
             return self._holder, self._tables
@@ -463,9 +463,9 @@ class TokenMask(Pattern):
             object.__setattr__(self, "_seen", seen)
         return seen, tables
 
-    def for_one_call(self) -> TokenMask:
+    def _for_one_call(self) -> TokenMask:
         """Return the pattern with a number for one call if its function reads untracked values, else ``self``."""
-        holder = self.now()[0]
+        holder = self._present()[0]
         if not holder.unseen:
             return self
         single = Holder(self.fn, self._named, None)
@@ -473,7 +473,7 @@ class TokenMask(Pattern):
         return TokenMask.__new__(TokenMask)._of(single, (), self._batch, self._head)
 
     def _chosen(self, batch: int | None, head: int | None) -> TokenMask:
-        now = self.now()
+        now = self._present()
         return TokenMask.__new__(TokenMask)._of(*now, batch, head, _numbered(*now))
 
     @classmethod
@@ -504,7 +504,7 @@ class TokenMask(Pattern):
         return cls.__new__(cls)._of(holder, live, batch, head)
 
     def _text(self) -> str:
-        return self._spelled(*self.now())
+        return self._spelled(*self._present())
 
     def _spelled(self, holder: Holder, tables: tuple[Tensor, ...]) -> str:
         return f"TokenMask({holder.number}{', _' * len(tables)}{self._bound()})"
@@ -524,10 +524,10 @@ class TokenMask(Pattern):
     def tables(self) -> tuple[Tensor, ...]:
         if self._number is not None and torch.compiler.is_compiling():
             return self._number, *self._tables
-        return self.now()[1]
+        return self._present()[1]
 
     def key(self) -> CacheKey:
-        holder, tables = self.now()
+        holder, tables = self._present()
         if holder.unseen:
             return CacheKey(object())  # equal to no other key
         return CacheKey.following(self._spelled(holder, tables), tables)
@@ -628,7 +628,7 @@ class TokenMask(Pattern):
         return Ranges.of((0, nk), rows=len(q_lo))
 
     def tile_classes(self, tiles: Tiles) -> Int64:
-        return mix(tiles.q_lo, tiles.k_lo)
+        return combine_ids(tiles.q_lo, tiles.k_lo)
 
 
 def _out_of_bounds(error: BaseException | None) -> bool:

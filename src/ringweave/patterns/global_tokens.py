@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ..checks import integers, whole, whole_fields
 from ..errors import PatternError, shown
-from .base import Lookback, Pattern
+from .base import DistanceProfile, Pattern
 from .batch_axis import ELEMENT, ELEMENT_BITS, Bounds
 from .declared import declare
-from .tiles import Int64, Ranges, Tiles, classes
+from .tiles import Int64, Ranges, Tiles, number_classes
 
 # the most first tokens that are listed one by one to be joined with others
 _WRITTEN_OUT = 1024
@@ -122,7 +122,7 @@ class Sinks(Bounds):
     def _make(self) -> NDArray[np.bool_] | None:
         return None if self._mask is None else np.atleast_2d(self._mask.cpu().numpy()).copy()
 
-    def numbers(self) -> tuple[Int64, ...]:
+    def bound_ids(self) -> tuple[Int64, ...]:
         known: dict[bytes, int] = {}
         return (np.array([known.setdefault(row.tobytes(), len(known)) for row in self._now]),)
 
@@ -196,7 +196,7 @@ class Sinks(Bounds):
 
     def tile_classes(self, tiles: Tiles) -> Int64:
         count, subset = self._subset(tiles.k_lo, tiles.k_hi)
-        return classes(count == 0, count == tiles.k_hi - tiles.k_lo, subset)
+        return number_classes(count == 0, count == tiles.k_hi - tiles.k_lo, subset)
 
     def restride(self, rate: int, offset: int) -> Pattern:
         if self._mask is not None:
@@ -206,8 +206,8 @@ class Sinks(Bounds):
             return type(self)(max(0, -((offset - self.tokens) // rate)))
         return type(self)([(t - offset) // rate for t in self.tokens if t % rate == offset])
 
-    def lookback(self) -> Lookback | None:
-        return None if self.tables else Lookback(self._last + 1, 0, -1, False, 0)
+    def distance_profile(self) -> DistanceProfile | None:
+        return None if self.tables else DistanceProfile(self._last + 1, 0, -1, False, 0)
 
 
 def _positions(tokens: object) -> int | tuple[int, ...]:
@@ -262,7 +262,7 @@ class Global(Sinks):
         q_count, q_subset = self._subset(tiles.q_lo, tiles.q_hi)
         k_count, k_subset = self._subset(tiles.k_lo, tiles.k_hi)
         full = (q_count == tiles.q_hi - tiles.q_lo) | (k_count == tiles.k_hi - tiles.k_lo)
-        return classes((q_count == 0) & (k_count == 0), full, q_subset, k_subset)
+        return number_classes((q_count == 0) & (k_count == 0), full, q_subset, k_subset)
 
 
 P = TypeVar("P", Tensor, NDArray[np.int64])
@@ -320,4 +320,4 @@ class Periodic(Pattern):
             return whole * (self.stop - self.start) + np.clip(rest - self.start, 0, self.stop - self.start)
 
         count = chosen_before(tiles.k_hi) - chosen_before(tiles.k_lo)
-        return classes(count == 0, count == tiles.k_hi - tiles.k_lo, tiles.k_lo % self.period)
+        return number_classes(count == 0, count == tiles.k_hi - tiles.k_lo, tiles.k_lo % self.period)

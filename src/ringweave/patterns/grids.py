@@ -20,7 +20,7 @@ from ..errors import PatternError, shown
 from .base import Pattern
 from .boxes import Grid, Pieces, axes_text, coordinates, per_axis, token_runs
 from .declared import declare
-from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, classes
+from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, number_classes
 
 _SMALLEST, _LARGEST = 32, 128  # sides of tiles
 _COMPARED = 256  # pairs of boxes that a tile may have; a tile with more gets a class of its own
@@ -110,7 +110,7 @@ class OnGrid(Pattern):
             q_pieces, k_pieces = range(each >> 31), range(each & (2**31 - 1))
             if len(q_pieces) * len(k_pieces) > _COMPARED:
                 never = np.zeros(len(here), np.bool_)
-                found = classes(never, never, mine, theirs)
+                found = number_classes(never, never, mine, theirs)
             else:
                 pairs = [
                     self._pair(reached, q, q.begin[mine] + i, k, k.begin[theirs] + j)
@@ -118,7 +118,7 @@ class OnGrid(Pattern):
                     for j in k_pieces
                 ]
                 empty, full = (np.logical_and.reduce([pair == kind for pair in pairs]) for kind in (EMPTY, FULL))
-                found = classes(empty, full, q.layout[mine], k.layout[theirs], *pairs)
+                found = number_classes(empty, full, q.layout[mine], k.layout[theirs], *pairs)
             keys[here] = np.where(found > FULL, found + used, found)
             used = int(keys.max())
         return keys
@@ -140,7 +140,7 @@ class OnGrid(Pattern):
             else:
                 full &= (after <= low) & (before + reach > high)
             parts += [anchor, low - first]
-        return classes(empty, full, *parts)
+        return number_classes(empty, full, *parts)
 
 
 @declare("GridNeighborhood(Grid((32, 32)), 7)", "On a grid", hostile="GridNeighborhood(Grid((n // 64, 64)), 7, (4, 9))")

@@ -13,7 +13,7 @@ from ..errors import PatternError, shown
 from .base import Pattern
 from .batch_axis import ELEMENT, ELEMENT_BITS, Bounds, Spans, rows_of
 from .declared import declare
-from .tiles import Int64, Ranges, Tiles, classes
+from .tiles import Int64, Ranges, Tiles, number_classes
 
 
 @declare("KeyPadding(832, 192)", "By position", hostile="KeyPadding(n, n - 1)")
@@ -81,7 +81,7 @@ class KeyPadding(Bounds):
             side[:] = rows_of(bound, 1) if isinstance(bound, Tensor) else bound
         return start, stop
 
-    def numbers(self) -> tuple[Int64, ...]:
+    def bound_ids(self) -> tuple[Int64, ...]:
         start, stop = self._now
         return start, stop
 
@@ -127,7 +127,7 @@ class KeyPadding(Bounds):
         start, stop = self._of(tiles.k_lo)
         first, width = tiles.k_lo & (ELEMENT - 1), tiles.k_hi - tiles.k_lo
         low, high = np.maximum(start - first, 0), np.minimum(stop - first, width)
-        return classes(low >= high, (low == 0) & (high == width), low, high)
+        return number_classes(low >= high, (low == 0) & (high == width), low, high)
 
     def restride(self, rate: int, offset: int) -> Pattern:
         signed = (bound.long() if isinstance(bound, Tensor) else bound for bound in (self.stop, self.start))

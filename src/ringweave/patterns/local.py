@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..checks import whole, whole_fields
 from ..errors import PatternError, shown
-from .base import Derived, Lookback, Pattern
+from .base import Derived, DistanceProfile, Pattern
 from .declared import declare
 from .global_tokens import Sinks
-from .tiles import Int64, Ranges, Tiles, classes, intersect, multiples
+from .tiles import Int64, Ranges, Tiles, intersect, multiples, number_classes
 
 _NO_LIMIT = (
     "For flash-attn's window_size, where -1 means no limit, write Causal() for (-1, 0), Full() for (-1, -1), and the "
@@ -48,13 +48,13 @@ class Causal(Pattern):
 
     def tile_classes(self, tiles: Tiles) -> Int64:
         q_lo, q_hi, k_lo, k_hi = tiles
-        return classes(k_lo >= q_hi, k_hi - 1 <= q_lo, q_lo - k_lo)
+        return number_classes(k_lo >= q_hi, k_hi - 1 <= q_lo, q_lo - k_lo)
 
     def restride(self, rate: int, offset: int) -> Pattern:
         return self
 
-    def lookback(self) -> Lookback:
-        return Lookback(0, 0, sys.maxsize, True, 0)
+    def distance_profile(self) -> DistanceProfile:
+        return DistanceProfile(0, 0, sys.maxsize, True, 0)
 
 
 @declare("SlidingWindow(192, 64)", "By position", hostile="SlidingWindow(2**30, 0)")
@@ -109,13 +109,13 @@ class SlidingWindow(Pattern):
         q_lo, q_hi, k_lo, k_hi = tiles
         least, most = q_lo - k_hi + 1, q_hi - 1 - k_lo
         empty = (least > self.left) | (most < -self.right)
-        return classes(empty, (least >= -self.right) & (most <= self.left), q_lo - k_lo)
+        return number_classes(empty, (least >= -self.right) & (most <= self.left), q_lo - k_lo)
 
     def restride(self, rate: int, offset: int) -> Pattern:
         return SlidingWindow(self.left // rate, self.right // rate)
 
-    def lookback(self) -> Lookback:
-        return Lookback(0, self.left, self.left, False, self.right)
+    def distance_profile(self) -> DistanceProfile:
+        return DistanceProfile(0, self.left, self.left, False, self.right)
 
 
 @declare("Segments(256)", "By position", hostile="Segments(2**30)")
@@ -160,7 +160,7 @@ class Segments(Pattern):
         # segments between the starts of the two sides
         q_bound = np.minimum(length - q_lo % length, q_hi - q_lo)
         k_bound = np.minimum(length - k_lo % length, k_hi - k_lo)
-        return classes(empty, full, q_bound, k_bound, q_first - k_first)
+        return number_classes(empty, full, q_bound, k_bound, q_first - k_first)
 
     def restride(self, rate: int, offset: int) -> Pattern | None:
         return Segments(self.length // rate) if self.length % rate == 0 else None
@@ -225,7 +225,7 @@ class Neighborhood(Pattern):
         inside = (k_lo >= last + rate - 1) & (k_hi <= first + reach)
         inner = (q_lo >= before) & (q_hi - 1 - before <= self.tokens - reach)
         distance = q_lo - k_lo
-        return classes(
+        return number_classes(
             empty,
             inside & (rate == 1),
             np.where(inside, 2, inner.astype(np.int64)),

@@ -47,7 +47,7 @@ class Offsets(Bounds, Full):
         # (2, B), since contiguous offsets of one side are quicker to look up
         return np.ascontiguousarray(rows_of(self.table, 2).T)
 
-    def numbers(self) -> tuple[Int64, ...]:
+    def bound_ids(self) -> tuple[Int64, ...]:
         return tuple(self._now)
 
     def fits(self, nq: int, nk: int, q_offset: int) -> None:
@@ -151,7 +151,7 @@ class Shifted(Composite):
         )
 
 
-def placed(pattern: Pattern, q_offset: int | Tensor, k_offset: int | Tensor, batch: int) -> tuple[Pattern, int]:
+def with_offsets(pattern: Pattern, q_offset: int | Tensor, k_offset: int | Tensor, batch: int) -> tuple[Pattern, int]:
     """Return the pattern of a call with its offsets applied, and the q_offset, an int, that is left.
 
     Args:
@@ -182,7 +182,7 @@ def placed(pattern: Pattern, q_offset: int | Tensor, k_offset: int | Tensor, bat
 
 
 def first_positions(pattern: Pattern, q_offset: int, batch: int, device: torch.device) -> Tensor:
-    """Return the first query and key position of each batch element, (B, 2) int64, from the results of ``placed``."""
+    """Return the first query and key position of each batch element, (B, 2) int64, of a result of ``with_offsets``."""
     first = torch.zeros(batch, 2, dtype=torch.int64, device=device)
     for part in (pattern, *pattern.parts_within()):
         # a paged call combines the shifted pattern with bounds, so it is one of the parts

@@ -16,7 +16,7 @@ from .base import Pattern
 from .block_sets import BlockSet, ListedBlocks, MaskBlocks, ascending
 from .declared import declare
 from .fitting import made_again, made_by
-from .tiles import Int64, Ranges, Tiles, classes
+from .tiles import Int64, Ranges, Tiles, number_classes
 
 P = TypeVar("P", Tensor, NDArray[np.int64])
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -215,7 +215,7 @@ class BlockTable(Pattern):
         if open_.any():
             packed = np.packbits(inside[open_], axis=1)
             blocks[open_] = np.unique(packed, axis=0, return_inverse=True)[1].reshape(-1)
-        return classes(empty, full, blocks, tiles.q_lo % size_q, tiles.k_lo % size_k)
+        return number_classes(empty, full, blocks, tiles.q_lo % size_q, tiles.k_lo % size_k)
 
     def restride(self, rate: int, offset: int) -> Pattern | None:
         if any(side % rate for side in self.block_size):

@@ -40,7 +40,7 @@ class Ranges(NamedTuple):
         return int(np.maximum(self.stop - self.start, 0).sum())
 
 
-def mix(*parts: Int64) -> Int64:
+def combine_ids(*parts: Int64) -> Int64:
     """Combine numbers to one class >= 2 per element; classes are equal exactly if all parts are (mixed radix)."""
     total = np.zeros(parts[0].shape, np.int64)
     size = 1
@@ -59,7 +59,7 @@ def mix(*parts: Int64) -> Int64:
     return total + 2
 
 
-def distinct(numbers: Int64) -> tuple[Int64, Int64]:
+def unique_ids(numbers: Int64) -> tuple[Int64, Int64]:
     """Return a place of each distinct number, in ascending order, and which of these each number equals."""
     order = numbers.argsort()
     ascending = numbers[order]
@@ -71,12 +71,12 @@ def distinct(numbers: Int64) -> tuple[Int64, Int64]:
     return order[new.nonzero()[0]], like
 
 
-def classes(empty: NDArray[np.bool_], full: NDArray[np.bool_], *parts: Int64) -> Int64:
+def number_classes(empty: NDArray[np.bool_], full: NDArray[np.bool_], *parts: Int64) -> Int64:
     """Classify tiles as empty or full, and the others by ``parts``, the numbers that determine their mask."""
     keys = full.astype(np.int64)  # FULL is 1, EMPTY 0
     partial = (~(empty | full)).nonzero()[0]
     if len(partial):
-        keys[partial] = mix(*(part[partial] for part in parts))
+        keys[partial] = combine_ids(*(part[partial] for part in parts))
     return keys
 
 

@@ -19,7 +19,7 @@ from .grids import OnGrid
 from .key_padding import KeyPadding
 from .shifted import Shifted
 from .table import BlockTable
-from .tiles import Int64, Ranges, Tiles, distinct, mix
+from .tiles import Int64, Ranges, Tiles, combine_ids, unique_ids
 
 
 @declare(
@@ -176,9 +176,9 @@ def elements(pattern: Pattern, batch: int) -> tuple[Int64, Int64]:
         pattern: A pattern from :func:`batched`.
         batch: Number of batch elements.
     """
-    every = (bounds.numbers() for bounds in bounds_in(pattern) if bounds.extents()[0] is not None)
+    every = (bounds.bound_ids() for bounds in bounds_in(pattern) if bounds.extents()[0] is not None)
     numbers = [side for sides in every for side in sides]
     if not numbers:
         return np.zeros(1, np.int64), np.zeros(batch, np.int64)
-    first, like = distinct(mix(*numbers))
+    first, like = unique_ids(combine_ids(*numbers))
     return first * ELEMENT, like

@@ -11,7 +11,7 @@ from ..names import on_demand, only, suggest
 from ..patterns import Pattern
 from ..patterns.alignment import first_of_sizes
 from ..patterns.fitting import fitting
-from ..patterns.shifted import placed
+from ..patterns.shifted import with_offsets
 from .block_plan import BlockPlan, pack_masks, unpack_masks
 from .branches import Branch, Sizes, Spacing, branches, mixture, summands, tile_sides
 from .cache import CacheStatistics, PlanCache, pattern_of, plan_cache, step_plan
@@ -81,7 +81,7 @@ def plan(
     """
     if isinstance(q_offset, str):
         first = first_of_sizes(pattern, q_offset, 0, batch=batch, nq=nq, nk=nk)
-        pattern, q_offset = placed(pattern, first, 0, batch)
+        pattern, q_offset = with_offsets(pattern, first, 0, batch)
     pattern, nq, nk, heads, batch, q_offset = fitting(pattern, nq, nk, heads, batch, q_offset)
     sides = tile_sides(tile, pattern, nq, nk)
     device = check_device(device)

@@ -226,7 +226,7 @@ def _views(pattern: Pattern, size: Sizes) -> tuple[Branch, ...]:
     whole, rate = _whole(pattern, size), pattern.residue_rate
     if pattern.combinable and rate == 1:
         return (whole,)
-    look = pattern.lookback()
+    look = pattern.distance_profile()
     if look is not None and not look.far and size.nk > size.q_offset:
         # Split as for the earliest queries with the same residues and as many keys in reach. The split is the same for
         # all later queries, so decoding steps share it.

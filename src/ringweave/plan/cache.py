@@ -15,7 +15,7 @@ from ..patterns.cache_key import CacheKey
 from ..patterns.fitting import refuse
 from ..patterns.function import changed, holders, of_call
 from .block_plan import BlockPlan, Extent
-from .cuda_sync import made, used
+from .cuda_sync import record_stream, wait_for_stream
 from .from_pattern import build, check_tile
 
 # bytes of a plan besides its elements, for nine tensors in one piece and the cache entry; measured
@@ -94,13 +94,13 @@ class PlanCache:
         key = (made_of.value, *sizes, str(device))
         plan = kept.get(key)
         if plan is not None:
-            used(plan, device)
+            wait_for_stream(plan, device)
             return plan
         # one thread builds a plan; other threads with the same key wait for it
         with kept.making(key):
             plan = kept.get(key)
             if plan is not None:
-                used(plan, device)
+                wait_for_stream(plan, device)
                 return plan
             if kept is self._steps:
                 plan = _of_rows(pattern, sizes, device)
@@ -109,7 +109,7 @@ class PlanCache:
             ties = holders(pattern)
             if (ties or made_of.versions) and not pattern.key().same(made_of):
                 raise changed("values that were changed during planning", "TokenMask" if ties else "pattern")
-            if made(plan, device):
+            if record_stream(plan, device):
                 kept.put(key, plan, plan.nbytes + _PLAN_BYTES + made_of.nbytes, ties)
         return plan
 

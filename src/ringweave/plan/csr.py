@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import PatternError
 from ..patterns.tiles import Int64
 from .block_plan import BlockPlan
-from .cuda_sync import waits
+from .cuda_sync import require_no_capture
 
 _ALIGNED = 16  # elements: 64 bytes
 
@@ -138,7 +138,7 @@ def assemble(
     device: str | torch.device,
 ) -> BlockPlan:
     """Assemble a plan from row sets: add the lists by columns and the launch order, in one piece of memory."""
-    waits(device)
+    require_no_capture(device)
     q_tiles, kv_tiles = -(-nq // tile[0]), -(-nk // tile[1])
     limit(sum(len(each.row) for each in sets))
     count = sum(each.sets for each in sets)

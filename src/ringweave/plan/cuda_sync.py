@@ -22,7 +22,7 @@ def capturing(device: torch.device | str) -> bool:
     return torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def waits(device: torch.device | str) -> None:
+def require_no_capture(device: torch.device | str) -> None:
     """Raise if a graph is being captured; call this before a copy between host and device.
 
     Raises:
@@ -33,7 +33,7 @@ def waits(device: torch.device | str) -> None:
         raise UnsupportedError("plan", "none yet, while a CUDA graph is captured", wanted, "Call it before.")
 
 
-def made(thing: object, device: torch.device) -> bool:
+def record_stream(thing: object, device: torch.device) -> bool:
     """Record that an object was made on the current stream; return False if a graph captured it: do not cache it then.
 
     Args:
@@ -52,7 +52,7 @@ def made(thing: object, device: torch.device) -> bool:
     return True
 
 
-def used(thing: object, device: torch.device) -> None:
+def wait_for_stream(thing: object, device: torch.device) -> None:
     """Make the current stream wait for an object from another stream; keep the object if a graph is being captured."""
     if device.type != "cuda":
         return

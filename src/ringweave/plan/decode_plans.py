@@ -1,9 +1,9 @@
 """Plans of decoding steps, assembled from rows of tiles that were planned before.
 
-If a relation depends on distance (``Pattern.lookback``), queries at equal places in a tile attend the same tiles,
-except that later queries skip more tiles between the first keys and their window. So a row of tiles is planned once for
-each placement of queries and keys in their tiles, and the plan of a batch, with a placement for each element, is
-gathered from such rows.
+If a relation depends on distance (``Pattern.distance_profile``), queries at equal places in a tile attend the same
+tiles, except that later queries skip more tiles between the first keys and their window. So a row of tiles is planned
+once for each placement of queries and keys in their tiles, and the plan of a batch, with a placement for each element,
+is gathered from such rows.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..cache import PATTERNS
 from ..checks import LONGEST
 from ..patterns import And, KeyPadding, Pattern, rebuild
 from ..patterns.algebra import join
-from ..patterns.base import Lookback
+from ..patterns.base import DistanceProfile
 from ..patterns.batch_axis import rows_of
 from ..patterns.shifted import Offsets, Shifted
 from ..patterns.tiles import Int64
 from .block_plan import BlockPlan, Extent
 from .csr import RowSet, assemble
-from .cuda_sync import waits
+from .cuda_sync import require_no_capture
 from .from_pattern import MOST_IN_A_LINE, rows_of_elements
 
 # most cached rows of tiles per relation; a window needs at most one per key of the window and of a tile
@@ -76,17 +76,17 @@ class _Planned(NamedTuple):
     leading: Int64
 
 
-class Rows:
+class RowCache:
     """A cache of rows of tiles of one relation, by placement.
 
     Args:
         relation: The relation of a single head.
-        look: Its lookback.
+        look: Its distance profile.
         nq: Number of queries, which fit in one row of tiles.
         tile: Sides of a tile.
     """
 
-    def __init__(self, relation: Pattern, look: Lookback, nq: int, tile: tuple[int, int]):
+    def __init__(self, relation: Pattern, look: DistanceProfile, nq: int, tile: tuple[int, int]):
         self.relation, self.look, self.nq, self.tile = relation, look, nq, tile
         self.key = "rows", relation.spec, nq, *tile
         # one thread plans at a time
@@ -165,7 +165,7 @@ def gathered(pattern: Pattern, extent: Extent) -> BlockPlan | None:
     kinds = _kinds(specs, heads)
     if kinds is None or -(-nk // tile[1]) > MOST_IN_A_LINE:
         return None
-    waits(device)
+    require_no_capture(device)
     elements = _elements(offsets, by_place, by_position, nq, nk, batch, q_offset)
     if elements is None:
         return None
@@ -214,18 +214,18 @@ def _taken_apart(
 _PATTERN_BYTES = 2048
 
 
-def _kinds(specs: tuple[str, ...], heads: int) -> tuple[list[tuple[Pattern, Lookback]], Int64] | None:
+def _kinds(specs: tuple[str, ...], heads: int) -> tuple[list[tuple[Pattern, DistanceProfile]], Int64] | None:
     """Return the distinct relations of heads, and each head's number; None if one does not depend on distance."""
     key = "kinds", specs, heads
     found = PATTERNS.get(key)
     if found is None:
         found = (_found_kinds(specs, heads),)
         PATTERNS.put(key, found, _PATTERN_BYTES)
-    kinds: tuple[list[tuple[Pattern, Lookback]], Int64] | None = found[0]
+    kinds: tuple[list[tuple[Pattern, DistanceProfile]], Int64] | None = found[0]
     return kinds
 
 
-def _found_kinds(specs: tuple[str, ...], heads: int) -> tuple[list[tuple[Pattern, Lookback]], Int64] | None:
+def _found_kinds(specs: tuple[str, ...], heads: int) -> tuple[list[tuple[Pattern, DistanceProfile]], Int64] | None:
     parts = [rebuild(spec, ()) for spec in specs or ("Full()",)]
     whole = join(And, *parts)
     made = whole.extents()[1]
@@ -238,7 +238,7 @@ def _found_kinds(specs: tuple[str, ...], heads: int) -> tuple[list[tuple[Pattern
         of_head[h] = found.setdefault(each.spec, (len(found), each))[0]
     relations = []
     for _, each in found.values():
-        look = each.lookback()
+        look = each.distance_profile()
         if look is None:
             return None
         relations.append((each, look))
@@ -276,15 +276,15 @@ def _elements(
     return _Elements(q, k, start, stop)
 
 
-def _rows(relation: Pattern, look: Lookback, nq: int, tile: tuple[int, int]) -> Rows:
-    rows: Rows | None = PATTERNS.get(("rows", relation.spec, nq, *tile))
+def _rows(relation: Pattern, look: DistanceProfile, nq: int, tile: tuple[int, int]) -> RowCache:
+    rows: RowCache | None = PATTERNS.get(("rows", relation.spec, nq, *tile))
     if rows is None:
-        rows = Rows(relation, look, nq, tile)
+        rows = RowCache(relation, look, nq, tile)
         PATTERNS.put(rows.key, rows, rows.nbytes)
     return rows
 
 
-def _row_set(rows: Rows, elements: _Elements, nk: int, first_code: int) -> tuple[RowSet, NDArray[np.int32], Int64]:
+def _row_set(rows: RowCache, elements: _Elements, nk: int, first_code: int) -> tuple[RowSet, NDArray[np.int32], Int64]:
     """Return the distinct rows of a relation's elements, their masks, and the row of each element."""
     side = rows.tile[1]
     at, over, filled, places = _stand(rows.look, elements, rows.nq, side)
@@ -325,7 +325,7 @@ def _row_set(rows: Rows, elements: _Elements, nk: int, first_code: int) -> tuple
 
 
 def _stand(
-    look: Lookback, elements: _Elements, nq: int, side: int
+    look: DistanceProfile, elements: _Elements, nq: int, side: int
 ) -> tuple[list[int], list[int], list[bool], tuple[list[int], ...]]:
     """Reduce placements to equivalent ones near the first keys, which many elements and steps share.
 

@@ -20,12 +20,12 @@ from ..errors import PatternError, ShapeError, shown
 from ..patterns import BlockTable, Pattern, check_extents, rebuild
 from ..patterns.batch_axis import Shared
 from ..patterns.block_sets import ListedBlocks
-from ..patterns.tiles import EMPTY, FULL, Int64, Ranges, Tiles, distinct
+from ..patterns.tiles import EMPTY, FULL, Int64, Ranges, Tiles, unique_ids
 from ..patterns.within import batched, by_head, check_bounds, elements
 from .block_plan import BlockPlan, Extent
 from .csr import RowSet, assemble, limit
-from .cuda_sync import made, used, waits
-from .from_table import Listed, TableContext, fine, from_fine_table, from_table, of_sets, runs_of, split
+from .cuda_sync import record_stream, require_no_capture, wait_for_stream
+from .from_table import CodeList, TableContext, fine, from_fine_table, from_table, of_sets, runs_of, split
 
 _EVALUATED_AT_ONCE = 2**24  # mask bits
 _TILES_AT_ONCE = 2**18
@@ -152,22 +152,22 @@ def _table_context(every: str, none: str, extent: Extent, table: tuple[int, ...]
     context: TableContext | None = PATTERNS.get(key)
     if context is None:
         context = _new_context(every, none, extent, table, group)
-        made(context, torch.device(extent.device))
+        record_stream(context, torch.device(extent.device))
         PATTERNS.put(key, context, context.nbytes)
     else:
         # a graph that is being captured may read it for the life of the process
-        used(context, torch.device(extent.device))
+        wait_for_stream(context, torch.device(extent.device))
     return context
 
 
 def _new_context(every: str, none: str, extent: Extent, table: tuple[int, ...], group: int = 1) -> TableContext:
     nq, nk, heads, batch, tile, q_offset, device = extent
-    waits(device)
+    require_no_capture(device)
     q_tiles, kv_tiles = extent.tiles
     step = max(1, _TILES_AT_ONCE // kv_tiles)
     store = _Masks(tile)
 
-    def listed(each: Pattern, starts: Int64) -> Iterator[Listed]:
+    def listed(each: Pattern, starts: Int64) -> Iterator[CodeList]:
         # some rows at a time: adjacent tiles become runs, which are few even if the tiles are many
         for first in range(0, q_tiles, step):
             tiles = _rows(each, starts, nq, nk, q_offset, tile, store, slice(first, first + step))
@@ -256,7 +256,7 @@ def _rows(
         some = Tiles(*(side[partial] for side in tiles))
         # tiles that are clipped at the ends have other masks than whole tiles of their class
         clipped = (some.q_hi - some.q_lo != q_tile) * 2 + (some.k_hi - some.k_lo != kv_tile)
-        first, like = distinct(keys[partial] * 4 + clipped)
+        first, like = unique_ids(keys[partial] * 4 + clipped)
         bits[partial] = store.add(pattern, Tiles(*(side[first] for side in some)))[like]
     kept = bits != _Masks.EMPTY
     if not kept.all():

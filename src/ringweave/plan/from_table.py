@@ -170,9 +170,9 @@ def _some(tiles: TileList, chosen: Tensor) -> TileList:
 
 EMPTY = -2
 #: Ascending places of tiles in a flat array of a head's tiles, and their codes.
-Listed = tuple[Int64, NDArray[np.int32]]
+CodeList = tuple[Int64, NDArray[np.int32]]
 #: Begins, ends and codes of runs of tiles with one code.
-Runs = tuple[Int64, Int64, NDArray[np.int32]]
+CodeRuns = tuple[Int64, Int64, NDArray[np.int32]]
 
 
 def split(pattern: Pattern, tile: tuple[int, int]) -> tuple[BlockTable, Pattern, Pattern] | None:
@@ -243,8 +243,8 @@ class TableContext:
 
     @staticmethod
     def of(
-        inside: tuple[Sequence[Sequence[Runs]], Tensor],
-        outside: tuple[Sequence[Sequence[Listed]], Tensor],
+        inside: tuple[Sequence[Sequence[CodeRuns]], Tensor],
+        outside: tuple[Sequence[Sequence[CodeList]], Tensor],
         masks: Tensor,
         table: Tensor,
         area: int,
@@ -314,7 +314,7 @@ class TableContext:
         return _some(every, (number * width + every.col).sort(stable=True).indices)
 
 
-def runs_of(place: Int64, code: NDArray[np.int32]) -> Runs:
+def runs_of(place: Int64, code: NDArray[np.int32]) -> CodeRuns:
     """Join adjacent tiles of equal codes, at ascending places, to runs (begin, end, code)."""
     ends = np.ones(len(place) + 1, np.bool_)
     ends[1:-1] = (place[1:] != place[:-1] + 1) | (code[1:] != code[:-1])

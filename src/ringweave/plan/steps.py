@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..cache import PATTERNS
 from ..errors import PatternError
 from ..patterns import Pattern, rebuild
-from ..patterns.base import Lookback
+from ..patterns.base import DistanceProfile
 from .branches import Branch, Spacing, summands
 from .from_pattern import default_tile
 
@@ -72,7 +72,7 @@ class StepPart(NamedTuple):
 
 class _Summand(NamedTuple):
     pattern: Pattern
-    look: Lookback | None
+    look: DistanceProfile | None
 
 
 def parts_of_step(spec: str, keys: int, side: int, views: bool) -> tuple[StepPart, ...]:
@@ -88,12 +88,12 @@ def parts_of_step(spec: str, keys: int, side: int, views: bool) -> tuple[StepPar
     if found is None:
         pattern = rebuild(spec, ())
         listed = summands(pattern) if pattern.combinable else ()
-        found = tuple(_Summand(part, part.lookback()) for part in listed)
+        found = tuple(_Summand(part, part.distance_profile()) for part in listed)
         PATTERNS.put(("summands", spec), found, _PATTERN_BYTES)
     return tuple([_part(part, look, keys, side, views) for part, look in found])
 
 
-def _part(pattern: Pattern, look: Lookback | None, keys: int, side: int, views: bool) -> StepPart:
+def _part(pattern: Pattern, look: DistanceProfile | None, keys: int, side: int, views: bool) -> StepPart:
     rate = pattern.residue_rate
     if rate == 1:
         return StepPart(pattern, 1, 0, keys, None, _run(look, keys, side))
@@ -113,7 +113,7 @@ def _in_view(pattern: Pattern, keys: int, side: int) -> StepPart | None:
     found: tuple[_Summand, ...] | None = PATTERNS.get(key)
     if found is None:
         inside = pattern.restride(rate, first)
-        found = () if inside is None or inside.block_side else (_Summand(inside, inside.lookback()),)
+        found = () if inside is None or inside.block_side else (_Summand(inside, inside.distance_profile()),)
         PATTERNS.put(key, found, _PATTERN_BYTES)
     for inside, look in found:
         try:
@@ -125,7 +125,7 @@ def _in_view(pattern: Pattern, keys: int, side: int) -> StepPart | None:
     return None
 
 
-def _run(look: Lookback | None, keys: int, side: int) -> Run:
+def _run(look: DistanceProfile | None, keys: int, side: int) -> Run:
     """Return the run of a step; a pattern that does not depend on distance has a run for each length.
 
     Steps that attend all keys share a plan while the keys fill the same number of tiles, since all tiles are full.

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from .block_plan import BlockPlan, pack_masks, unpack_masks
 from .branches import Branch
 from .csr import RowSet, assemble
-from .cuda_sync import made, used
+from .cuda_sync import record_stream, wait_for_stream
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,10 +60,10 @@ class CutBranch(Branch):
         plan = self._on.get(str(device))
         if plan is None:
             plan = self.tiles.to(device)
-            if not made(plan, device):
+            if not record_stream(plan, device):
                 return plan
             self._on[str(device)] = plan
-        used(plan, device)
+        wait_for_stream(plan, device)
         return plan
 
 

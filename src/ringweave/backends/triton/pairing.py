@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...cache import beside
 from ...plan import BlockPlan
-from ...plan.cuda_sync import made, used, waits
+from ...plan.cuda_sync import record_stream, require_no_capture, wait_for_stream
 from . import queues
 
 # pairing pays, by halving the reads of keys, up to this ratio of computed tiles to tiles of the plan
@@ -52,16 +52,16 @@ def paired(plan: BlockPlan) -> Rows | None:
         # a plan that the host has not counted must not be read, and pairing has to read the size of the union
         rows: Rows | None = _paired(plan) if plan.counted else None
         for thing in () if rows is None else (rows, rows.plan):
-            made(thing, plan.device)
+            record_stream(thing, plan.device)
         known["pairs"] = rows
     rows = known["pairs"]
     for thing in () if rows is None else (rows, rows.plan):
-        used(thing, plan.device)
+        wait_for_stream(thing, plan.device)
     return rows
 
 
 def _paired(plan: BlockPlan) -> Rows | None:
-    waits(plan.device)
+    require_no_capture(plan.device)
     sets, tiles = plan.row_ptr.shape[0], plan.q_tiles
     counts = plan.row_ptr.diff(dim=1).reshape(-1).long()
     row = torch.arange(sets * tiles, device=plan.device).repeat_interleave(counts, output_size=plan.nnz)

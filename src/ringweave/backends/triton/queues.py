@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...cache import beside
 from ...plan import BlockPlan, pack_masks, unpack_masks
-from ...plan.cuda_sync import made, used, waits
+from ...plan.cuda_sync import record_stream, require_no_capture, wait_for_stream
 
 _MASKS_AT_ONCE = 1024
 # bytes of keys and values that should stay in the second-level cache while programs share them
@@ -59,7 +59,7 @@ class Masks:
             _dead(parts[3], plan.mask_id, plan.col, plan.nk, plan.kv_tile),
             _dead(parts[4], plan.mask_id_t, plan.row, plan.nq, plan.q_tile),
         )
-        waits(plan.device)
+        require_no_capture(plan.device)
         dead_keys, dead_queries = torch.stack(dead).tolist()
         return Masks(parts[0], parts[1], parts[2], dead_keys, dead_queries)
 
@@ -99,10 +99,10 @@ def masks(plan: BlockPlan) -> Masks:
     masks: Masks | None = known.get("masks")
     if masks is None:
         masks = Masks.of(plan)
-        if made(masks, plan.device):
+        if record_stream(masks, plan.device):
             known["masks"] = masks
     else:
-        used(masks, plan.device)
+        wait_for_stream(masks, plan.device)
     return masks
 
 
@@ -119,7 +119,7 @@ def shared(plan: BlockPlan, ratio: int) -> bool:
         return False
     known, key = beside(plan), ("shared", ratio)
     if key not in known:
-        waits(plan.device)
+        require_no_capture(plan.device)
         by_key_head = heads.unflatten(1, (-1, ratio))
         known[key] = bool((by_key_head == by_key_head[..., :1]).all())
     return bool(known[key])
@@ -192,10 +192,10 @@ def _once(plan: BlockPlan, key: tuple[object, ...], of: Callable[[], Queue]) -> 
     queue: Queue | None = queues.get(key)
     if queue is None:
         queue = of()
-        if made(queue, plan.device):
+        if record_stream(queue, plan.device):
             queues[key] = queue
     else:
-        used(queue, plan.device)
+        wait_for_stream(queue, plan.device)
     return queue
 
 
@@ -223,7 +223,7 @@ def _cut(records: Tensor, order: Tensor, counts: Tensor, plan: BlockPlan, most: 
     total = plan.nnz * (counts.shape[0] if plan.row_ptr.shape[0] == 1 else 1)
     if most <= max(1, least, total // units):
         return Queue(records)
-    waits(plan.device)
+    require_no_capture(plan.device)
     counts = counts.reshape(-1)[order].long()
     even = (counts.sum() // units).clamp(min=max(1, least))
     shares = torch.where(counts > even, -(-counts // (even // 2).clamp(min=1)), 1)
