@@ -40,8 +40,9 @@ PERIOD = 0.2
 _GRACE = 3.0
 # seconds of waiting for ranks to connect, after which their processes are checked
 _LATE = 0.3
-# seconds after which a failure counts as reported although the store has not answered
+# seconds after which a failure counts as reported although the store, or its host, does not answer
 _REPORTING = 1.0
+_THREAD = "ringweave-connection"
 
 
 class State(enum.Enum):
@@ -147,10 +148,7 @@ class Connection:
             self._waiting = None
 
     def fail(self, failure: ConnectionFailure) -> ConnectionFailure:
-        """Report a failure to all ranks, from any thread; return the first reported one, which may be another rank's.
-
-        Returns within about a second, even if the store does not answer because its host is stopped.
-        """
+        """Report a failure to all ranks, from any thread; return the first reported one, perhaps another rank's."""
         self._reported = failure
         self._start()
         self._wake.set()
@@ -160,13 +158,17 @@ class Connection:
         assert self.failure is not None
         return self.failure
 
-    def close(self) -> None:
-        """End the thread and close the links."""
+    def stop(self) -> None:
+        """End the thread."""
         self._closed = True
         self._wake.set()
         # the garbage collector may call this on any thread
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(1.0)
+
+    def close(self) -> None:
+        """End the thread and close the links."""
+        self.stop()
         self._links.clear()
 
     def _lost(self, error: LinkError, words: str) -> FailedError:
@@ -188,8 +190,7 @@ class Connection:
         """Start the thread, unless it has started."""
         with self._changed:
             if self._thread is None:
-                name = "ringweave-connection"
-                self._thread = threading.Thread(target=self._run, args=(connecting,), name=name, daemon=True)
+                self._thread = threading.Thread(target=self._run, args=(connecting,), name=_THREAD, daemon=True)
                 self._thread.start()
 
     def _run(self, connecting: Callable[[], None] | None) -> None:

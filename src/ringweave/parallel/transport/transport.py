@@ -226,7 +226,8 @@ class Transport:
         """Close the connections and end their thread; later calls raise."""
         self._closed = True
         if self._connection is not None:
-            self._close()
+            self._stop()
+            self._connection.close()
         self._log.clear()
 
     def _check_open(self) -> None:
@@ -251,7 +252,7 @@ class Transport:
             if self._ended is not None and self._connection is not None:
                 raise FailedError(self._connection.fail(self._ended))
         except FailedError as error:
-            raise self._error(error.failure, pending) from error
+            raise error.failure.error(self.rank, pending.stage, self.call_count) from error
         if pending.done:
             return pending
         if self.retries and not pending.metadata:
@@ -297,12 +298,12 @@ class Transport:
 
     def _recover(self, failure: ConnectionFailure, pending: _Pending) -> None:
         if not failure.transient or self._generation == self.retries:
-            raise self._error(failure, pending)
+            raise failure.error(self.rank, pending.stage, self.call_count)
         self._generation += 1
         try:
             self._connect()
         except FailedError as error:
-            raise self._error(error.failure, pending) from error
+            raise error.failure.error(self.rank, pending.stage, self.call_count) from error
 
     def _open(self) -> Connection:
         """Return the connection of this generation; a failure can be reported over it before the ranks meet."""
@@ -313,13 +314,14 @@ class Transport:
             store = dist.PrefixStore(str(self._generation), self._store)
             self._connection = Connection(store, self.rank, self.size, self.deadline, self._lifelines)
             # the connection's thread must end with this transport, and before the interpreter does, without close()
-            self._close = weakref.finalize(self, self._connection.close)
+            self._stop = weakref.finalize(self, self._connection.stop)
         return self._connection
 
     def _connect(self) -> None:
         """Connect to all ranks again, and repeat the messages that any rank misses."""
         if self._connection is not None:
-            self._close()
+            self._stop()
+            self._connection.close()
             self._connection = None
         seconds = self.deadline if self._generation else self.opening
         connection = self._open()
@@ -328,9 +330,6 @@ class Transport:
             entry.works = []
             if entry.number >= first:
                 entry.post(connection, self.counters)
-
-    def _error(self, failure: ConnectionFailure, pending: _Pending) -> RingError:
-        return failure.error(self.rank, pending.stage, self.call_count)
 
 
 def _check(name: str, messages: Tensors, rank: int, size: int) -> None:
