@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from triton.backends.compiler import GPUTarget
 
-from ringweave.backends.triton.kernels.extras import ALIBI, BIAS, DISTANCE, SOFTCAP
-from ringweave.backends.triton.launch_config import Device, LaunchConfig, Traits, choose
+from ringweave.backends.triton.kernels.terms import ALIBI, BIAS, DISTANCE, SOFTCAP
+from ringweave.backends.triton.launch_config import Device, LaunchConfig, Traits, launch_config_for
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Extras:
-    """Terms, by the kinds of kernels.extras, those that learn, and dropout."""
+    """Terms, by the kinds of kernels.terms, those that learn, and dropout."""
 
     terms: tuple[int, ...] | None = None
     learns: tuple[int, ...] | None = None
@@ -131,4 +131,6 @@ def blocks_of(
     rows = (shape.queries or shape.tile[0]) * shape.heads * shape.tiles
     tile = (shape.tile[0] if kernel == "backward_kv" else max(16, rows), shape.tile[1])
     device, described = TARGETS[name].device, shape.described
-    return choose(kernel, dim, value_dim, itemsize, tile, device, None, Traits(shape.clear, extras, described))
+    return launch_config_for(
+        kernel, dim, value_dim, itemsize, tile, device, None, Traits(shape.clear, extras, described)
+    )

@@ -139,8 +139,10 @@ def test_programs_that_stay(monkeypatch: pytest.MonkeyPatch, eager: None, poison
     pattern = on_small_tiles("global", 70)
     assert cut(x, pattern).queue.items > 8 == launch._device(x.q.device).units
     want = run(x, pattern, "triton")
-    choose = launch.choose
-    monkeypatch.setattr(launch, "choose", lambda *case: dataclasses.replace(choose(*case), resident=1))
+    launch_config_for = launch.launch_config_for
+    monkeypatch.setattr(
+        launch, "launch_config_for", lambda *case: dataclasses.replace(launch_config_for(*case), resident=1)
+    )
     got = run(x, pattern, "triton")
     for name in NAMES:
         assert torch.equal(got[name], want[name]), name
@@ -154,8 +156,10 @@ def test_descriptors(name: str, monkeypatch: pytest.MonkeyPatch, poisoned: None)
     pattern = EVERYTHING[name](150)
     want = run(x, pattern, "triton")
     made = []
-    choose, described = launch.choose, arguments.described
-    monkeypatch.setattr(launch, "choose", lambda *case: dataclasses.replace(choose(*case), described=True))
+    launch_config_for, described = launch.launch_config_for, arguments.described
+    monkeypatch.setattr(
+        launch, "launch_config_for", lambda *case: dataclasses.replace(launch_config_for(*case), described=True)
+    )
     monkeypatch.setattr(arguments, "described", lambda of, tokens: made.append(of) or described(of, tokens))
     got = run(x, pattern, "triton")
     assert made
@@ -188,13 +192,13 @@ def test_described_tiles_with_keys_that_nobody_attends(
     )
     want = ours(x, pattern, given, "triton")
     x.k[:, :, 20:31], x.v[:, :, 20:31] = torch.nan, torch.nan
-    choose, described, made, asked = launch.choose, arguments.described, set(), []
+    launch_config_for, described, made, asked = launch.launch_config_for, arguments.described, set(), []
 
     def chosen(kernel: str, *case: object) -> launch.LaunchConfig:
         asked.append(kernel)
-        return dataclasses.replace(choose(kernel, *case), described=True)
+        return dataclasses.replace(launch_config_for(kernel, *case), described=True)
 
-    monkeypatch.setattr(launch, "choose", chosen)
+    monkeypatch.setattr(launch, "launch_config_for", chosen)
     monkeypatch.setattr(arguments, "described", lambda of, n: made.add(asked[-1]) or described(of, n))
     got = ours(x, pattern, given, "triton")
     assert made >= {"forward", "backward_q"}
@@ -204,8 +208,10 @@ def test_described_tiles_with_keys_that_nobody_attends(
 
 def test_what_descriptors_cannot_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broadcast tensors and odd strides are read by addresses."""
-    choose = launch.choose
-    monkeypatch.setattr(launch, "choose", lambda *case: dataclasses.replace(choose(*case), described=True))
+    launch_config_for = launch.launch_config_for
+    monkeypatch.setattr(
+        launch, "launch_config_for", lambda *case: dataclasses.replace(launch_config_for(*case), described=True)
+    )
     monkeypatch.setattr(arguments, "described", lambda *_: pytest.fail("described"))
     x = Inputs.random(70, heads=2, dtype=torch.float16)
     rw.attention(x.q, x.k[:, :1].expand(-1, 2, -1, -1), x.v, rw.Causal(), backend="triton")

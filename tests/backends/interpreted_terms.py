@@ -15,7 +15,7 @@ from torch import Tensor
 import ringweave as rw
 from ringweave.backends import triton
 from ringweave.backends.triton import launch
-from ringweave.backends.triton.kernels import extras
+from ringweave.backends.triton.kernels import terms as compiled
 from ringweave.call import Call, Operands
 from ringweave.patterns import Pattern
 from ringweave.plan import Branch
@@ -120,10 +120,10 @@ def test_a_kind_without_a_formula_is_no_other_kind(monkeypatch: pytest.MonkeyPat
     """Listed and not computed: scores as they are would be wrong in silence; not listed: refused."""
     x = Inputs.random(16, heads=1, dim=8)
     assert not triton.BACKEND.lacks(frozenset({"Softcap"}), "cpu")
-    monkeypatch.setitem(extras.KINDS, "softcap", 99)
+    monkeypatch.setitem(compiled.KINDS, "softcap", 99)
     with pytest.raises(Exception, match="a kind without a formula"):
         rw.attention(x.q, x.k, x.v, terms=rw.Softcap(1.0), backend="triton")
-    monkeypatch.delitem(extras.KINDS, "softcap")
+    monkeypatch.delitem(compiled.KINDS, "softcap")
     # of another number: what a backend computes is asked once for a program
     with pytest.raises(rw.UnsupportedError, match="it computes no Softcap"):
         rw.attention(x.q, x.k, x.v, terms=rw.Softcap(2.0), backend="triton")

@@ -13,7 +13,7 @@ import torch
 import ringweave as rw
 from ringweave.backends import tuning
 from ringweave.backends.triton import launch_config as module
-from ringweave.backends.triton.launch_config import Device, LaunchConfig, choose, misfit
+from ringweave.backends.triton.launch_config import Device, LaunchConfig, launch_config_for, misfit
 from ringweave.call import Call
 from ringweave_lab.tune.answers import write_entries
 
@@ -49,10 +49,10 @@ def asked(
     tile: tuple[int, int] = (128, 128),
     device: Device = HOPPER,
 ) -> LaunchConfig:
-    return choose(kernel, dim, 64, dtype.itemsize, tile, device, (dtype, masked))
+    return launch_config_for(kernel, dim, 64, dtype.itemsize, tile, device, (dtype, masked))
 
 
-USUAL = choose("forward", 64, 64, 2, (128, 128), HOPPER)
+USUAL = launch_config_for("forward", 64, 64, 2, (128, 128), HOPPER)
 
 
 @pytest.mark.parametrize("kernel", ["forward", "backward_q", "backward_kv"])
@@ -61,7 +61,7 @@ def test_what_the_table_says_suits(kernel: str, device: Device) -> None:
     for dim in (16, 64, 128):
         for itemsize in (2, 4):
             for tile in ((16, 128), (64, 64), (128, 128), (512, 64)):
-                blocks = choose(kernel, dim, dim, itemsize, tile, device)
+                blocks = launch_config_for(kernel, dim, dim, itemsize, tile, device)
                 assert misfit(blocks, kernel, dim, dim, itemsize, tile, device) is None
 
 
@@ -87,7 +87,7 @@ def test_what_does_not_suit_says_why(changes: dict[str, int], said: str) -> None
 
 def test_descriptors_need_the_device() -> None:
     ampere = DEVICES[1]
-    described = dataclasses.replace(choose("forward", 64, 64, 2, (128, 128), ampere), described=True)
+    described = dataclasses.replace(launch_config_for("forward", 64, 64, 2, (128, 128), ampere), described=True)
     assert misfit(described, "forward", 64, 64, 2, (128, 128), ampere) is not None
     assert misfit(described, "forward", 64, 64, 2, (128, 128), HOPPER) is None
 
@@ -97,7 +97,7 @@ def test_what_was_measured_is_taken_for_the_same_kernel_and_tiles_alone() -> Non
     write_entries([], [entry(SMALL)])
     assert asked() == SMALL
     # the table alone, for those who compile it
-    assert choose("forward", 64, 64, 2, (128, 128), HOPPER) == USUAL
+    assert launch_config_for("forward", 64, 64, 2, (128, 128), HOPPER) == USUAL
     # 40 channels are padded to 64
     assert asked(dim=40) == SMALL
     for changes in (

@@ -19,7 +19,7 @@ from ringweave import program
 from ringweave.backends import triton
 from ringweave.backends.backend import Upstream
 from ringweave.backends.triton import pairing, queues
-from ringweave.backends.triton.launch_config import Device, LaunchConfig, choose
+from ringweave.backends.triton.launch_config import Device, LaunchConfig, launch_config_for
 from ringweave.call import Call
 from ringweave.plan import Branch, branches, plan, unpack_masks
 from ringweave.plan.from_pattern import build
@@ -243,13 +243,13 @@ def test_shares_of_long_lists_cover_them_once(units: int, monkeypatch: pytest.Mo
 def test_blocks_fit_the_device_and_the_tile() -> None:
     hopper, small = Device.of_cuda(9, 227 * 1024), Device.of_cuda(12, 99 * 1024)
     assert small.generation == "ampere"
-    assert choose("forward", 128, 128, 2, (128, 128), hopper) == LaunchConfig(128, 128, 8, 2, described=True)
+    assert launch_config_for("forward", 128, 128, 2, (128, 128), hopper) == LaunchConfig(128, 128, 8, 2, described=True)
     for kernel in ("forward", "backward_q", "backward_kv"):
         for dim in (16, 64, 80, 128, 256, 512):
             for itemsize in (2, 4):
                 for tile in ((16, 16), (128, 32), (32, 128), (128, 128), (256, 512)):
                     for device in (hopper, small, Device("cdna", 64 * 1024)):
-                        blocks = choose(kernel, dim, dim, itemsize, tile, device)
+                        blocks = launch_config_for(kernel, dim, dim, itemsize, tile, device)
                         assert tile[0] % blocks.m == tile[1] % blocks.n == 0
                         assert min(blocks.m, blocks.n) >= 16
 

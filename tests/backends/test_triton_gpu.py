@@ -172,8 +172,10 @@ def test_descriptors_and_addresses_give_the_same_bits(name: str, monkeypatch: py
 
     x = Inputs.random(1000, heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16).to(DEVICE)
     want = run(x, EVERYTHING[name](1000), "triton")
-    choose = launch.choose
-    monkeypatch.setattr(launch, "choose", lambda *case: dataclasses.replace(choose(*case), described=False))
+    launch_config_for = launch.launch_config_for
+    monkeypatch.setattr(
+        launch, "launch_config_for", lambda *case: dataclasses.replace(launch_config_for(*case), described=False)
+    )
     got = run(x, EVERYTHING[name](1000), "triton")
     for result in NAMES:
         assert torch.equal(got[result], want[result]), result
@@ -184,8 +186,10 @@ def test_programs_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
     x = Inputs.random(3000, heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16).to(DEVICE)
     want = run(x, EVERYTHING["global"](3000), "triton")
-    choose = launch.choose
-    monkeypatch.setattr(launch, "choose", lambda *case: dataclasses.replace(choose(*case), resident=1))
+    launch_config_for = launch.launch_config_for
+    monkeypatch.setattr(
+        launch, "launch_config_for", lambda *case: dataclasses.replace(launch_config_for(*case), resident=1)
+    )
     got = run(x, EVERYTHING["global"](3000), "triton")
     for result in NAMES:
         assert torch.equal(got[result], want[result]), result

@@ -207,8 +207,10 @@ def test_loads_of_16_bytes(dim: int, device: Notes) -> None:
 
 
 def test_a_grid_of_programs_that_stay(device: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
-    choose = launch.choose
-    monkeypatch.setattr(launch, "choose", lambda *case: dataclasses.replace(choose(*case), resident=2))
+    launch_config_for = launch.launch_config_for
+    monkeypatch.setattr(
+        launch, "launch_config_for", lambda *case: dataclasses.replace(launch_config_for(*case), resident=2)
+    )
     window = rw.SlidingWindow(300)
     grids = [
         each.grid[0] for kernel, each in launched(Call(window, 16_384), device) if kernel.metadata.name in STREAMING

@@ -19,7 +19,7 @@ import triton
 from triton.compiler import ASTSource
 
 from ringweave.backends.triton import kernels
-from ringweave.backends.triton.kernels import extras
+from ringweave.backends.triton.kernels import terms as compiled
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import kernel_resources
@@ -48,7 +48,7 @@ class Without(ast.NodeTransformer):
         return node
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom | None:
-        if node.module == "extras":
+        if node.module == "terms":
             return None
         # the other module is beside none
         node.module, node.level = f"{kernels.__name__}.{node.module}" if node.level else node.module, 0
@@ -60,7 +60,7 @@ def without(module: str, folder: Path) -> ModuleType:
     tree = Without().visit(ast.parse((Path(kernels.__path__[0]) / f"{module}.py").read_text()))
     text = ast.unparse(ast.fix_missing_locations(tree))
     words = {each.id for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Name)}
-    assert not words & (ARGUMENTS | (set(vars(extras)) - {"triton", "tl", "annotations"}))
+    assert not words & (ARGUMENTS | (set(vars(compiled)) - {"triton", "tl", "annotations"}))
     path = folder / f"plain_{module}.py"
     path.write_text(text)
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -107,7 +107,7 @@ def test_a_plain_call_has_nothing_of_terms(name: str, tmp_path: Path, monkeypatc
             kernel_resources.compile_kernel(name, 64, "sm_90", SHAPE, **given)
 
     lower()
-    lower(extras=Extras((extras.SOFTCAP.value,)))
+    lower(extras=Extras((compiled.SOFTCAP.value,)))
     monkeypatch.setattr(kernels, name, plain)
     lower()
     now, softcap, before = found

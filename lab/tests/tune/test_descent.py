@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from ringweave.backends.triton.launch_config import Device, LaunchConfig, Request, choose
+from ringweave.backends.triton.launch_config import Device, LaunchConfig, Request, launch_config_for
 from ringweave.backends.tuning import KernelKey
 from ringweave_lab.tune.descent import STEP, candidates, descend
 from ringweave_lab.tune.overrides import misfit
@@ -20,7 +20,7 @@ def request(
     kernel: str = "forward", dim: int = 128, tile: tuple[int, int] = (128, 128), device: Device = HOPPER, size: int = 2
 ) -> Request:
     kind = KernelKey(kernel, "here", "bfloat16" if size == 2 else "float32", (dim, dim), tile, False)
-    return Request(kind, size, device, choose(kernel, dim, dim, size, tile, device))
+    return Request(kind, size, device, launch_config_for(kernel, dim, dim, size, tile, device))
 
 
 class Clock:

@@ -135,7 +135,7 @@ def tile_mass(
         raise UnsupportedError("tile_mass", "tensors inside of torch.vmap", wanted, "Call it without vmap.")
     batch, heads, nq, _ = q.shape
     p = plan(pattern, nq, k.shape[2], heads=heads, batch=batch, q_offset=q_offset, tile=tile, device=q.device)
-    inputs = Operands(readable(q), readable(k), readable(k), call.scale, _scoring(q, call, terms))
+    inputs = Operands(readable(q), readable(k), readable(k), call.scale, _term_operands(q, call, terms))
     reason = cpu.unsupported_reason(
         inputs.call(), Branch.whole(pattern, nq, k.shape[2], heads=heads, batch=batch, q_offset=q_offset)
     )
@@ -155,7 +155,7 @@ def tile_mass(
     return TileMass(p, values, first)
 
 
-def _scoring(q: Tensor, call: Call, terms: tuple[Term, ...]) -> TermOperands | None:
+def _term_operands(q: Tensor, call: Call, terms: tuple[Term, ...]) -> TermOperands | None:
     if not terms:
         return None
     places = [torch.arange(n, device=q.device) for n in (call.heads, call.nq, call.nk)]

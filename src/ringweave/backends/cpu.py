@@ -22,7 +22,7 @@ from ..terms import KINDS, Term, TermOperands
 from ..types import Pages
 from . import forks
 from .backend import Backend, Part, Prepared, Upstream, readable
-from .overflow import may_overflow, spoil
+from .overflow import may_overflow, nan_rows_out_of_range
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # kMostChannels in csrc/problem.h
@@ -78,7 +78,7 @@ def forward(
     )  # fmt: skip
     # a term may hide a score that is out of range, or move a score out of range, so the kernel's flag does not suffice
     if may_overflow(operands, branch) if given else below:
-        spoil(out, lse, operands, branch)
+        nan_rows_out_of_range(out, lse, operands, branch)
     return out, lse
 
 
@@ -147,21 +147,21 @@ def tile_mass(operands: Operands, lse: Tensor, plan: BlockPlan, per_row: bool) -
 _FARTHEST = 2**29
 
 
-def _term_arguments(scoring: TermOperands | None) -> dict[str, object]:
+def _term_arguments(terms: TermOperands | None) -> dict[str, object]:
     """Return terms and dropout as keyword arguments of the kernel."""
-    if scoring is None:
+    if terms is None:
         return {}
-    heads, dropout = scoring.heads, scoring.dropout
-    if int(scoring.offsets.max()) > _FARTHEST:
-        got = f"a position of {int(scoring.offsets.max())} with terms or dropout"
+    heads, dropout = terms.heads, terms.dropout
+    if int(terms.offsets.max()) > _FARTHEST:
+        got = f"a position of {int(terms.offsets.max())} with terms or dropout"
         raise UnsupportedError("offsets", got, f"at most {_FARTHEST}", "Use backend='dense_batched'.")
 
     return {
-        "terms": [(term.kernel, list(term.numbers), _table(term, heads)) for term in scoring.terms],
-        "rows": scoring.rows.int(),
-        "columns": scoring.columns.int(),
-        "q_offset": scoring.offsets[:, 0].int(),
-        "k_offset": scoring.offsets[:, 1].int(),
+        "terms": [(term.kernel, list(term.numbers), _table(term, heads)) for term in terms.terms],
+        "rows": terms.rows.int(),
+        "columns": terms.columns.int(),
+        "q_offset": terms.offsets[:, 0].int(),
+        "k_offset": terms.offsets[:, 1].int(),
         "heads": heads.int(),
         "drop": 0 if dropout is None else dropout.threshold,
         "seed": 0 if dropout is None else dropout.seed,
@@ -194,17 +194,17 @@ def _table(term: Term, heads: Tensor) -> Tensor | None:
     return table.float().contiguous()
 
 
-def _grads(scoring: TermOperands | None) -> list[Tensor | None]:
+def _grads(terms: TermOperands | None) -> list[Tensor | None]:
     """Allocate the float32 gradients of terms' tables for the kernel; None for a table without gradient."""
     grads: list[Tensor | None] = []
-    for term, totals in scoring.with_totals() if scoring is not None else ():
-        table = None if scoring is None or totals in ((), (None,)) else _table(term, scoring.heads)
+    for term, totals in terms.with_totals() if terms is not None else ():
+        table = None if terms is None or totals in ((), (None,)) else _table(term, terms.heads)
         grads.append(None if table is None else torch.empty(table.shape, dtype=torch.float32, device="cpu"))
     return grads
 
 
-def _add(scoring: TermOperands, grads: list[Tensor | None]) -> None:
-    for (term, totals), grad in zip(scoring.with_totals(), grads, strict=True):
+def _add(terms: TermOperands, grads: list[Tensor | None]) -> None:
+    for (term, totals), grad in zip(terms.with_totals(), grads, strict=True):
         dim = _heads_in(term)
         if grad is None or totals[0] is None:
             continue
@@ -212,7 +212,7 @@ def _add(scoring: TermOperands, grads: list[Tensor | None]) -> None:
         if dim is None or total.shape == grad.shape:
             total.add_(grad)
         else:
-            total.index_add_(dim, scoring.heads, grad.to(total.dtype))
+            total.index_add_(dim, terms.heads, grad.to(total.dtype))
 
 
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
@@ -367,7 +367,7 @@ class PreparedCall:
         if may_overflow(Operands(q, k, v, self.scale), self._branch) if self._scored else below:
             if lse is None or pages is not None or k.shape != self.shapes[1]:
                 return None
-            spoil(out, lse, Operands(q, k, v, self.scale), self._branch)
+            nan_rows_out_of_range(out, lse, Operands(q, k, v, self.scale), self._branch)
         return out, lse
 
     def backward(

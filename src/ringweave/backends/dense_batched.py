@@ -21,7 +21,7 @@ from ..precision import STORED
 from ..terms import Pairs
 from ..types import acc_dtype
 from .backend import Backend, Upstream, by_formula, tiled
-from .overflow import may_overflow, sides, spoil
+from .overflow import may_overflow, nan_rows_out_of_range, sides
 
 # Bytes of scores in a batch. Measured: on a CPU a batch should fit the second-level cache and still be large enough to
 # amortise about ten operator calls.
@@ -63,7 +63,7 @@ class _Layout:
         self.plan = plan
         self.batch, self.heads, self.nq, _ = q.shape
         self.kv_heads, self.nk, self.pages = k.shape[1], operands.nk, operands.pages
-        self.acc, self.scale, self.scoring = acc_dtype(q.dtype), operands.scale, operands.terms
+        self.acc, self.scale, self.terms = acc_dtype(q.dtype), operands.scale, operands.terms
         self.elsewhere = q.device.type != "cpu"
         self.q_tiles = self.queries(q)
         self.k_tiles, self.v_tiles = (k, v) if self.pages is not None else (self.keys(k), self.keys(v))
@@ -163,14 +163,14 @@ class _Layout:
         scores = self.product(queries * before, keys.mT)
         if after != 1:
             scores.mul_(after)
-        if self.scoring is None:
+        if self.terms is None:
             return _Scored(self.masked(scores, batch, -torch.inf))
         at = self._pairs(batch)
-        states = self.scoring.apply(scores, at) if self.scoring.terms else []
+        states = self.terms.apply(scores, at) if self.terms.terms else []
         scores = states[-1].clone() if states else scores
         for state in states:
             self.masked(state, batch, 0.0)
-        dropout = self.scoring.dropout
+        dropout = self.terms.dropout
         kept = None if dropout is None else dropout.kept(at).to(self.acc).mul_(dropout.factor)
         return _Scored(self.masked(scores, batch, -torch.inf), at, states, kept)
 
@@ -181,13 +181,13 @@ class _Layout:
         return torch.bmm(a, b, out=self.space.take((*a.shape[:2], b.shape[2]), a.dtype))
 
     def _pairs(self, batch: _Batch) -> Pairs:
-        assert self.scoring is not None
+        assert self.terms is not None
         plan, device = self.plan, self.plan.device
         pair, tile = batch.line // plan.q_tiles, batch.line % plan.q_tiles
         rows = tile[:, None] * plan.q_tile + torch.arange(plan.q_tile, device=device)
         columns = (batch.key % plan.kv_tiles)[..., None] * plan.kv_tile + torch.arange(plan.kv_tile, device=device)
         of_batch, head = (x[:, None, None] for x in (pair // self.heads, pair % self.heads))
-        return self.scoring.pairs(of_batch, head, rows[:, :, None], columns.flatten(1)[:, None])
+        return self.terms.pairs(of_batch, head, rows[:, :, None], columns.flatten(1)[:, None])
 
     def masked(self, x: Tensor, batch: _Batch, value: float) -> Tensor:
         """Fill (R, q_tile, n * kv_tile) with ``value`` in place where pairs are not allowed."""
@@ -228,7 +228,7 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
     out = out.view(*shape, v.shape[3])[:, :, : layout.nq].to(dtype).contiguous()
     lse = lse.view(shape)[:, :, : layout.nq].contiguous()
     if may_overflow(operands, branch):
-        spoil(out, lse, operands, branch)
+        nan_rows_out_of_range(out, lse, operands, branch)
     return out, lse
 
 
@@ -287,9 +287,9 @@ def backward(
         score_grads.sub_(row_delta[batch.line]).mul_(weights)
         if broken:
             layout.masked(score_grads, batch, 0.0)
-        if layout.scoring is not None:
+        if layout.terms is not None:
             assert scored.at is not None
-            score_grads = layout.scoring.gradient(scored.states, score_grads, scored.at)
+            score_grads = layout.terms.gradient(scored.states, score_grads, scored.at)
         if not finite_keys:
             # A row that attends an infinite or NaN key has gradients of NaN, or of 0 at a score of -inf, already.
             # The key must not make the gradients of other rows NaN.

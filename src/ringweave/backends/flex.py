@@ -33,18 +33,18 @@ Attend = Callable[[Tensor, Tensor, Tensor, Any, float, bool, TermOperands | None
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, block_mask: Any, scale: float, grouped: bool, scoring: TermOperands | None
+    q: Tensor, k: Tensor, v: Tensor, block_mask: Any, scale: float, grouped: bool, terms: TermOperands | None
 ) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) with lse in natural logarithms. This is the function that is compiled."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        assert scoring is not None
-        return scoring.apply(score, scoring.pairs(b, h, i, j))[-1]
+        assert terms is not None
+        return terms.apply(score, terms.pairs(b, h, i, j))[-1]
 
     out, further = flex_attention(
         q, k, v, block_mask=block_mask, scale=scale, enable_gqa=grouped, return_aux=AuxRequest(lse=True),
-        score_mod=None if scoring is None else score_mod,
+        score_mod=None if terms is None else score_mod,
     )  # fmt: skip
     assert further.lse is not None
     return out, further.lse
@@ -75,17 +75,17 @@ def _mask(branch: Branch, device: torch.device) -> Any:
 
 def _part(operands: Operands, branch: Branch) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) of a branch as FlexAttention returns them."""
-    q, k, v, scale, scoring = operands[:5]
-    if scoring is not None:
-        scoring = scoring._replace(terms=tuple(_ready(term, q.device) for term in scoring.terms))
-    spec, tables = written(() if scoring is None else scoring.terms)
+    q, k, v, scale, terms = operands[:5]
+    if terms is not None:
+        terms = terms._replace(terms=tuple(_ready(term, q.device) for term in terms.terms))
+    spec, tables = written(() if terms is None else terms.terms)
     about = spec, *((x.shape, x.dtype, x.stride()) for x in tables)
     grouped = q.shape[1] != k.shape[1]
     mask = _mask(branch, q.device)
     plan = branch.plan(q.device, tile=_TILE)
     of_mask = (plan.row_ptr.shape[0], max(plan.mask_words.shape[0] - 1, 0).bit_length())
     kind = (q.device, q.dtype, q.shape, k.shape, v.shape, scale, q.requires_grad, *of_mask, about)
-    return compiled(kind)(q, k, v, mask, scale, grouped, scoring)
+    return compiled(kind)(q, k, v, mask, scale, grouped, terms)
 
 
 def _ready(term: Term, device: torch.device) -> Term:

@@ -118,7 +118,7 @@ def _check(backend: Backend, call: Call, pattern: Pattern) -> str | None:
     if call.kv_dtype is not None:
         (k, of_k), (v, of_v) = store(k, call.kv_dtype), store(v, call.kv_dtype)
         scales = Scales(of_k, of_v)
-    operands = Operands(q, k, v, call.head_dim**-0.5, _scoring(call, generator), None, scales)
+    operands = Operands(q, k, v, call.head_dim**-0.5, _term_operands(call, generator), None, scales)
     out, lse = reference.forward(operands, branch, call.dtype)
 
     def results(of: Backend) -> dict[str, Tensor]:
@@ -147,7 +147,7 @@ def _check(backend: Backend, call: Call, pattern: Pattern) -> str | None:
     return f"tried on this GPU, it is wrong: {', '.join(wrong)} of its size" if wrong else None
 
 
-def _scoring(call: Call, generator: torch.Generator) -> TermOperands | None:
+def _term_operands(call: Call, generator: torch.Generator) -> TermOperands | None:
     """Return example terms and dropout for a case; their tables have gradients if the case has."""
     if not call.features:
         return None

@@ -67,7 +67,7 @@ def _touched(k: Tensor, pages: Pages, branch: Branch) -> Iterator[Tensor]:
             yield k[some]
 
 
-def spoil(out: Tensor, lse: Tensor, operands: Operands, branch: Branch) -> None:
+def nan_rows_out_of_range(out: Tensor, lse: Tensor, operands: Operands, branch: Branch) -> None:
     """Overwrite out and lse of rows with a largest score of NaN or +-inf, as the rule above says."""
     q, k, pages = operands.q, operands.k, operands.pages
     stored = (k,) if operands.scales is None else (k, operands.scales.k)

@@ -32,7 +32,7 @@ class _Dense(NamedTuple):
 
 
 def _dense(operands: Operands, branch: Branch) -> _Dense:
-    q, k, _, scale, scoring, *_ = operands
+    q, k, _, scale, terms, *_ = operands
     batch, heads = q.shape[:2]
     count = branch.pattern.to_dense(q.shape[2], k.shape[2], heads, batch=batch, q_offset=branch.q_offset)
     count = count.to(q.device, torch.float64)
@@ -43,19 +43,19 @@ def _dense(operands: Operands, branch: Branch) -> _Dense:
     finite = q.isfinite().all(-1)[..., None] & keys.isfinite().all(-1)[..., None, :]
     scores = scores.masked_fill(scores > most, torch.inf).masked_fill((scores < -most) & finite, torch.nan)
     at, states, kept = None, [], torch.ones((), dtype=torch.float64, device=q.device)
-    if scoring is not None:
+    if terms is not None:
         # tables are read in the dtype of sums
         acc = acc_dtype(q.dtype)
-        terms = tuple(term.over(*(table.to(acc) for table in term.tables)) for term in scoring.terms)
-        scoring = scoring._replace(terms=terms)
+        exact = tuple(term.over(*(table.to(acc) for table in term.tables)) for term in terms.terms)
+        terms = terms._replace(terms=exact)
         sides = (*q.shape[:3], k.shape[2])
         index = [torch.arange(n, device=q.device).view(-1, *[1] * (3 - i)) for i, n in enumerate(sides)]
-        at = scoring.pairs(*index)
-        states = scoring.apply(scores, at, acc)
+        at = terms.pairs(*index)
+        states = terms.apply(scores, at, acc)
         scores = states[-1]
         states = [state.masked_fill(count == 0, 0.0) for state in states]
-        if scoring.dropout is not None:
-            kept = scoring.dropout.kept(at).double() * scoring.dropout.factor
+        if terms.dropout is not None:
+            kept = terms.dropout.kept(at).double() * terms.dropout.factor
     scores = torch.where(count > 0, scores + count.log(), -torch.inf)
     # not exp(scores - lse): beside a score of 1e17, the logarithm of the sum is lost to rounding
     weights = torch.where(torch.isneginf(scores), 0.0, torch.softmax(scores, -1))
@@ -88,7 +88,7 @@ def backward(
     upstream: Upstream, operands: Operands, branch: Branch, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute gradients by the formula, with weights recomputed in float64."""
-    q, k, v, scale, scoring, *_ = operands
+    q, k, v, scale, terms, *_ = operands
     dense = _dense(operands, branch)
     heads = q.shape[1]
     dead = torch.isneginf(dense.scores).all(-1, keepdim=True)
@@ -101,9 +101,9 @@ def backward(
     of_weights = (dout @ values.mT) * dense.kept
     score_grads = dense.weights * (of_weights - upstream.delta.double()[..., None])
     score_grads = score_grads.masked_fill((dense.times == 0) | dead, 0.0)
-    if scoring is not None:
+    if terms is not None:
         assert dense.at is not None
-        score_grads = scoring.gradient(dense.states, score_grads, dense.at)
+        score_grads = terms.gradient(dense.states, score_grads, dense.at)
     dq = scale * (score_grads @ keys)
     dk = scale * (score_grads.mT @ queries)
     dv = (dense.weights * dense.kept).mT @ dout

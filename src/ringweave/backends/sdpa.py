@@ -12,7 +12,7 @@ from ..plan import Branch
 from ..torch_compat import aten
 from ..types import acc_dtype
 from .backend import Backend, Upstream, delta_as_channels, per_key_head, per_query_head, with_sign
-from .overflow import may_overflow, spoil
+from .overflow import may_overflow, nan_rows_out_of_range
 
 _forward, _backward = aten("flash_attention_for_cpu"), aten("flash_attention_for_cpu_backward")
 
@@ -56,7 +56,7 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
     out, lse = _forward(*tensors, 0.0, branch.structure == "causal", scale=scale)
     out, lse = out.to(dtype).contiguous(), lse.contiguous()
     if risky and may_overflow(attended, branch):
-        spoil(out, lse, operands, branch)
+        nan_rows_out_of_range(out, lse, operands, branch)
     return out, lse
 
 

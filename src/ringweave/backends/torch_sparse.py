@@ -17,7 +17,7 @@ from ..call import Call, Operands
 from ..plan import BlockPlan, Branch, unpack_masks
 from ..types import acc_dtype
 from .backend import Backend, Upstream
-from .overflow import may_overflow, sides, spoil
+from .overflow import may_overflow, nan_rows_out_of_range, sides
 
 # number of (query, key) pairs in the tiles that are listed together; one query tile may exceed it
 _PAIRS = 2**20
@@ -122,7 +122,7 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
         lse[b, h, strip.rows] = torch.where(torch.isposinf(top), top, top + total.log())
     out = out.to(dtype)
     if may_overflow(operands, branch):
-        spoil(out, lse, operands, branch)
+        nan_rows_out_of_range(out, lse, operands, branch)
     return out, lse
 
 

@@ -65,9 +65,9 @@ def terms(device: str) -> Iterable[str]:
     if not _runs_on(device) or not installed():
         # this backend cannot run at all, and :func:`unsupported_reason` says why
         return KINDS
-    from .kernels import extras
+    from .kernels.terms import KINDS as COMPILED
 
-    return [name for name, kind in KINDS.items() if kind.kernel in extras.KINDS]
+    return [name for name, kind in KINDS.items() if kind.kernel in COMPILED]
 
 
 def _runs_on(device: str) -> bool:

@@ -12,7 +12,7 @@ from ...plan import BlockPlan
 from ...terms import Term, TermOperands
 from ..backend import Upstream
 from . import queues
-from .kernels.extras import KINDS, OWN, SUMMED
+from .kernels.terms import KINDS, OWN, SUMMED
 from .launch_config import padded
 
 
@@ -55,7 +55,7 @@ def described(x: Tensor, tokens: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, tokens, padded(x.shape[3])])
 
 
-# factor of integer arguments, so that all are specialised in the same way; see kernels/extras.py
+# factor of integer arguments, so that all are specialised in the same way; see kernels/terms.py
 _ALIKE = 16
 # bits of an integer sum in which every pair reaches its bound
 _BITS = 61
@@ -63,7 +63,7 @@ _BITS = 61
 _AT_ONCE = 2**16
 
 
-class Extras(NamedTuple):
+class TermArguments(NamedTuple):
     """Kernel arguments for terms and dropout; None if absent.
 
     Attributes:
@@ -90,22 +90,22 @@ class Extras(NamedTuple):
         return given | {"TERMS": self.terms, "EXTRAS": self.places is not None}
 
 
-def of(scoring: TermOperands | None, device: torch.device) -> Extras:
+def of(terms: TermOperands | None, device: torch.device) -> TermArguments:
     """Return the kernel arguments for the terms and dropout of a view."""
-    if scoring is None:
-        return Extras()
-    dropout = scoring.dropout
-    places = (scoring.heads, scoring.rows, scoring.columns, scoring.offsets.contiguous())
+    if terms is None:
+        return TermArguments()
+    dropout = terms.dropout
+    places = (terms.heads, terms.rows, terms.columns, terms.offsets.contiguous())
     drop = None
     if dropout is not None:
         seed = (dropout.seed >> shift & 0xFFFF for shift in (0, 16, 32, 48))
         drop = (*(_ALIKE * each for each in (*seed, dropout.threshold)), dropout.factor)
-    if not scoring.terms:
-        return Extras(places, drop=drop)
-    terms = tuple(KINDS[term.kernel] for term in scoring.terms)
-    tables = tuple(_table(term, device) for term in scoring.terms)
-    numbers = tuple(_numbers(term) for term in scoring.terms)
-    return Extras(places, tables, numbers, drop, terms, any(bool(term.learns) for term in scoring.terms))
+    if not terms.terms:
+        return TermArguments(places, drop=drop)
+    kinds = tuple(KINDS[term.kernel] for term in terms.terms)
+    tables = tuple(_table(term, device) for term in terms.terms)
+    numbers = tuple(_numbers(term) for term in terms.terms)
+    return TermArguments(places, tables, numbers, drop, kinds, any(bool(term.learns) for term in terms.terms))
 
 
 def _table(term: Term, device: torch.device) -> tuple[Tensor, ...]:
@@ -135,18 +135,18 @@ class Sums:
     also bounds a row. A gradient that is not finite makes the total NaN.
     """
 
-    def __init__(self, scoring: TermOperands, upstream: Upstream, v: Tensor, plan: BlockPlan):
-        self.scoring = scoring
+    def __init__(self, terms: TermOperands, upstream: Upstream, v: Tensor, plan: BlockPlan):
+        self.terms = terms
         # a kind that the kernels know has at most one table
-        self.totals = [totals[0] if totals else None for _, totals in scoring.with_totals()]
-        pairs = list(zip(scoring.terms, self.totals, strict=True))
+        self.totals = [totals[0] if totals else None for _, totals in terms.with_totals()]
+        pairs = list(zip(terms.terms, self.totals, strict=True))
         self.ways = tuple(0 if total is None else self._way(term, total.shape, len(v)) for term, total in pairs)
         self.sums = [
             torch.zeros_like(total, dtype=torch.int64) if total is not None and way == SUMMED.value else None
             for way, total in zip(self.ways, self.totals, strict=True)
         ]
         if SUMMED.value in self.ways:
-            factor = 1.0 if scoring.dropout is None else scoring.dropout.factor
+            factor = 1.0 if terms.dropout is None else terms.dropout.factor
             # only rows and keys that are attended count, since padding may contain numbers of any size
             rows = ~torch.isneginf(upstream.lse)
             keys = _attended(plan).unflatten(1, (v.shape[1], -1)).any(2)
@@ -156,26 +156,26 @@ class Sums:
             self.per_quantum = torch.exp2((_BITS - exponent).clamp(-126, 127).double()).float()
 
     @staticmethod
-    def of(scoring: TermOperands, upstream: Upstream, v: Tensor, plan: BlockPlan) -> Sums | None:
+    def of(terms: TermOperands, upstream: Upstream, v: Tensor, plan: BlockPlan) -> Sums | None:
         """Return the accumulators; None if no table has a gradient."""
-        return Sums(scoring, upstream, v, plan) if any(total is not None for total in scoring.totals) else None
+        return Sums(terms, upstream, v, plan) if any(total is not None for total in terms.totals) else None
 
     def _way(self, term: Term, shape: torch.Size, batch: int) -> int:
-        sides = ((shape[0], batch), (shape[1], self.scoring.heads.numel()))
+        sides = ((shape[0], batch), (shape[1], self.terms.heads.numel()))
         own = term.places and all(side > 1 or of == 1 for side, of in sides)
         return int(OWN.value if own else SUMMED.value)
 
-    def arguments(self, extras: Extras) -> dict[str, Any]:
+    def arguments(self, given: TermArguments) -> dict[str, Any]:
         """Return the keyword arguments of kernels.
 
         The tables of each term with a gradient are extended by its integer sums, its total, and the number of quanta
         in 1.
         """
         tables = tuple(
-            given if total is None else (*given, sums, total, None if sums is None else self.per_quantum)
-            for given, sums, total in zip(extras.tables or (), self.sums, self.totals, strict=True)
+            table if total is None else (*table, sums, total, None if sums is None else self.per_quantum)
+            for table, sums, total in zip(given.tables or (), self.sums, self.totals, strict=True)
         )
-        return extras.arguments | {"tables": tables}
+        return given.arguments | {"tables": tables}
 
     def finish(self) -> None:
         """Add the integer sums to the totals."""

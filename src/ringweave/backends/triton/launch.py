@@ -24,7 +24,7 @@ from ...types import Pages
 from ..backend import Upstream
 from ..tuning import where
 from . import arguments, kernels, queues
-from .launch_config import Device, LaunchConfig, Packing, Traits, choose, goes_past_masks, padded
+from .launch_config import Device, LaunchConfig, Packing, Traits, goes_past_masks, launch_config_for, padded
 from .pairing import Rows, paired, single
 
 _LOG2_E = math.log2(math.e)
@@ -38,7 +38,7 @@ _FEW = 16
 
 def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) with one kernel, and a second one that joins split lists."""
-    q, k, v, scale, scoring, pages, scales = operands
+    q, k, v, scale, terms, pages, scales = operands
     plan, device = branch.plan(q.device), _device(q.device)
     if k.dtype == torch.float8_e4m3fn and device.generation == "ampere":
         # the compiler does not support this type on ampere, so the kernel converts bytes
@@ -51,12 +51,12 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
     few = nq <= _FEW
     as_they_are = pages is None and scales is None
     describable = not few and as_they_are and arguments.describable(k, v)
-    lists, config, packing, queue = by_rows = cut("forward", q, k, v, plan, scoring is not None, describable)
+    lists, config, packing, queue = by_rows = cut("forward", q, k, v, plan, terms is not None, describable)
     described = config.described and describable
     dead = described and queues.masks(plan).dead_keys
     plan, channels = lists.plan, max(padded(q.shape[3]), padded(dim))
     keys, values = (arguments.described(x, config.n) if described else x for x in (k, v))
-    extras = arguments.of(scoring, q.device)
+    term_args = arguments.of(terms, q.device)
     sums, tops = _partial(queue, config.m * packing.parts, dim, out), _partial(queue, config.m * packing.parts, 1, lse)
     step, steps = arguments.strides(q, k, v)
     sizes = _sizes(q, v, plan, config, queue, few)
@@ -64,10 +64,10 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
         kernels.forward[_grid(queue, packing.parts, config, q.device)](
             q, keys, values, out, lse, sums, tops, queue.records, plan.col, plan.mask_id, plan.mask_words,
             lists.live, *steps,
-            queue.items, heads, ratio, nq, nk, scale * _LOG2_E if extras.terms is None else scale,
-            **sizes, **_of_rows(packing), **extras.arguments, **_paged(pages), **_scaled(scales), TILES=lists.tiles,
-            BLOCK_N=config.n, FOLDED=scale > 0 and extras.terms is None, WIDE=arguments.wide(plan, q, k, v), STEP=step,
-            RAGGED=sizes["MASKED"] or pages is not None or nk % plan.kv_tile > 0, DESCRIBED=described,
+            queue.items, heads, ratio, nq, nk, scale * _LOG2_E if term_args.terms is None else scale,
+            **sizes, **_of_rows(packing), **term_args.arguments, **_paged(pages), **_scaled(scales), TILES=lists.tiles,
+            BLOCK_N=config.n, FOLDED=scale > 0 and term_args.terms is None, WIDE=arguments.wide(plan, q, k, v),
+            STEP=step, RAGGED=sizes["MASKED"] or pages is not None or nk % plan.kv_tile > 0, DESCRIBED=described,
             BRANCHED=goes_past_masks("forward", config, channels, device, described), DEAD=dead,
         )  # fmt: skip
         _join(queue, sums, out, (tops, lse), ratio, by_rows.span, packing)
@@ -97,32 +97,32 @@ def backward(
 
     The first kernel also adds the gradients of terms' tables to their totals.
     """
-    q, k, v, scale, scoring = operands[:5]
+    q, k, v, scale, terms = operands[:5]
     dout = upstream.dout.to(q.dtype)
     lse, delta = upstream.lse, upstream.delta
     plan = branch.plan(q.device)
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
     heads, nq, nk = q.shape[1], q.shape[2], k.shape[2]
     ratio = heads // k.shape[1]
-    extras = arguments.of(scoring, q.device)
+    term_args = arguments.of(terms, q.device)
     sides = queues.masks(plan)
     wide = arguments.wide(plan, q, k, v, dout)
     step, steps = arguments.strides(q, k, v, dout)
     steps += [*lse.stride(), *delta.stride()]
     describable = arguments.describable(k, v)
-    lists, config, packing, queue = by_rows = cut("backward_q", q, k, v, plan, scoring is not None, describable)
+    lists, config, packing, queue = by_rows = cut("backward_q", q, k, v, plan, terms is not None, describable)
     rows, device, channels = lists.plan, _device(q.device), max(padded(q.shape[3]), padded(v.shape[3]))
     described = config.described and describable
     keys, values = (arguments.described(x, config.n) if described else x for x in (k, v))
     sums = _partial(queue, config.m * packing.parts, q.shape[3], dq)
-    learned = None if scoring is None else arguments.Sums.of(scoring, upstream, v, plan)
-    given = extras.arguments if learned is None else learned.arguments(extras)
+    learned = None if terms is None else arguments.Sums.of(terms, upstream, v, plan)
+    given = term_args.arguments if learned is None else learned.arguments(term_args)
     with torch.cuda.device_of(q):
         kernels.backward_q[_grid(queue, packing.parts, config, q.device)](
             q, keys, values, dout, lse, delta, dq, sums, queue.records, rows.col, rows.mask_id, rows.mask_words,
             lists.live, *steps, queue.items, heads, ratio, nq, nk, scale,
             **_sizes(q, v, rows, config, queue), **_of_rows(packing), **given, TILES=lists.tiles, BLOCK_N=config.n,
-            LEARNS=None if learned is None else learned.ways, HOLES=extras.holes, WIDE=wide, STEP=step,
+            LEARNS=None if learned is None else learned.ways, HOLES=term_args.holes, WIDE=wide, STEP=step,
             RAGGED=rows.mask_words.shape[0] > 0 or nk % plan.kv_tile > 0, DESCRIBED=described,
             BRANCHED=goes_past_masks("backward_q", config, channels, device, described),
             DEAD=described and sides.dead_keys,
@@ -134,8 +134,8 @@ def backward(
     about = q.dtype, plan.mask_words.shape[0] > 0
     describable = not sides.dead_queries and arguments.describable(q, dout)
     clear = describable and not about[1] and nq % plan.q_tile == 0
-    traits = Traits(clear, extras.places is not None, describable)
-    config = choose("backward_kv", q.shape[3], v.shape[3], q.element_size(), tile, device, about, traits)
+    traits = Traits(clear, term_args.places is not None, describable)
+    config = launch_config_for("backward_kv", q.shape[3], v.shape[3], q.element_size(), tile, device, about, traits)
     packing = Packing.of(config.n, plan.kv_tile, 1)
     queue = queues.column_queue(plan, ratio, arguments.head_bytes(q, dout) * ratio, device.units)
     described = config.described and describable
@@ -147,7 +147,7 @@ def backward(
             queries, k, v, row_dout, lse, delta, dk, dv, key_sums, value_sums, queue.records,
             plan.row, plan.mask_id_t, sides.transposed, sides.live_queries, *steps,
             queue.items, heads, ratio, nq, nk, scale,
-            **_sizes(q, v, plan, config, queue), **extras.arguments, HOLES=extras.holes,
+            **_sizes(q, v, plan, config, queue), **term_args.arguments, HOLES=term_args.holes,
             BLOCK_M=config.m, BLOCK_N=config.n, WIDE=wide, STEP=step,
             SHARED=shared, RAGGED=plan.mask_words.shape[0] > 0 or nq % plan.q_tile > 0, DESCRIBED=described,
             BRANCHED=goes_past_masks("backward_kv", config, channels, device, described, shared),
@@ -184,7 +184,7 @@ class Cut(NamedTuple):
 
 
 def cut(
-    kernel: str, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, extras: bool = False, describable: bool = True
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, terms: bool = False, describable: bool = True
 ) -> Cut:
     """Return the lists, configuration, packing and queue of a kernel by rows.
 
@@ -195,14 +195,14 @@ def cut(
     ratio = q.shape[1] // k.shape[1]
     members = _power(ratio) if queues.shared(plan, ratio) else 1
     height = min(plan.q_tile, _power(q.shape[2]))
-    of = functools.partial(choose, kernel, q.shape[3], v.shape[3], q.element_size())
+    of = functools.partial(launch_config_for, kernel, q.shape[3], v.shape[3], q.element_size())
     # configurations were measured without 8-bit keys and values
     about = (q.dtype, plan.mask_words.shape[0] > 0) if k.dtype == q.dtype else None
     config, lists = (
-        of((max(16, height * members), plan.kv_tile), device, about, Traits(False, extras, describable)),
+        of((max(16, height * members), plan.kv_tile), device, about, Traits(False, terms, describable)),
         single(plan),
     )
-    double = of((2 * plan.q_tile, plan.kv_tile), device, about, Traits(False, extras, describable))
+    double = of((2 * plan.q_tile, plan.kv_tile), device, about, Traits(False, terms, describable))
     if members == 1 and config.m == plan.q_tile == 64 and double.m == 128 and plan.q_tiles > 1:
         pairs = paired(plan)
         if pairs is not None:

@@ -272,7 +272,7 @@ class Request(NamedTuple):
 chooser: ContextVar[Callable[[Request], LaunchConfig | None] | None] = ContextVar("chooser", default=None)
 
 
-def choose(
+def launch_config_for(
     kernel: str,
     dim: int,
     value_dim: int,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .extras import chained, kept, learned, query_heads, scored, standing
 from .loads import (
     LOG2_E,
     SIZES,
@@ -25,6 +24,7 @@ from .loads import (
     within,
     zeroed,
 )
+from .terms import chained, kept, learned, query_heads, scored, standing
 
 
 @triton.jit(do_not_specialize=SIZES)

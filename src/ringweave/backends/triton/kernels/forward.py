@@ -8,7 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .extras import kept, query_heads, scored, standing
 from .loads import (
     LN_2,
     LOG2_E,
@@ -29,6 +28,7 @@ from .loads import (
     within,
     zeroed,
 )  # fmt: skip
+from .terms import kept, query_heads, scored, standing
 
 
 @triton.jit(do_not_specialize=SIZES)
