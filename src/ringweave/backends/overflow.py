@@ -69,15 +69,22 @@ def _touched(k: Tensor, pages: Pages, branch: Branch) -> Iterator[Tensor]:
 
 def nan_rows_out_of_range(out: Tensor, lse: Tensor, operands: Operands, branch: Branch) -> None:
     """Overwrite out and lse of rows with a largest score of NaN or +-inf, as the rule above says."""
+    for b, h, top in _largest_scores(operands, branch):
+        broken, empty = top.isnan() | top.isposinf(), top.isneginf()
+        out[b, h].masked_fill_(broken[:, None], torch.nan).masked_fill_(empty[:, None], 0.0)
+        lse[b, h] = torch.where(broken | empty, top.to(lse.dtype), lse[b, h])
+
+
+def _largest_scores(operands: Operands, branch: Branch) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield (batch element, head, largest allowed score of each query, or NaN where one overflows to -inf)."""
     q, k, pages = operands.q, operands.k, operands.pages
     stored = (k,) if operands.scales is None else (k, operands.scales.k)
     plan = branch.plan(q.device)
-    ratio = q.shape[1] // k.shape[1]
-    acc = acc_dtype(q.dtype)
-    before, after = sides(operands.scale)
-    line, col, bits = plan.listed()
+    ratio, acc = q.shape[1] // k.shape[1], acc_dtype(q.dtype)
+    line, col, mask_id = plan.listed()
     whole = torch.ones(1, plan.q_tile, plan.kv_tile, dtype=torch.bool, device=q.device)
-    bank = torch.cat([unpack_masks(plan.mask_words, plan.kv_tile), whole])
+    # a full tile has the mask -1, the last one
+    masks = torch.cat([unpack_masks(plan.mask_words, plan.kv_tile), whole])
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
             own, *scale = (x[b, h // ratio] if pages is None else pages.gathered(x, b, h // ratio) for x in stored)
@@ -85,20 +92,20 @@ def nan_rows_out_of_range(out: Tensor, lse: Tensor, operands: Operands, branch: 
             queries, keys = tiled(q[b, h].to(acc), plan.q_tile), tiled(own.to(acc), plan.kv_tile)
             real = tiled(torch.ones(len(own), 1, device=q.device), plan.kv_tile)[..., 0] > 0
             top = torch.full(queries.shape[:2], -torch.inf, dtype=acc, device=q.device)
-            finite_q, finite_k = (x.isfinite().all(-1) for x in (queries, keys))
             mine = (line // plan.q_tiles == plan.row_set[b, h]).nonzero()[:, 0]
             for some in mine.split(max(1, _AT_ONCE // (plan.q_tile * plan.kv_tile))):
                 row, column = line[some] % plan.q_tiles, col[some]
-                pair = queries[row] * before, keys[column].mT
-                scores = pair[0] @ pair[1] * after
-                # the sum of absolute values bounds every partial sum, whatever the order of the addition
-                sizes = pair[0].abs() @ pair[1].abs() * abs(after)
-                allowed = bank[bits[some]] & real[column][:, None]
-                finite = finite_q[row][..., None] & finite_k[column][:, None]
-                lost = finite & sizes.isinf()
-                scores = scores.masked_fill(lost, torch.nan).masked_fill(~allowed, -torch.inf)
+                allowed = masks[mask_id[some]] & real[column][:, None]
+                scores = _scores(queries[row], keys[column], operands.scale).masked_fill(~allowed, -torch.inf)
                 top = top.scatter_reduce(0, row[:, None].expand(-1, plan.q_tile), scores.amax(-1), "amax")
-            top = top.flatten()[: q.shape[2]]
-            broken = top.isnan() | top.isposinf()
-            out[b, h].masked_fill_(broken[:, None], torch.nan).masked_fill_(top.isneginf()[:, None], 0.0)
-            lse[b, h] = torch.where(broken | top.isneginf(), top.to(lse.dtype), lse[b, h])
+            yield b, h, top.flatten()[: q.shape[2]]
+
+
+def _scores(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """Return the scores of tiles, with NaN where finite queries and keys give a score out of range."""
+    before, after = sides(scale)
+    finite = queries.isfinite().all(-1)[..., None] & keys.isfinite().all(-1)[:, None]
+    queries, keys = queries * before, keys.mT
+    # the sum of absolute values bounds every partial sum, whatever the order of the addition
+    sizes = queries.abs() @ keys.abs() * abs(after)
+    return (queries @ keys * after).masked_fill(finite & sizes.isinf(), torch.nan)
