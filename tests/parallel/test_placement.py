@@ -47,10 +47,10 @@ def test_a_permutation_with_padding_last(name: str, tokens: int, ranks: int, blo
     assert np.array_equal(np.sort(every), np.arange(placement.local * ranks))
     for rank, shard in enumerate(shards):
         assert (np.diff(shard) > 0).all()
-        assert placement.held(rank) == (shard < tokens).sum()
+        assert placement.tokens_of(rank) == (shard < tokens).sum()
         assert (placement.owners(shard) == rank).all()
         assert np.array_equal(placement.slots(shard), np.arange(placement.local))
-    assert sum(placement.held(rank) for rank in range(ranks)) == tokens
+    assert sum(placement.tokens_of(rank) for rank in range(ranks)) == tokens
     # a strided view lies on the ranks in runs, as its demand reads them
     together, stride = placement.runs(rate)
     for offset in (0, rate - 1):

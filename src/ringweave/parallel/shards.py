@@ -23,15 +23,15 @@ class Shards:
     def __init__(self, placement: Placement, rank: int):
         self.placement = placement
         self.positions = torch.from_numpy(placement.positions(rank))
-        self._held = placement.held(rank)
+        self._tokens = placement.tokens_of(rank)
 
     def take(self, x: Tensor, dim: int) -> Tensor:
         """Return the shard of a whole tensor, differentiably; padding is zero."""
         dim, tokens = dimension(x, dim), self.placement.tokens
         if x.shape[dim] != tokens:
             raise ShapeError(f"x.shape[{dim}]", x.shape[dim], f"{tokens} tokens", "Pass the whole tensor, and its dim.")
-        mine = x.index_select(dim, self.positions[: self._held].to(x.device))
-        padding = self.placement.local - self._held
+        mine = x.index_select(dim, self.positions[: self._tokens].to(x.device))
+        padding = self.placement.local - self._tokens
         if not padding:
             return mine
         shape = list(mine.shape)
@@ -48,8 +48,8 @@ class Shards:
         first = parts[0]
         total = first.new_empty(self.placement.tokens, *first.shape[1:])
         for rank, part in enumerate(parts):
-            held = self.placement.held(rank)
-            total[torch.from_numpy(self.placement.positions(rank)[:held]).to(part.device)] = part[:held]
+            count = self.placement.tokens_of(rank)
+            total[torch.from_numpy(self.placement.positions(rank)[:count]).to(part.device)] = part[:count]
         return total.movedim(0, dim)
 
     def check(self, name: str, x: Tensor, dim: int) -> None:

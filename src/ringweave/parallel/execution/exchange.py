@@ -217,11 +217,11 @@ def _across(kinds: list[_Keys], rank: int, ranks: int, per_node: int) -> Exchang
     for keys in kinds:
         owner = keys.demand.owner
         by_node = np.logical_or.reduceat(keys.needed, np.arange(0, ranks, per_node), axis=0)
-        held = np.flatnonzero(owner == rank)
-        wanted_here = by_node[:, held]
-        for other in np.flatnonzero(wanted_here.any(1)):
+        runs = np.flatnonzero(owner == rank)
+        needed_there = by_node[:, runs]
+        for other in np.flatnonzero(needed_there.any(1)):
             if other != node:
-                sends[other * per_node + place].append(keys.sent(held[wanted_here[other]]))
+                sends[other * per_node + place].append(keys.sent(runs[needed_there[other]]))
         wanted = np.flatnonzero(by_node[node] & (owner % per_node == place) & (owner != rank))
         for peer in np.unique(owner[wanted]):
             came = wanted[owner[wanted] == peer]

@@ -214,7 +214,7 @@ class _Sum:
 
 
 def _padded(x: Tensor, tokens: int, fill: float = 0.0) -> Tensor:
-    """Pad (B, H, held, ...) to ``tokens`` tokens with ``fill``."""
+    """Pad (B, H, shorter, ...) to ``tokens`` tokens with ``fill``."""
     if x.shape[2] == tokens:
         return x
     whole = x.new_full((*x.shape[:2], tokens, *x.shape[3:]), fill)

@@ -64,7 +64,7 @@ def allgather(
     per_node: int | None = None,
 ) -> Schedule:
     """Build the allgather schedule; ``per_node`` is the node size on a mesh of two dimensions."""
-    ratio, held = heads[0] // heads[1], placement.held(rank)
+    ratio, tokens = heads[0] // heads[1], placement.tokens_of(rank)
     own = [LocalAttention.of(demand, rank, ratio) for demand in demands]
     exchanges: tuple[Exchange, ...] = (direct_exchange(demands, own, rank, placement.ranks),)
     if per_node is not None:
@@ -72,9 +72,9 @@ def allgather(
     stage = Stage(0, _by_branch(own), exchanges)
     single = False
     if len(own) == 1 and own[0] is not None:
-        covers = own[0].queries.shard_tokens.span == (0, held, 1)
+        covers = own[0].queries.shard_tokens.span == (0, tokens, 1)
         single = covers and own[0].branch.head_count == heads[0]
-    return Schedule((stage,), _heads(demands, ratio), header, held, keeps=True, single=single)
+    return Schedule((stage,), _heads(demands, ratio), header, tokens, keeps=True, single=single)
 
 
 def ring(
@@ -111,7 +111,7 @@ def ring(
             _only(remote_queries(demands, moves, source, rank), source, ranks),
         )
         stages.append(Stage(number, _by_branch(own), (exchange,), _by_branch(remote), queries))
-    return Schedule(tuple(stages), _heads(demands, ratio), header, placement.held(rank), keeps=False)
+    return Schedule(tuple(stages), _heads(demands, ratio), header, placement.tokens_of(rank), keeps=False)
 
 
 def _by_branch(attentions: Sequence[LocalAttention | None]) -> dict[int, LocalAttention]:

@@ -88,9 +88,9 @@ def choose_placement(workload: Workload, ranks: int, block: int, machine: Machin
     choice: Choice | None = PLACEMENTS.get(key)
     if choice is None:
         choice = _choose(workload, ranks, block, machine)
-        held = sum(pattern.key().nbytes for pattern in patterns)
+        nbytes = sum(pattern.key().nbytes for pattern in patterns)
         ties = [holder for pattern in patterns for holder in holders(pattern)]
-        PLACEMENTS.put(key, choice, _CHOICE_BYTES + held, ties)
+        PLACEMENTS.put(key, choice, _CHOICE_BYTES + nbytes, ties)
     return choice
 
 

@@ -131,7 +131,7 @@ class Demand:
         Tokens are counted for each key head and batch element. A pair of ranks may occur many times.
         """
         receivers, senders, amounts = [], [], []
-        _, by_rank, held = self.holds
+        _, by_rank, tokens = self.holds
         for kind, need in zip(self.kinds, keys, strict=True):
             receiver, tile = np.nonzero(need)
             which, part = self._parts(tile)
@@ -139,7 +139,7 @@ class Demand:
             crosses = np.flatnonzero(receiver != sender)
             receivers.append(receiver[crosses])
             senders.append(sender[crosses])
-            amounts.append(held[part[crosses]] * len(kind.members))
+            amounts.append(tokens[part[crosses]] * len(kind.members))
         return np.concatenate(receivers), np.concatenate(senders), np.concatenate(amounts)
 
     def work(self) -> NDArray[np.float64]:

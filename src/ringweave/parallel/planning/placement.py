@@ -52,9 +52,9 @@ class Placement:
         if owner.ndim != 1 or not np.issubdtype(owner.dtype, np.integer):
             raise ShapeError("owner", f"{owner.dtype} {owner.shape}", "ints (blocks,)", "Name block owners.")
         # a read-only copy, so that later writes to the caller's array do not change the placement
-        kept = owner.astype(np.int32)
-        kept.setflags(write=False)
-        object.__setattr__(self, "owner", kept)
+        copied = owner.astype(np.int32)
+        copied.setflags(write=False)
+        object.__setattr__(self, "owner", copied)
         inside = len(owner) > 0 and bool((owner >= 0).all() and (owner < self.ranks).all())
         if not inside or len(np.unique(np.bincount(owner, minlength=self.ranks))) > 1:
             wanted = f"the same number of blocks for each of {self.ranks} ranks"
@@ -83,7 +83,7 @@ class Placement:
         laid = (blocks[:, None] * self.block + np.arange(self.block)).reshape(-1)
         return laid % self._view * self.views + laid // self._view
 
-    def held(self, rank: int) -> int:
+    def tokens_of(self, rank: int) -> int:
         """Return the number of a rank's tokens without padding, which come first in its shard."""
         return int(np.searchsorted(self.positions(rank), self.tokens))
 
