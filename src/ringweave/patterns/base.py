@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 P = TypeVar("P", bound="Pattern")
 # attributes that a pattern derives from the others; they are not pickled
-_WRITTEN = ("_spec", "_follows", "has_function", "_fixed")
+_WRITTEN = ("_spec", "_fixed")
 _NUMBER = re.compile(r"TokenMask\(\d+")
 
 
@@ -69,13 +69,15 @@ class Pattern(ABC):
 
     Combine patterns with ``&``, ``|`` and ``~``; a key that both operands of ``|`` allow counts once.
 
-    A new pattern defines ``_text``, ``allows``, ``key_ranges`` and ``tile_classes``. It may define ``excluded_ranges``
-    if its complement is bounded; ``extents``, ``select`` and ``bound`` if batch elements or heads differ; ``check`` if
-    it fits certain lengths only; and ``restride`` and ``distance_profile``, which make plans cheaper. It may override
-    the properties ``tables``, ``residue_rate``, ``block_side`` and ``follows``. It overrides no other method of this
-    class.
-    A pattern that contains patterns derives from :class:`Composite`, and a name for another pattern from
-    :class:`Derived`.
+    A new pattern defines ``_text``, ``allows``, ``key_ranges`` and ``tile_classes``. It may define
+
+    - ``excluded_ranges``, if its complement is bounded;
+    - ``extents`` and ``select``, if batch elements or heads differ; ``check``, if it fits certain lengths only;
+    - ``restride``, ``distance_profile`` and the property ``residue_rate``, which make plans cheaper;
+    - the property ``tables``, if it has tensors; ``bound`` and the property ``block_side``, if they contain blocks.
+
+    It overrides no other method of this class. A pattern that contains patterns derives from :class:`Composite`, and a
+    name for another pattern from :class:`Derived`.
 
     Example:
         >>> rw.SlidingWindow(2) & ~rw.Segments(8) | rw.Sinks(1)
@@ -120,13 +122,8 @@ class Pattern(ABC):
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
-        """Tensors of the pattern (block tables, document bounds); private copies unless ``follows`` is set."""
+        """Tensors of the pattern (block tables, document bounds): private copies, or tensors that it follows."""
         return ()
-
-    @property
-    def follows(self) -> bool:
-        """Whether caches identify the pattern by the contents of its tensors, which their owner may change."""
-        return False
 
     @property
     def residue_rate(self) -> int:
@@ -178,14 +175,14 @@ class Pattern(ABC):
     # ---- text --------------------------------------------------------------------------------------------------------
 
     _spec: str
-    # whether this pattern, or a part of it, follows the contents of its tensors
+    # whether this pattern, or a part of it, follows tensors that their owner may write to: caches identify it by these
     _follows: bool
     #: Whether a function is part of the pattern. It may read new values, so ``spec`` is then written at each access.
     has_function: bool
 
     def __post_init__(self) -> None:
         parts = self.parts_within()
-        follows = any(part._follows for part in parts) if parts else self.follows
+        follows = any(part._follows for part in parts)
         self.write(self._text(), follows, any(part.has_function for part in parts))
 
     def write(self, text: str, follows: bool, function: bool) -> None:
@@ -265,7 +262,7 @@ class Pattern(ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         # written again: a function has another number in another process
-        Pattern.__post_init__(self)
+        self.write(self._text(), self._follows, self.has_function)
 
     def __eq__(self, other: object) -> bool:
         if self is other:

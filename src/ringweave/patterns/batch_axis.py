@@ -216,9 +216,8 @@ class Bounds(Pattern):
     Therefore it can be built where values are unknown, such as inside ``torch.compile``.
     """
 
-    @property
-    def follows(self) -> bool:
-        return bool(self.tables)
+    def __post_init__(self) -> None:
+        self.write(self._text(), follows=bool(self.tables), function=False)
 
     #: Whether the tensors are copies that nothing writes to, rather than the caller's own.
     private: ClassVar[bool] = False

@@ -603,10 +603,6 @@ class TokenMask(Pattern):
             return self
         return self._chosen(batch, head)
 
-    @property
-    def follows(self) -> bool:
-        return True
-
     def bound(self, heads: int | None, kv_heads: int | None = None, rank: int = 0, ranks: int = 1) -> Pattern:
         if ranks == 1 or self._head is not None or not self._depends()[1]:
             return self
