@@ -13,14 +13,15 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ...api import attention, paged_attention
-from ...errors import PatternError, ShapeError, UnsupportedError, shown, warn_once, warned
+from ...errors import PatternError, ShapeError, UnsupportedError, shown, warn_once
 from ...patterns import Causal, Documents, Full, Pattern, SlidingWindow, parse
 from ...patterns.base import parts_of
 from ...patterns.fitting import refuse
 from ...terms import Bias, Softcap, Term
 from .keywords import DOCUMENTS, OTHER, READ, apart, check
-from .masks import PatternMask, pattern_mask, positions_of_the_call
+from .masks import PatternMask, pattern_mask
 from .model_cache import CACHE, PagedStates
+from .packing import warn_of_own_mask, warn_of_packing
 from .saved_patterns import (
     ATTRIBUTE,
     NAME,
@@ -29,6 +30,7 @@ from .saved_patterns import (
     numbered,
     outermost,
     record,
+    require,
     restore,
     self_attention,
     separate,
@@ -85,72 +87,145 @@ def attend(
     Raises:
         UnsupportedError: An argument that ringweave does not implement.
     """
-    if not READ.issuperset(kwargs):
-        check(kwargs)
-    if hasattr(module, "keep_window_size"):
-        # Doge ignores its own mask if the library's mask is a BlockMask
-        raise UnsupportedError("layer", type(module).__name__, "one that chooses no keys by content", OTHER)
-    paged = key if isinstance(key, PagedStates) else None
-    batch, nq = query.shape[0], query.shape[2]
-    sizes = key.shape if paged is None else paged.sizes
-    of_keys, nk = sizes[0], sizes[2]
-    if batch != of_keys:
-        # learned queries, which all batch elements share
-        batch = max(batch, of_keys)
-        query, key, value = (x.expand(batch, *x.shape[1:]) for x in (query, key, value))
+    call = LayerCall(module, query, key, value, kwargs)
+    mask, bias = call.mask(attention_mask, is_causal, sliding_window)
+    pattern, q_offset = call.allowed(mask)
     # the number becomes part of the call's text, so torch.compile must not replace it by a symbol
     terms: list[Term] = [] if softcap is None else [Softcap(guard_scalar(softcap))]
-    mask = attention_mask if isinstance(attention_mask, PatternMask) else None
-    own: Pattern | None = getattr(module, ATTRIBUTE, None)
-    if own is None and hasattr(getattr(module, "config", None), RECORD):
-        own = first_use(module)
-    if mask is None:
-        pattern, q_offset = _unmade(module, query, key, attention_mask, is_causal, sliding_window, terms)
-    else:
-        pattern, q_offset = mask.pattern, mask.q_offset
-        if mask.sizes[2:] != (nq, nk):
-            wanted = f"({nq}, {nk}), the queries and keys of {type(module).__name__}"
-            raise ShapeError("attention mask", f"one of {mask.sizes[2:]}", wanted, OTHER)
-    documents = None
-    if not DOCUMENTS.isdisjoint(kwargs):
-        pattern, documents = apart(pattern, kwargs, mask, (batch, nq, nk), q_offset)
-    unread = mask is not None and documents is None and mask.rows is None and mask.context is None
-    if unread and nq > 1 and mask is not None and not mask.positions_seen:
-        positions = kwargs.get("position_ids")
-        positions = mask.positions if positions is None else positions
-        told = own is not None and _of_the_batch(own)
-        if isinstance(positions, Tensor) and not told and not torch.compiler.is_compiling():
-            _warn_of_packing(module, mask, positions)
-    if own is not None:
-        pattern = pattern & _counted(own, mask, documents)
-        if mask is not None and mask.row is not None:
-            q_offset = mask.row
-    if position_bias is not None:
-        terms.append(_bias(position_bias, query, key))
-    sink_logits = s_aux if sinks is None else sinks
-    if paged is not None:
-        # without a mask a layer attends all earlier tokens, so a longer call must be the first one
-        begins = paged.seen - nq if attention_mask is not None or nq == 1 else 0
-        if isinstance(attention_mask, Tensor) or position_bias is not None or begins != paged.seen - nq:
-            got = "a mask or bias of numbers, or no mask for several queries after cached tokens"
-            remedy = f"Pass {CACHE}=DynamicCache()."
-            raise UnsupportedError(CACHE, got, "a mask (B, tokens) with keys in pages", remedy)
-        if output_attentions:
-            remedy = f"Pass {CACHE}=DynamicCache()."
-            raise UnsupportedError("output_attentions", "keys in pages", "another cache", remedy)
-        out = paged_attention(query, paged.pages, pattern, scale=scaling, terms=terms, sink_logits=sink_logits)
+    terms += [call.bias(table) for table in (bias, position_bias) if table is not None]
+    options: dict[str, Any] = {"scale": scaling, "terms": terms, "sink_logits": s_aux if sinks is None else sinks}
+    if call.pages is not None:
+        call.check_pages(attention_mask, position_bias, output_attentions)
+        out = paged_attention(call.query, call.pages.pages, pattern, **options)
         return out.transpose(1, 2).contiguous(), None
-    context = None if mask is None else mask.context
-    options: dict[str, Any] = {"scale": scaling, "q_offset": q_offset, "terms": terms, "sink_logits": sink_logits}
-    out = attention(query, key, value, pattern, dropout=dropout, context=context, **options)
+    options["q_offset"] = q_offset
+    tensors = call.query, call.key, call.value
+    out = attention(*tensors, pattern, dropout=dropout, context=mask.context, **options)
     weights = None
     if output_attentions:
-        if dropout or context is not None:
+        if dropout or mask.context is not None:
             got = f"dropout of {dropout}" if dropout else "a sharded batch"
             wanted = "evaluation on one device"
             raise UnsupportedError("output_attentions", got, wanted, "Call model.eval(), without shard().")
-        weights = _weights(query, key, pattern, options)
+        weights = _weights(call.query, call.key, pattern, options)
     return out.transpose(1, 2).contiguous(), weights
+
+
+class LayerCall:
+    """A layer's call of attention: its tensors, and the pairs that its mask, its keywords and its pattern allow.
+
+    Args:
+        module: The layer.
+        query: (B, Hq, q, D); of one batch element if all share learned queries.
+        key: (B, Hkv, k, D).
+        value: (B, Hkv, k, Dv).
+        given: The keywords that the attention function does not name.
+    Raises:
+        UnsupportedError: ringweave does not implement a keyword or the layer.
+    """
+
+    def __init__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]):
+        if not READ.issuperset(given):
+            check(given)
+        if hasattr(module, "keep_window_size"):
+            # Doge ignores its own mask if the library's mask is a BlockMask
+            raise UnsupportedError("layer", type(module).__name__, "one that chooses no keys by content", OTHER)
+        self.pages = key if isinstance(key, PagedStates) else None
+        sizes = key.shape if self.pages is None else self.pages.sizes
+        if query.shape[0] != sizes[0]:
+            # learned queries, which all batch elements share
+            batch = max(query.shape[0], sizes[0])
+            query, key, value = (x.expand(batch, *x.shape[1:]) for x in (query, key, value))
+        self.module, self.query, self.key, self.value, self.given = module, query, key, value, given
+        self.batch, self.heads, self.nq = query.shape[:3]
+        self.nk: int = sizes[2]
+        self.pattern: Pattern | None = getattr(module, ATTRIBUTE, None)
+        if self.pattern is None and hasattr(getattr(module, "config", None), RECORD):
+            self.pattern = first_use(module)
+
+    def mask(
+        self, mask: PatternMask | Tensor | None, is_causal: bool | None, window: int | None
+    ) -> tuple[PatternMask, Tensor | None]:
+        """Return the mask as a pattern, and numbers to add to the scores or None."""
+        if isinstance(mask, PatternMask):
+            if mask.sizes[2:] != (self.nq, self.nk):
+                wanted = f"({self.nq}, {self.nk}), the queries and keys of {type(self.module).__name__}"
+                raise ShapeError("attention mask", f"one of {mask.sizes[2:]}", wanted, OTHER)
+            return mask, None
+        if isinstance(mask, Tensor):
+            return self._made(Full()), self._numbers(mask)
+        if mask is not None:
+            raise UnsupportedError("attention mask", shown(mask), "a mask of 4 dimensions", OTHER)
+        causal = getattr(self.module, "is_causal", True) if is_causal is None else is_causal
+        # as in transformers: a single query is the last position
+        pattern: Pattern = Causal() if self.nq > 1 and causal else Full()
+        if window is not None:
+            pattern = pattern & SlidingWindow(window - 1, window - 1)
+        return self._made(pattern, 0 if self.nq > 1 else self.nk - 1), None
+
+    def _made(self, pattern: Pattern, q_offset: int = 0) -> PatternMask:
+        """Return the mask of a call that has no PatternMask."""
+        mask = PatternMask(pattern, (self.batch, 1, self.nq, self.nk), q_offset)
+        # such a mask knows no positions
+        mask.positions_seen = True
+        return mask
+
+    def _numbers(self, mask: Tensor) -> Tensor:
+        """Return the numbers that a mask adds to the scores; a bool mask adds -inf."""
+        if getattr(self.module, ATTRIBUTE, None) is not None:
+            raise UnsupportedError("attention mask", shown(mask), "none, or (B, tokens), with a pattern", OTHER)
+        if mask.ndim == 4 and mask.shape[2] == 1 < self.nq == self.nk:
+            warn_of_own_mask(type(self.module).__name__, self.nk)
+        if mask.dtype == torch.bool:
+            return torch.zeros_like(mask, dtype=self.query.dtype).masked_fill(~mask, -torch.inf)
+        return mask
+
+    def allowed(self, mask: PatternMask) -> tuple[Pattern, int | Tensor]:
+        """Return the pattern of the mask, of documents in keywords and of the layer, and the first query's index."""
+        pattern, documents = mask.pattern, None
+        if not DOCUMENTS.isdisjoint(self.given):
+            pattern, documents = apart(mask, self.given, self.batch)
+        own = self.pattern
+        separated = documents is not None or mask.rows is not None or mask.context is not None
+        if self.nq > 1 and not separated and not mask.positions_seen and (own is None or not _of_the_batch(own)):
+            positions = self.given.get("position_ids")
+            positions = mask.positions if positions is None else positions
+            # the layers of a call share the mask, so one of them looks at the positions
+            mask.positions_seen = warn_of_packing(type(self.module).__name__, positions, self.nk)
+        if own is None:
+            return pattern, mask.q_offset
+        if mask.k_offset:
+            got = f"a cache that has dropped its first {mask.k_offset} keys"
+            raise UnsupportedError("pattern", got, "one that keeps all keys", f"Pass {CACHE}=DynamicCache().")
+        # the layer's pattern is counted from the first token of each sequence or document
+        rows = mask.rows if documents is None else documents
+        own = own if rows is None or _of_the_batch(own) else own.within(rows)
+        return pattern & own, mask.q_offset if mask.row is None else mask.row
+
+    def bias(self, table: Tensor) -> Bias:
+        """Return a table of numbers as a term of the scores."""
+        sizes = self.batch, self.heads, self.nq, self.nk
+        if table.ndim != 4 or any(side not in (1, size) for side, size in zip(table.shape, sizes, strict=True)):
+            wanted = f"one that broadcasts to {sizes}"
+            raise ShapeError("attention mask or bias", shown(table), wanted, OTHER)
+        return Bias(table.expand(-1, -1, *sizes[2:]))
+
+    def check_pages(self, mask: object, position_bias: object, output_attentions: object) -> None:
+        """Raise UnsupportedError if attention over pages does not implement the call."""
+        assert self.pages is not None
+        remedy = f"Pass {CACHE}=DynamicCache()."
+        # without a mask a layer attends all earlier tokens, so a longer call must be the first one
+        first = mask is not None or self.nq == 1 or self.pages.seen == self.nq
+        if isinstance(mask, Tensor) or position_bias is not None or not first:
+            got = "a mask or bias of numbers, or no mask for several queries after cached tokens"
+            raise UnsupportedError(CACHE, got, "a mask (B, tokens) with keys in pages", remedy)
+        if output_attentions:
+            raise UnsupportedError("output_attentions", "keys in pages", "another cache", remedy)
+
+
+def _of_the_batch(pattern: Pattern) -> bool:
+    """Whether a pattern holds the documents of a batch, so that it already counts the tokens of whole rows."""
+    return bool(parts_of(pattern, Documents))
 
 
 def _weights(query: Tensor, key: Tensor, pattern: Pattern, options: dict[str, Any]) -> Tensor:
@@ -168,91 +243,6 @@ def _weights(query: Tensor, key: Tensor, pattern: Pattern, options: dict[str, An
         values = units.to(key.dtype).expand(batch, heads, -1, -1)
         columns.append(attention(query, key, values, pattern, **options))
     return torch.cat(columns, -1)[..., :nk]
-
-
-def _unmade(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    mask: PatternMask | Tensor | None,
-    is_causal: bool | None,
-    window: int | None,
-    terms: list[Term],
-) -> tuple[Pattern, int | Tensor]:
-    """Return (pattern, q_offset) of a call without a PatternMask; append a mask of numbers to the terms."""
-    nq, nk = query.shape[2], key.shape[2]
-    if isinstance(mask, Tensor):
-        if getattr(module, ATTRIBUTE, None) is not None:
-            raise UnsupportedError("attention mask", shown(mask), "none, or (B, tokens), with a pattern", OTHER)
-        if mask.ndim == 4 and mask.shape[2] == 1 < nq == nk and not torch.compiler.is_compiling():
-            _warn_of_own_mask(module, nk)
-        if mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
-        terms.append(_bias(mask, query, key))
-        return Full(), 0
-    if mask is not None:
-        raise UnsupportedError("attention mask", shown(mask), "a mask of 4 dimensions", OTHER)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    # as in transformers: a single query is the last position
-    pattern: Pattern = Causal() if nq > 1 and causal else Full()
-    if window is not None:
-        pattern = pattern & SlidingWindow(window - 1, window - 1)
-    return pattern, 0 if nq > 1 else nk - 1
-
-
-def _warn_of_packing(module: nn.Module, mask: PatternMask, positions: Tensor) -> None:
-    """Warn once if a call's positions restart but its mask does not separate the documents."""
-    kind = type(module).__name__
-    if warned(f"packed {kind}") or positions.ndim not in (2, 3) or positions.shape[-1] != mask.sizes[3]:
-        return
-    # the layers of a call share the mask, so one of them looks at the positions
-    mask.positions_seen = True
-    steps = positions.diff(dim=-1)
-    # of positions with axes (time, height, width) only the time never decreases within a document
-    if bool((steps[0] < 0 if positions.ndim == 3 else steps != 1).any()):
-        warn_once(
-            f"packed {kind}",
-            "position_ids",
-            f"positions that restart, which the mask of {kind} does not take into account",
-            "packing that the model passes on to its masks, without attention_mask and cache",
-            "Packed documents attend each other here, as with every implementation. Pass use_cache=False to a decoder. "
-            "If this model ignores packing, call set_pattern(model, rw.Documents(ids=numbers)) before each batch, with "
-            "each token's document number (B, tokens), or use context_parallel(model), in one process too.",
-        )
-
-
-def _warn_of_own_mask(module: nn.Module, tokens: int) -> None:
-    """Warn once if positions restart in a model that makes its own padding mask, such as LayoutLM."""
-    kind = type(module).__name__
-    positions = None if warned(f"packed {kind}") else positions_of_the_call()
-    if positions is None or positions.ndim != 2 or positions.shape[1] != tokens:
-        return
-    if bool((positions.diff(dim=-1) != 1).any()):
-        got = f"positions that restart, in a model with its own mask of keys for {kind}"
-        remedy = "Packed documents attend each other here, as with every implementation: give each document a row."
-        warn_once(f"packed {kind}", "position_ids", got, "one document in each row", remedy)
-
-
-def _counted(own: Pattern, mask: PatternMask | None, documents: Documents | None) -> Pattern:
-    """Return a layer's pattern, counted from the first token of each sequence or document."""
-    if mask is not None and mask.k_offset:
-        got = f"a cache that has dropped its first {mask.k_offset} keys"
-        raise UnsupportedError("pattern", got, "one that keeps all keys", f"Pass {CACHE}=DynamicCache().")
-    rows = documents if documents is not None or mask is None else mask.rows
-    return own if rows is None or _of_the_batch(own) else own.within(rows)
-
-
-def _of_the_batch(pattern: Pattern) -> bool:
-    """Whether a pattern holds the documents of a batch, so that it already counts the tokens of whole rows."""
-    return bool(parts_of(pattern, Documents))
-
-
-def _bias(table: Tensor, query: Tensor, key: Tensor) -> Bias:
-    sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    if table.ndim != 4 or any(side not in (1, size) for side, size in zip(table.shape, sizes, strict=True)):
-        wanted = f"one that broadcasts to {sizes}"
-        raise ShapeError("attention mask or bias", shown(table), wanted, OTHER)
-    return Bias(table.expand(-1, -1, *sizes[2:]))
 
 
 def register() -> None:
@@ -367,17 +357,6 @@ def _layers(model: nn.Module, layers: Sequence[int] | None) -> dict[str, Any]:
         )
         raise UnsupportedError("model", got, "layers with a layer_idx", "Name layers that the model has.")
     return found
-
-
-def require(config: Any) -> None:
-    """Raise UnsupportedError if a config names another attention implementation.
-
-    Args:
-        config: Config of a model or a layer.
-    """
-    if config._attn_implementation != NAME:
-        got = repr(config._attn_implementation)
-        raise UnsupportedError("attn_implementation", got, repr(NAME), "Call patch(model) first.")
 
 
 def patch(model: M, pattern: Pattern | str | None = None, layers: Sequence[int] | None = None) -> M:

@@ -72,56 +72,48 @@ def check(given: Mapping[str, Any]) -> None:
             warn_once(f"keyword {name}", name, shown(value), wanted, remedy)
 
 
-def apart(
-    pattern: Pattern, given: Mapping[str, Any], mask: PatternMask | None, sizes: tuple[int, int, int], q_offset: object
-) -> tuple[Pattern, Documents | None]:
-    """Restrict a pattern to the packed documents that keywords name, and return it with the documents.
+def apart(mask: PatternMask, given: Mapping[str, Any], batch: int) -> tuple[Pattern, Documents | None]:
+    """Restrict a mask to the packed documents that keywords name, and return its pattern with the documents.
 
     Bounds are those of flash-attn: cumulative, over the tokens of all batch elements in order. The pattern counts from
     the first token of each document.
 
     Args:
-        pattern: The pattern of the call.
-        given: The keywords.
         mask: The mask of the call; layers that share it share the documents.
-        sizes: Batch elements, queries and keys.
-        q_offset: Position of the first query.
+        given: The keywords.
+        batch: Number of batch elements.
     Raises:
         ShapeError: The documents do not have the call's tokens.
         UnsupportedError: The call has cached keys, a mask that counts from the row, or tokens on several ranks.
     """
+    pattern, (nq, nk) = mask.pattern, mask.sizes[2:]
     q, k, numbers = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k"), given.get("seq_idx")
     if q is None and k is None and numbers is None:
         return pattern, None
-    nq, nk = sizes[1:]
     name = "seq_idx" if q is None and k is None else "cu_seq_lens_q, cu_seq_lens_k"
-    if mask is not None and mask.context is not None:
+    if mask.context is not None:
         remedy = "Pass position_ids to shard(): the sharded batch then holds the documents."
         raise UnsupportedError(name, "documents beside a sharded batch", "none", remedy)
-    if not (nq == nk and isinstance(q_offset, int) and q_offset == 0) and pattern != Full():
+    if not (nq == nk and isinstance(mask.q_offset, int) and mask.q_offset == 0) and pattern != Full():
         got = f"documents for {nq} queries over {nk} keys, of which some are cached"
         raise UnsupportedError(name, got, "documents in a call without cached keys", "Pass use_cache=False.")
-    known = mask is not None and isinstance(mask.rows, Documents)
+    known = isinstance(mask.rows, Documents)
     if not known and parts_of(pattern, Documents):
         got = f"documents beside a mask that counts from the first token of the row, {pattern}"
         raise UnsupportedError(name, got, "a mask of windows and padding", _POSITIONS)
-    documents = _shared(name, q, k, numbers, mask, sizes)
-    if known or (mask is not None and mask.rows is not None):
-        # the mask has bounds already, which a pattern inside the documents could not have
-        return pattern & documents, documents
-    return pattern.within(documents), documents
+    documents = _shared(name, q, k, numbers, mask, (batch, nq, nk))
+    # a pattern inside the documents could not have the bounds that the mask has
+    return pattern.within(documents) if mask.rows is None else pattern & documents, documents
 
 
-def _shared(
-    name: str, q: Any, k: Any, numbers: Any, mask: PatternMask | None, sizes: tuple[int, int, int]
-) -> Documents:
+def _shared(name: str, q: Any, k: Any, numbers: Any, mask: PatternMask, sizes: tuple[int, int, int]) -> Documents:
     """Return the documents of keywords, which are made once for all layers that share a mask."""
     tensors = [numbers] if name == "seq_idx" else [q, k]
     for each, key in zip(tensors, name.split(", "), strict=True):
         if not isinstance(each, Tensor):
             wanted = "an integer tensor, as its counterpart" if len(tensors) > 1 else "an integer tensor"
             raise ShapeError(key, shown(each), wanted, "Pass it, or neither.")
-    if torch.compiler.is_compiling() or mask is None:
+    if torch.compiler.is_compiling():
         return _documents(name, tensors, sizes)
     # the tensors are compared by identity and version, and the mask keeps them alive
     held = [(x, version(x)) for x in tensors]

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import masking_utils
 from transformers.masking_utils import causal_mask_function
 
 from ...errors import ShapeError, UnsupportedError, in_a_line
 from ...patterns import Documents, KeyPadding, Pattern
 from .mask_reading import All, Chunks, Distances, Relation, Same, Unread, read
+from .packing import positions_of_the_call
 from .positions import Place, bounds_of, joined
 
 if TYPE_CHECKING:
     from ...parallel import ContextParallel
-    from .model_context import ModelContext
 
 _CAUSAL = ((0, None),)
-# number of callers between a layer's attention or mask and the model's forward, with room for decorators
-_FRAMES = 40
 # errors of a mask function that is called with symbols but needs tensors
 _RAISED = (Unread, TypeError, ValueError, RuntimeError, AttributeError, IndexError)
 
@@ -68,7 +64,7 @@ class _Carried:
         if name.startswith("__"):
             raise AttributeError(name)
         # an AttributeError, so that hasattr returns False
-        raise AttributeError("mask", f"a use of .{name}", _WANTED, _REMEDY)
+        raise AttributeError(str(UnsupportedError("mask", f"a use of .{name}", _WANTED, _REMEDY)))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -144,6 +140,13 @@ def _refuse_values(what: str) -> NoReturn:
     raise UnsupportedError("attention mask", what, _WANTED, _REMEDY)
 
 
+class Owner(Protocol):
+    """A model's context, which makes the context of each sequence length."""
+
+    def context(self, seq_len: int) -> ContextParallel:
+        """Return the context for a number of tokens in the whole sequence."""
+
+
 class ShardMask(_Carried):
     """The ``attention_mask`` of a rank's shard, which carries the facts about the whole batch to the mask function.
 
@@ -162,7 +165,7 @@ class ShardMask(_Carried):
 
     def __init__(
         self,
-        owner: ModelContext,
+        owner: Owner,
         seq_len: int,
         name: str,
         local: Tensor,
@@ -343,28 +346,6 @@ def _made(place: Place, mask_function: Callable[..., Any] | None, attention_mask
     if rows is None and place.nq == place.nk and not torch.compiler.is_compiling():
         mask.positions = positions_of_the_call()
     return mask
-
-
-def positions_of_the_call() -> Tensor | None:
-    """Return the ``position_ids`` of the model's forward that is running, if the model does not pass them to its masks.
-
-    Encoders such as ModernBERT pass them only to their embeddings, so nothing but the forward's frame has them. Until
-    Python 3.13, reading a frame's variables keeps them alive until the forward returns.
-    """
-    frame = sys._getframe(1)
-    for _ in range(_FRAMES):
-        caller = frame.f_back
-        if caller is None:
-            return None
-        frame = caller
-        code = frame.f_code
-        if code.co_filename == masking_utils.__file__:
-            if "position_ids" in code.co_varnames and frame.f_locals.get("position_ids") is not None:
-                return None
-        elif code.co_name == "forward" and "position_ids" in code.co_varnames:
-            found = frame.f_locals.get("position_ids")
-            return found if isinstance(found, Tensor) else None
-    return None
 
 
 def _placed(place: Place, relation: Relation) -> tuple[Pattern, Documents | KeyPadding | None]:

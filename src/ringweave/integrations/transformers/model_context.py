@@ -20,9 +20,9 @@ from ...errors import ShapeError, UnsupportedError, shown
 from ...parallel import ContextParallel
 from ...parallel.transport.protocol import Counters
 from ...patterns import Full, Pattern
-from .interface import require
 from .masks import ShardMask
 from .model_cache import CACHE
+from .saved_patterns import require
 
 if TYPE_CHECKING:
     from ...parallel.transport.mesh import DeviceMesh, ProcessGroup

@@ -51,6 +51,17 @@ def numbered(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
             yield name, module, number
 
 
+def require(config: Any) -> None:
+    """Raise UnsupportedError if a config names another attention implementation.
+
+    Args:
+        config: Config of a model or a layer.
+    """
+    if config._attn_implementation != NAME:
+        got = repr(config._attn_implementation)
+        raise UnsupportedError("attn_implementation", got, repr(NAME), "Call patch(model) first.")
+
+
 def text_of(pattern: Pattern | None) -> str | None:
     """Return the text that :func:`ringweave.patterns.parse` reads back as the pattern, or None if there is none."""
     if pattern is None:
