@@ -103,7 +103,7 @@ def gone(names: list[str], what: str = "") -> Iterator[None]:
 
 
 def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Name what is computed: tensors, numbers, or an error's type and text."""
+    """Yield (name, call) pairs; each call computes tensors, numbers, or the type and text of an error."""
     import ringweave as rw
     from ringweave.adaptive import tile_mass
     from ringweave.hierarchical import hierarchical_attention

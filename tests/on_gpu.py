@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def captured(step: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-    """A graph of what a step does, and the results that a replay writes; warmed up aside, as capturing wants it."""
+    """Capture a step into a CUDA graph, after warming up on a side stream; return the graph and the tensors that a replay writes."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):

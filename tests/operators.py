@@ -1,4 +1,4 @@
-"""A call by its operators: the way that calls take where something watches, and programs go round."""
+"""Compute a call through the registered operators: the path of calls under a mode, transform or compiler."""
 
 from __future__ import annotations
 

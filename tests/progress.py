@@ -63,7 +63,7 @@ class Progress:
         begun = [file for file in usual if self.done.get(file)]
         expected = sum(usual[file] * self.done[file] / self.total[file] for file in begun)
         slower = sum(self.spent[file] for file in begun) / expected if expected > 1.0 else 1.0
-        # files that are new take as long as the others, test by test
+        # tests of a new file are expected to take the average time of a known test
         each = sum(usual.values()) / sum(self.total[file] for file in usual)
         left = []
         for file, count in self.total.items():
@@ -128,7 +128,7 @@ class Reporter:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Tell a failure at once, and how far the run is now and then."""
+        """Report a failure immediately, and the progress of the run from time to time."""
         now = time.monotonic()
         self.progress.took(report.nodeid, report.duration)
         if report.when == "teardown":

@@ -17,7 +17,7 @@ def is_long() -> bool:
 
 
 def is_left_out(item: pytest.Item) -> bool:
-    """Whether a short run goes without a test: by its mark, or as a case of many of which one in n is enough."""
+    """Return whether a short run skips a test: by its mark, or because the test has many cases and the run samples one in n."""
     mark = item.get_closest_marker("sampled")
     if item.get_closest_marker("long") is not None:
         return True

@@ -1,4 +1,4 @@
-"""The boundary: what is refused and in which words, autocast, offsets, LongNet's options, and the graph compiler."""
+"""Test arguments and error texts of the public functions, autocast, offsets, LongNet's options, and torch.compile."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_vmap_over_some_inputs_and_tables() -> None:
 
 
 def _vmapped(call, *inputs, **options) -> None:  # type: ignore[no-untyped-def]
-    """What torch.vmap gives is what a loop gives."""
+    """torch.vmap of a call gives the results of a loop over its elements."""
     wanted = torch.stack([call(*each) for each in zip(*inputs, strict=True)])
     torch.testing.assert_close(torch.vmap(call, **options)(*inputs), wanted)
 

@@ -1,4 +1,4 @@
-"""The documentation holds its word: what it calls causal is causal, counted as the library counts.
+"""Every pattern that the documentation calls causal is causal, by the library's own test.
 
 Read are the pages, the docstrings and texts of the sources, the examples, the pictures and what draws them. The rules:
 
@@ -34,7 +34,7 @@ WORD = re.compile(r"\bcausal\b(?!\s*[=(\]])")
 DENIED = re.compile(
     r"(?:not|neither|nor|is no|isn't|non-?)\s*(?:\w+ )?causal|not causal|would see|see the future|see all", re.I
 )
-#: Numbers that stand for what an expression of the sources gets as an argument.
+#: Values that replace an expression's arguments when a pattern of the sources is evaluated.
 _NUMBER = 16
 
 
@@ -157,7 +157,7 @@ def is_causal(pattern: rw.Pattern) -> bool:
 
 
 def wrong(said: Said) -> str | None:
-    """What is not held to, if anything."""
+    """Return how a statement about a pattern is wrong, or None."""
     near, _, around = said.beside.partition("\0")
     claimed = WORD.search(near) is not None and DENIED.search(near) is None
     if said.name and "causal" in said.name.lower() and "not" not in said.name.lower():

@@ -25,7 +25,7 @@ from .oracle import NAMES, Inputs, errors, exact, gradients, rounding, torch_err
 EVERYTHING = PATTERNS | MIXTURES
 #: backends that take any relation on CPU tensors; the native kernel is missing where there was no compiler
 SPARSE = ["dense_batched"] + ["cpu"] * (cpu.module() is not None)
-# these need a GPU; what of them runs without is in tests/ops
+# these backends need a GPU; tests/backends tests the parts of them that run without one
 ELSEWHERE = ("triton", "flex", "flash")
 RUNNABLE = [name for name in BACKENDS if name not in ("cpu", *ELSEWHERE) or name in SPARSE]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -75,7 +75,7 @@ def conforms(
 
 @lru_cache(maxsize=1)
 def wanted(name: str, *sizes: int, q_offset: int = 0, scale: float | None = None, **of: object) -> Wanted:
-    """As above for inputs that all backends get in turn: the oracle takes ten times as long as a backend."""
+    """Return the expected results for inputs that all backends receive in turn: the oracle takes ten times a backend's time."""
     pattern = EVERYTHING[name](sizes[-1])
     return Wanted.of(Inputs.random(*sizes, **of), pattern, q_offset, scale, floored=True)  # type: ignore[arg-type]
 
@@ -241,7 +241,7 @@ def test_the_kit(backend: str, rule: str) -> None:
     """What anyone's kernel is held to."""
     verdict = conformance.judge(kernel(backend), rule, examples=40 if backend == "sdpa" else 10)
     assert verdict.failure is None, verdict.failure
-    # sdpa refuses what is neither full nor causal
+    # sdpa refuses patterns other than full and causal
     assert verdict.tried >= (1 if backend == "sdpa" else 10)
 
 
@@ -308,7 +308,7 @@ def test_empty_rows(backend: str) -> None:
 @pytest.mark.parametrize("name", ["full", "causal", "sinks", "table_per_head"])
 @pytest.mark.parametrize("backend", RUNNABLE)
 def test_large_scores_stay_exact(backend: str, name: str, dtype: str) -> None:
-    """Up to the end of float32 a row whose largest score is far above the others is the value of that key."""
+    """For scores up to float32's largest, a row with one score far above the others has the value of that key."""
     if backend == "sdpa" and name not in ("full", "causal"):
         return
     n, pattern = 150, EVERYTHING[name](150)
@@ -385,7 +385,7 @@ def test_a_broken_key_or_query_reaches_the_gradients_of_those_that_attend_it(
 @pytest.mark.parametrize("tokens", [1, 4, 40, 130])
 @pytest.mark.parametrize("backend", RUNNABLE)
 def test_scores_that_overflow_make_their_rows_nan(backend: str, tokens: int, name: str) -> None:
-    """Finite inputs whose scores no float32 holds, of either sign: never another number, and no other row is touched."""
+    """Rows with scores beyond float32's range become NaN, for scores of either sign, and no other row changes."""
     if backend == "sdpa" and name not in ("full", "causal"):
         return
     pattern = EVERYTHING[name](tokens)
@@ -442,7 +442,7 @@ def test_a_row_of_infinitely_low_scores_attends_nothing(backend: str) -> None:
 def test_keys_alike_share_their_weight_however_large_scores_are(backend: str, scale: float) -> None:
     """A score in range may be so large that it takes up the logarithm of a sum: weights are still those of a softmax."""
     x = Inputs.random(30, heads=4, kv_heads=2)
-    # whole numbers, whose products add up exactly in any order
+    # integers: their products add up exactly in any order
     x.q.round_()
     x.k.copy_(x.k[:, :, :1].round().expand_as(x.k))
     out, lse = rw.attention_with_lse(x.q, x.k, x.v, rw.Full(), scale=scale, backend=backend)

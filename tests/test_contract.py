@@ -77,9 +77,9 @@ def hostile() -> dict[str, Any]:
     }  # fmt: skip
 
 
-#: Classes and methods whose checks are written elsewhere, as a whole.
+#: Classes and methods with all their checks in other files.
 CLASSES_ELSEWHERE = {"ContextParallel"}
-#: Records that the library makes and hands out; what they hold is not checked again.
+#: Records that the library constructs and returns; it does not check their fields again.
 RECORDS = {"AttentionOutput", "BlockPlan", "BlockWeights"}
 #: Methods by which patterns answer plans: internal, called with arrays.
 PROTOCOL = {
@@ -105,7 +105,7 @@ class Row:
     taken: dict[str, Callable[[Any], bool]] = field(default_factory=dict)
 
 
-# ---- what is right ---------------------------------------------------------------------------------------------------
+# ---- valid arguments -------------------------------------------------------------------------------------------------
 
 
 def dense_of(pattern: rw.Pattern, n: int) -> None:

@@ -122,7 +122,7 @@ def test_no_path_of_a_machine_in_any_page(site: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_is_as_long_as_its_task(page: Path) -> None:
-    """At most 16,000 characters of text; programs are as long as they must be."""
+    """A page has at most 16,000 characters, not counting its programs."""
     assert len(re.sub(r"(?ms)^ *```.*?^ *```$", "", page.read_text("utf-8"))) <= 16_000
 
 

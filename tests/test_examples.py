@@ -134,7 +134,7 @@ def test_killed_workers_go_on_from_the_checkpoint(shared: list[dict[str, Any]], 
 
 
 def test_sparse_training_becomes_sparse_and_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Density goes from dense to what was asked for; from a checkpoint the same steps follow."""
+    """Density falls from dense to the requested one, and a run from a checkpoint repeats the same steps."""
     script, out = Path(__file__).parents[1] / "examples" / "sparse_training.py", tmp_path / "metrics.jsonl"
     options = ["--tokens", 128, "--width", 32, "--heads", 2, "--density", 0.3, "--steps", 12, "--every", 8]
     options += ["--checkpoint", tmp_path / "lm.pt", "--out", out]
@@ -193,6 +193,6 @@ def test_the_librarys_trainer_goes_on_when_a_process_is_killed(tmp_path: Path, l
     found = {line["step"]: line for line in metrics(shared / "metrics.jsonl")}
     assert list(found) == list(range(1, steps + 1))
     assert [found[line["step"]]["loss"] for line in wanted] == pytest.approx(losses(wanted), abs=1e-4)
-    # half of the tokens, keys and values of 2 heads of 16, two layers; of the window's layer only what is near
+    # half of the tokens, keys and values of 2 heads of 16, two layers; the window's layer receives only near tokens
     assert {line["gathered"] for line in found.values()} == {256 * 2 * 2 * 16 * 4 * 2}
     assert all(0 < line["received"] < line["gathered"] for line in found.values())

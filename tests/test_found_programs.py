@@ -1,4 +1,4 @@
-"""Calls that go round the operators: the same bits, nothing that watches is passed by, and nothing stale is served."""
+"""Calls that skip the operators have their bits, are seen by every mode, transform and tracer, and never use a stale program."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tensors(dtype: torch.dtype = torch.float32, grad: bool = False) -> list[Tens
 
 
 def direct(*args: Any, **options: Any) -> rw.AttentionOutput:
-    """A call that was made before."""
+    """Compute through a program that an earlier call compiled."""
     rw.attention_with_lse(*args, **options)
     return rw.attention_with_lse(*args, **options)
 
@@ -85,7 +85,7 @@ def test_bits_are_those_of_the_operators(dtype: torch.dtype, layout: str) -> Non
 
 @pytest.fixture
 def straight(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each call that went straight to the kernel, whether it wanted lse."""
+    """Record each call that went straight to the kernel, as whether it asked for lse."""
     calls: list[bool] = []
     forward = cpu.PreparedCall.forward
 
@@ -108,7 +108,7 @@ def test_without_lse_bits_are_the_same(dtype: torch.dtype, layout: str, straight
         assert torch.equal(out, wanted)
         assert out.is_contiguous()
     assert straight[-1:] == [False] * (q.stride(3) == 1 and not q.is_neg())
-    # a score out of range, which takes lse to tell what becomes of it
+    # an out-of-range score: only lse tells which value its row gets
     q, k, v = tensors()
     q[0, 0, 33, 0] = torch.inf
     q[1, 1, 30], k[1, 0, 30] = 1e38, -1e38
@@ -161,7 +161,7 @@ def test_who_watches_sees_operators(straight: list[bool], monkeypatch: pytest.Mo
 
 
 def test_modules_go_straight(straight: list[bool]) -> None:
-    """What they pass where nothing was asked for is as good as nothing."""
+    """Options that modules pass as empty values keep a call on the direct path."""
     q, k, v = tensors()
     wanted = direct(q, k, v, PATTERN).out
     for options in ({"terms": []}, {"terms": None}, {"precision": as_precision(None)}):
@@ -170,14 +170,14 @@ def test_modules_go_straight(straight: list[bool]) -> None:
         assert straight == [False]
     layer, x = rw.nn.MultiheadAttention(64, 4, batch_first=True, pattern=rw.Causal()).eval(), torch.randn(1, 40, 64)
     with torch.no_grad():
-        wanted = layer(x, x, x)[0]  # makes it
+        wanted = layer(x, x, x)[0]  # compiles the program
         straight.clear()
         assert torch.equal(layer(x, x, x)[0], wanted)
     assert straight == [False]
 
 
 def test_layers_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of two alike calls is not looked up by its kind; it is once anything differs, or the store is empty."""
+    """The second of two equal calls looks up no program; a call with any other argument does, and so does one after the cache is emptied."""
     q, k, v = (torch.randn(1, heads, n, 16) for heads, n in ((4, 1), (2, 300), (2, 300)))
     pattern, looked = rw.SlidingWindow(50) & rw.Causal(), list[int]()
     get = program_cache.PROGRAMS.get
@@ -193,10 +193,10 @@ def test_layers_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
         return len(looked)
 
     looks()
-    assert looks() == 1  # after it was made
+    assert looks() == 1  # after the program was compiled
     assert looks() == 0
     for changed in ({"n": 299}, {"scale": 0.5}, {"q_offset": 310}, {"grad": True}, {"backend": "cpu"}):
-        # to make it, and to find it: steps of one run share a program
+        # compile the program, then find it: steps of one run share a program
         assert looks(**changed)
         looks(**changed)
         assert looks(**changed) == 0
@@ -207,7 +207,7 @@ def test_layers_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     looks()
     assert looks() == 0
     program_cache.PROGRAMS.clear()
-    # made anew: nothing else holds what was dropped
+    # compiled anew: nothing else holds the dropped program
     assert looks()
 
 
@@ -298,7 +298,7 @@ def test_autograd_keeps_its_promises() -> None:
 
 @pytest.mark.parametrize("which", ["q", "k", "v", "lse"])
 def test_saved_tensors_that_come_back_in_another_type(which: str) -> None:
-    """Their addresses mean nothing to the kernel then: it refuses them, however often the program ran before."""
+    """The kernel refuses saved tensors that return in another dtype, however often the program ran before."""
     q, k, v = tensors(grad=True)
     direct(q, k, v, PATTERN).out.sum().backward()
     place, seen = ["q", "k", "v", "out", "lse"].index(which), list[Tensor]()
@@ -335,7 +335,7 @@ def test_nothing_stale(monkeypatch: pytest.MonkeyPatch) -> None:
         rw.attention(q, k, v, PATTERN)
     monkeypatch.delenv("RINGWEAVE_CPU_VARIANT")
     assert torch.equal(rw.attention(q, k, v, PATTERN), wanted)
-    # a pattern with values that others may write is none of them
+    # a pattern over a tensor that its owner may write to is never on the direct path
     lengths = torch.tensor([50, 50])
     before = rw.attention(q, k, v, rw.KeyPadding(lengths))
     lengths[1] = 10
@@ -352,7 +352,7 @@ def runs_and_others() -> tuple[int, int]:
 
 @pytest.mark.parametrize("pattern", [rw.Causal(), rw.Full(), PATTERN])
 def test_steps_of_decoding(pattern: rw.Pattern) -> None:
-    """A cache that grows by a token: one call serves all lengths of as many tiles, where every key is attended."""
+    """A cache that grows by a token is served by one program for all lengths with equally many tiles, where every key is attended."""
     q, k, v = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16)
     program_cache.PROGRAMS.clear()
     for n in (127, 128, 129, 130, 255, 256, 257, 129, 300):
@@ -362,7 +362,7 @@ def test_steps_of_decoding(pattern: rw.Pattern) -> None:
         assert torch.equal(rw.attention(q, *now, pattern, q_offset=n - 1), wanted[0])
     # in a window, a step that leaves no whole tile behind has a program of its own
     assert runs_and_others() == ((4, 4) if pattern is PATTERN else (3, 0))
-    # a sum that overflows to -inf is looked at in this length, not in the first one's
+    # a sum that overflows to -inf is checked in the current length, not in the first one's
     k[0, 0, 299], k[0, 1, 140] = -3e38, -3e38
     out, lse = rw.attention_with_lse(q.abs() * 10, k, v, pattern, q_offset=299)
     wanted = by_operators(q.abs() * 10, k, v, pattern, q_offset=299)
@@ -391,7 +391,7 @@ def test_steps_in_a_window(left: int, dtype: torch.dtype) -> None:
     for n in range(left + 258, 700, 7):
         step(n)
     assert plan_cache.statistics().misses == misses
-    # before it has left anything behind, it attends all keys
+    # before the window has left a tile behind, it attends all keys
     runs, _ = runs_and_others()
     for n in range(129, left + 1):
         step(n)
@@ -543,7 +543,7 @@ def test_the_first_call_imports_no_compiler() -> None:
 
 
 def test_a_policy_of_types_is_no_bare_call() -> None:
-    """What was prepared for calls without one is not taken for one with it."""
+    """A program of a call without a precision policy does not serve a call with one."""
     q, k, v = (torch.randn(1, 2, 64, 16, generator=torch.Generator().manual_seed(each)) for each in range(3))
     exact = [rw.attention(q, k, v, rw.Causal()) for _ in range(3)][-1]
     stored = [rw.attention(q, k, v, rw.Causal(), precision=rw.Precision(kv=torch.int8)) for _ in range(2)]
@@ -553,7 +553,7 @@ def test_a_policy_of_types_is_no_bare_call() -> None:
 
 
 def options(name: str) -> dict[str, Any]:
-    """Options of a call, their tensors made anew."""
+    """Return the options of a call with new tensors."""
     table = torch.randn(4, 9, requires_grad=True)
     some: dict[str, dict[str, Any]] = {
         "none": {},
@@ -573,7 +573,7 @@ OPTIONS = ["none", "terms", "a learned table", "sinks", "dropout", "offsets", "e
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_nothing_that_watches_is_gone_round(name: str) -> None:
-    """Forward and backward, whatever a call asks for, once its program is kept."""
+    """Every mode, hook and transform sees the forward and backward of a call with a cached program."""
     q, k, v = tensors(grad=True)
     given = options(name)
 
@@ -598,7 +598,7 @@ def test_nothing_that_watches_is_gone_round(name: str) -> None:
         call(q).sum().backward()
     events = {event.key for event in profile.key_averages()}
     assert {"ringweave::attention", "ringweave::attention_backward"} <= events
-    # of a program that was found before anything watched
+    # with a program that was found before any mode was active
     out = call(q)
     with torch.profiler.profile() as profile:
         out.sum().backward()
@@ -623,7 +623,7 @@ def test_nothing_that_watches_is_gone_round(name: str) -> None:
 def test_steps_over_pages_of_8_bits(
     pattern: rw.Pattern, kv: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are prepared, with the bits of the checked call, also where a scale is NaN or a score is out of range."""
+    """Steps over 8-bit pages are prepared, with the bits of the checked call, also where a scale is NaN or a score is out of range."""
     calls: list[bool] = []
     forward = cpu.PreparedCall.forward
 
@@ -695,7 +695,7 @@ def test_programs_are_found_by_identity_and_by_equal_patterns(name: str) -> None
     assert program_cache.find(Arguments(q, k, v, table, **given)) == (None, None)
 
 
-# by argument: values of which each is another call than the defaults; a new option has that of VALUES
+# values of each argument that change the key of a call; a new option needs an entry here and in VALUES
 OTHERS: dict[str, list[Any]] = {
     "q": [torch.zeros(2, 4, 36, 16), torch.zeros(2, 4, 37, 16).double(), torch.zeros(2, 4, 37, 16, requires_grad=True)],
     "k": [torch.zeros(2, 1, 50, 16), torch.zeros(2, 2, 50, 16, requires_grad=True), torch.zeros(2, 2, 49, 16)],
@@ -733,11 +733,11 @@ def test_no_program_serves_another_call() -> None:
             try:
                 key, found = program_cache.find(usual._replace(**{name: value}))
             except rw.RingweaveError:
-                # a rate of dropout that there is not
+                # a dropout rate that is out of range
                 continue
             assert found is None, (name, value)
             assert key is None or key not in program_cache.PROGRAMS._entries
-            # a term alone is a list of one, and gradients are those of all three
+            # a single term equals a list of one, and gradients are those of all three
             of_another = value is OTHERS["terms"][1] or (name in ("k", "v") and value.requires_grad)
             keys += [key] if key is not None and not of_another else []
     assert len(keys) == len(set(keys)) > 20

@@ -1,4 +1,4 @@
-"""The guides of CONTRIBUTING.md: their blocks, applied to a copy of the package, give what they say.
+"""Applying the blocks of CONTRIBUTING.md's guides to a copy of the package gives the results that the guides promise.
 
 Each guide runs in a process of its own, which imports the copy. The C++ and Triton blocks of the score term are
 applied too, but not compiled here: the copy has the kernel of this installation, which refuses the new term.

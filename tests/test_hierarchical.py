@@ -88,7 +88,7 @@ def test_gradcheck(causal: bool, combine: str) -> None:
             *args[:3], pool=4, top_k=1, window=4, causal=causal, combine=combine, gates=given
         )
 
-    # every direction at once, at random: one by one they take minutes
+    # one random direction: checking them one by one takes minutes
     assert torch.autograd.gradcheck(call, [*leaves, *([gates] if gated else [])], fast_mode=True)
 
 
@@ -124,7 +124,7 @@ def test_the_error_falls_as_more_blocks_are_chosen() -> None:
         ]
         assert all(after < before for before, after in itertools.pairwise(errors[:-1])), errors
         assert errors[-1] < 1e-5 * float(want.norm())
-        # and what the means stand for is worth having
+        # and the block means improve on the window alone
         table = rw.hierarchical_attention(q, k, v, pool=pool, top_k=0, window=pool, causal=causal)
         window = rw.plan(rw.SlidingWindow(pool, 0 if causal else pool), n)
         assert window.density < 0.2
@@ -133,7 +133,7 @@ def test_the_error_falls_as_more_blocks_are_chosen() -> None:
 
 
 def test_gates_of_one_scale_alone() -> None:
-    """Each scale by itself: means of the whole past, own and chosen blocks, and the window."""
+    """With gates, each of the three scales is right alone: means of the whole past, own and chosen blocks, and the window."""
     q, k, v = tensors(45, 45)
     options: dict[str, Any] = {"pool": 8, "top_k": 2, "window": 11, "causal": True, "combine": "gates"}
     one = torch.eye(3, dtype=q.dtype)[:, None, None, None].expand(3, 2, 4, 45, 3)

@@ -38,7 +38,7 @@ LENGTHS = [65, 0, 300, 256, 127]
 
 
 def drawn(lengths: list[int], nq: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Inputs]:
-    """Queries, keys and values of each sequence by itself."""
+    """Draw queries, keys and values for each sequence."""
     sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "dim": DIM, "value_dim": VALUE_DIM, "dtype": dtype}
     return [Inputs.random(nq, n, seed=seed + i, **sizes) for i, n in enumerate(lengths)]
 
@@ -62,7 +62,7 @@ def queries(rows: list[Inputs]) -> Tensor:
 
 
 def alone(x: Inputs, pattern: Pattern, backend: str, **options: Any) -> Tensor:
-    """What attention gives for a sequence by itself."""
+    """Return attention over one sequence alone."""
     nq, nk = x.q.shape[2], x.k.shape[2]
     if nk == 0:
         return torch.zeros(*x.q.shape[:3], VALUE_DIM, dtype=x.q.dtype)
@@ -212,7 +212,7 @@ def test_block_tables() -> None:
 
 
 def held(cache: rw.PagedCache, b: int) -> list[float]:
-    """A sequence's tokens, of which all channels of a key are one number and those of the value its negative."""
+    """Return the number that each token of a sequence was filled with: all channels of its key, negated in its value."""
     token = torch.arange(int(cache.lengths[b]))
     page, place = cache.table[b, token // cache.page], token % cache.page
     k, v = (x[page, :, place].flatten(1) for x in (cache.k, cache.v))
@@ -421,7 +421,7 @@ def test_growing_lengths_compile_nothing_anew() -> None:
     assert counter.frame_count == 1
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------------------------------
 
 
 def refusals() -> Iterator[tuple[type[Exception], str, Callable[[Tensor, rw.PagedCache], object]]]:

@@ -14,7 +14,7 @@ from .parallel.processes import forked
 
 
 def grown(backend: str, pattern: rw.Pattern) -> int:
-    """Bytes that a process's peak grows by, beyond what it needs for a short sequence."""
+    """Return the bytes by which a long sequence raises the process's peak over that of a short one."""
     n = 32768
     torch.set_num_threads(2)
     q, k, v = (torch.randn(1, 1, n, 32, requires_grad=True) for _ in range(3))

@@ -78,7 +78,7 @@ def test_one_offset_is_that_of_every_row(name: str) -> None:
     want = rw.attention(x.q, x.k, x.v, pattern, q_offset=offset)
     for other in (torch.tensor(offset), torch.tensor([offset] * 2, dtype=torch.int32)):
         torch.testing.assert_close(rw.attention(x.q, x.k, x.v, pattern, q_offset=other), want)
-    # without the first keys, which nobody attends
+    # without the first keys, which no query attends
     kept_keys = pattern & rw.KeyPadding(n, cut)
     want = rw.attention(x.q, x.k, x.v, kept_keys, q_offset=offset)
     tail = x.k[:, :, cut:], x.v[:, :, cut:]
@@ -87,7 +87,7 @@ def test_one_offset_is_that_of_every_row(name: str) -> None:
 
 
 def test_a_ragged_batch_decodes_as_its_rows_alone() -> None:
-    """Each step of each row over caches of other lengths, some of which have dropped keys, against the row's prefill."""
+    """Decoding steps over caches of different lengths, some with dropped keys, give each row of the batch its result in a prefill."""
     n, room, lengths, dropped = 40, 48, [7, 25, 16], [0, 9, 3]
     x = Inputs.random(n, batch=BATCH, heads=HEADS, kv_heads=2)
     pattern = rw.SlidingWindow(12) & rw.Causal()
@@ -100,7 +100,7 @@ def test_a_ragged_batch_decodes_as_its_rows_alone() -> None:
         at = torch.tensor(lengths) + step
         new = torch.stack([x.q[b, :, i : i + 1] for b, i in enumerate(at.tolist())])
         bounds = rw.KeyPadding(at + 1)
-        # rows whose windows reach what was dropped are not the row's own
+        # rows with windows that reach dropped keys are not compared
         got = rw.attention(new, cache_k, cache_v, pattern & bounds, q_offset=at, k_offset=first)
         for b, i in enumerate(at.tolist()):
             if i - 12 >= dropped[b]:

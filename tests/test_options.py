@@ -29,7 +29,7 @@ from .parallel.threads import run
 CHANNELS = HEADS * DIM
 
 
-# ---- what is called ----------------------------------------------------------------------------------------------
+# ---- calls -------------------------------------------------------------------------------------------------------
 
 
 def drawn(name: str, *shape: int) -> Tensor:
@@ -226,7 +226,7 @@ def is_ignored(name: str, option: str, value: Mapping[str, Any]) -> None:
 
 
 def is_refused(name: str, option: str, value: Mapping[str, Any]) -> None:
-    """A typed error names what was wanted."""
+    """A wrong value raises a typed error that names the expected one."""
     with pytest.raises(RingweaveError, match="; wanted "):
         measured(name, usual(name, option) | value)
 

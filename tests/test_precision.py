@@ -1,4 +1,4 @@
-"""Policies of precision: what is stored in 8 bits is attended exactly as it is stored, on every backend and variant."""
+"""Attention over tensors stored in 8 bits is exact for the stored values, on every backend and variant."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_scores_out_of_range_are_seen() -> None:
 
 
 def test_compute_and_table() -> None:
-    """What they convert is what the caller could have; gradients go through, the output keeps its type."""
+    """Converting by `compute` and `table` equals the caller's conversion; gradients pass through it and the output keeps its dtype."""
     x = Inputs.random(64, heads=2, dim=16)
     table = torch.randn(1, 2, 64, 64, requires_grad=True)
     policy = rw.Precision(compute=torch.bfloat16, table=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What a test run says of the time that is left."""
+"""Test the estimate of the remaining time of a test run."""
 
 from __future__ import annotations
 

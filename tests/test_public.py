@@ -145,7 +145,7 @@ start = time.process_time()
 import ringweave
 print(time.process_time() - start, (before + yardstick()) / 2)
 """
-#: what the yardstick takes where importing has its 50 ms: a shared core may be half as fast
+#: seconds of the yardstick on a core that imports the package in 50 ms; a shared core may take twice as long
 YARDSTICK = 0.034
 
 

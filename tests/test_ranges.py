@@ -147,7 +147,7 @@ def hold(
                 # the gradients of PyTorch's own kernel were seen 18 units off
                 units = 32 if backend == "sdpa" else 16
                 slack = most_of * (units * unit + 8 * float(off.clamp(max=1e-3).max()))
-                # what is too small for float32: slopes of scores, and sums of them before they are scaled
+                # values too small for float32: slopes of scores, and sums of them before scaling
                 slack = slack + 64 * n * TINY * max(1.0, abs(factor)) * max(1.0, min(1.0, abs(factor)) * other)
                 slack = slack + float(torch.finfo(got.dtype).smallest_normal)
                 if backend == "sdpa":

@@ -1,4 +1,4 @@
-"""The net: whatever a pattern holds is changed between calls, and every answer is that of the state at the call."""
+"""After any change to the values that a pattern reads, each answer is that of the state at the call."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def by_helper(b, h, q, k):  # type: ignore[no-untyped-def]
 
 
 class World:
-    """Patterns, each with what it is to be at this moment, and everything that they are made of."""
+    """Patterns, each with its expected mask in the current state, and the objects that they read."""
 
     def __init__(self) -> None:
         global reach
         reach, knobs.left, by_module.__defaults__ = 3, 4, (2,)  # type: ignore[attr-defined]
         self.shift = shift = torch.tensor(1)
-        # known by what it holds, and by its version
+        # small is identified by its contents, large by its version
         self.small, self.large = small, large = torch.arange(N) // 5, torch.arange(2**18) // 7
         self.spans = spans = [3, 20]
         self.partial = functools.partial(lambda b, h, q, k, width: (q - k).abs() < width, width=6)
@@ -82,7 +82,7 @@ class World:
                  lambda: (Q + shift >= K) & (K <= Q) & (Q - K <= 9) | (K < 2))  # fmt: skip
         self.add(~rw.TokenMask(by_global) | rw.Dilated(4, 3), lambda: ((Q - K).abs() > reach)
                  | (((Q - K).abs() <= 12) & ((Q - K) % 3 == 0)))  # fmt: skip
-        # values: what they were made of may change
+        # values: the objects that these patterns were built from may change
         for pattern in self.values():
             self.add(pattern, lambda dense=pattern.to_dense(N)[0, 0].clone(): dense)
 
@@ -135,7 +135,7 @@ class World:
 
 
 def attended(pattern: Pattern) -> torch.Tensor:
-    """With equal scores and unit values the output is the row of weights."""
+    """Return the attended pairs: with equal scores and one-hot values the output is the row of weights."""
     zero = torch.zeros(1, 1, N, 8)
     with torch.no_grad():
         return rw.attention(zero, zero, torch.eye(N)[None, None], pattern)[0, 0] > 0
@@ -149,7 +149,7 @@ def copied(pattern: Pattern) -> torch.Tensor:
     try:
         again = pickle.loads(pickle.dumps(pattern))
     except (pickle.PicklingError, AttributeError):
-        return attended(pattern)  # it carries no function, and is refused
+        return attended(pattern)  # a pickled pattern carries no function, and is refused
     return attended(again)
 
 
@@ -173,7 +173,7 @@ actions = st.lists(st.tuples(st.integers(0, 13), st.integers(0, 63), st.integers
 @given(actions)
 def test_every_answer_is_that_of_the_state_at_the_call(actions: list[tuple[int, int, int]]) -> None:
     world = World()
-    # every plan is made before anything is changed
+    # every plan is built before anything changes
     for pattern, want in world.patterns:
         assert torch.equal(attended(pattern), want().expand(N, N))
     for what, which, look in actions:
@@ -236,7 +236,7 @@ def test_a_fork_inherits_the_functions() -> None:
     read, write = os.pipe()
     child = os.fork()
     if not child:
-        # computes nothing with torch's threads, and leaves without the parent's cleaning up
+        # use none of torch's threads, and exit without running the parent's cleanup
         world.mutate(4)
         fresh = rw.TokenMask(lambda b, h, q, k: k > 40)
         same = [pattern.spec == spec for (pattern, _), spec in zip(world.patterns, specs, strict=True)]
@@ -296,13 +296,13 @@ def _said(parent: str, child: str, path: Path) -> str:
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have other threads")
 @pytest.mark.parametrize("parent", PARENTS)
 def test_a_fork_of_a_process_with_threads_computes(parent: str, tmp_path: Path) -> None:
-    """Torch alone had started the pool, or attention, or a thread that ended."""
+    """A forked child computes after the parent started threads with torch alone, with attention, or in a thread that has ended."""
     assert _said(PARENTS[parent], "call(); (a + 1).sum()", tmp_path / "out") == "3000000 2\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have other threads")
 def test_a_fork_that_would_hang_raises(tmp_path: Path) -> None:
-    """Where the pool cannot be ended: an OpenMP that has no such function."""
+    """A fork raises where the thread pool cannot be stopped: an OpenMP without the function for it."""
     child = """
         try:
             call()
@@ -316,7 +316,7 @@ def test_a_fork_that_would_hang_raises(tmp_path: Path) -> None:
 
 
 def test_threads_that_change_what_others_read() -> None:
-    """A call that runs while its function changes gives the mask of a state in it, or an error, and nothing later."""
+    """If a function is changed while a call reads it, the call gives the mask of one state in that time, or an error; later calls are right."""
     shift = torch.tensor(0)
     pattern = rw.from_mask_mod(lambda b, h, q, k: k <= q + shift)
     masks = [Q + each >= K for each in range(4)]
@@ -349,7 +349,7 @@ def test_threads_that_change_what_others_read() -> None:
 
 
 def test_equal_bounds_that_may_change_are_not_merged() -> None:
-    """Operators keep both of two operands whose tensors are equal now, since their owner may write to either."""
+    """Operators keep both of two operands with tensors that are equal now, since their owner may write to either."""
     within = rw.Sinks(9).within
     joined: list[Callable[[torch.Tensor, torch.Tensor], Pattern]] = [
         lambda a, b: rw.KeyPadding(a) & rw.Causal() & rw.KeyPadding(b),
@@ -396,7 +396,7 @@ def test_operands_that_stay_equal_are_merged() -> None:
 
 
 def test_a_key_keeps_the_memory_that_it_names() -> None:
-    """No table gets the address of one that a key names, even if its tensor got another storage."""
+    """No new table gets the address of one that a key names, even if that tensor got another storage."""
     for replace in (lambda x, y: x.set_(y), lambda x, y: setattr(x, "data", y)):
         for _ in range(20):
             table = torch.ones(2**18, dtype=torch.int64)
@@ -407,7 +407,7 @@ def test_a_key_keeps_the_memory_that_it_names() -> None:
 
 
 def test_a_table_at_a_reused_address_has_its_own_mask() -> None:
-    """A function over a table above 1 MiB, whose name is bound to new tables while old storages are freed."""
+    """A function over a table above 1 MiB is read anew when its name is bound to new tables while old storages are freed."""
     keys = torch.arange(2**18)
     table = keys // 3
     pattern = rw.from_mask_mod(lambda b, h, q, k: table[q] == table[k])

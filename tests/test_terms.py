@@ -140,7 +140,7 @@ def ours(
 
 
 def error(got: Tensor, wanted: Tensor) -> float:
-    """The norm of the difference, relative to that of what is wanted."""
+    """Return the norm of the difference relative to the norm of the wanted tensor."""
     same = (got == wanted) | (got.isnan() & wanted.isnan())
     norm = wanted[wanted.isfinite()].norm().clamp(min=1e-30)
     return float(torch.where(same, 0.0, got - wanted).norm() / norm)
@@ -159,7 +159,7 @@ def check(got: dict[str, Tensor], formula: Callable[[torch.dtype, int], dict[str
         for name in allowed:
             floor = 4 * torch.finfo(dtype).eps
             if f"sizes of {name}" in wanted:
-                # tables and logits are of float32, and so is what is added
+                # tables and logits are float32, and so are their sums
                 most = float(wanted[f"sizes of {name}"].norm() / wanted[name].norm().clamp(min=1e-30))
                 floor = torch.finfo(torch.float32).eps * max(4.0, most)
             allowed[name] = max(allowed[name], floor, 2 * error(plain[name], wanted[name]))
@@ -295,7 +295,7 @@ def test_dropout_does_not_depend_on_tiles_or_branches(tile: int) -> None:
 def test_drop_rate(backend: str, p: float) -> None:
     n = 512
     q = k = torch.zeros(1, 1, n, 16)
-    v = torch.eye(n)[None, None, :, :256]  # what is left of the weights of 256 keys
+    v = torch.eye(n)[None, None, :, :256]  # the remaining weights of 256 keys
     out = rw.attention(q, k, v, dropout=p, backend=backend)
     dropped = (out == 0).double().mean()
     count = out.numel()
@@ -572,7 +572,7 @@ def test_numbers_that_a_trace_leaves_open() -> None:
 
 
 def test_a_drop_rate_that_a_trace_leaves_open() -> None:
-    """That of a module whose rate is another at each call."""
+    """A compiled module may have another dropout rate at each call."""
     x = Inputs.random(40, heads=HEADS)
 
     class Dropping(torch.nn.Module):
@@ -669,7 +669,7 @@ def test_every_kind_is_everywhere() -> None:
 
 @pytest.mark.parametrize("name", list(BACKENDS))
 def test_backends_name_what_they_compute(name: str) -> None:
-    """Each of them all, or all but dropout, or nothing; and the kernels what they have a formula of."""
+    """Each backend declares the terms that it computes: all, all without dropout, or none; each kernel, those it has formulas for."""
     everything = frozenset(declarations.KINDS)
     lacking = BACKENDS[name].lacks(everything | {"dropout"}, "cpu")
     if name in {*ABLE, "triton"}:

@@ -23,7 +23,7 @@ from ringweave.plan import Branch
 pytestmark = pytest.mark.timeout(900)
 
 NAMES = [name for name in torch_compat.WITHOUT if torch_compat.find(name) is not None]
-#: Names that a build without NCCL lacks, and one that is None until a group is made.
+#: Names that a build without NCCL lacks, and a name that is None until a process group exists.
 ELSEWHERE = {name for name in torch_compat.WITHOUT if "NCCL" in name or "_default_pg" in name}
 #: Names that the quick path needs, and those that the sdpa backend needs.
 QUICK = {name for name, words in torch_compat.WITHOUT.items() if "small calls go through the operators" in words}
@@ -66,7 +66,7 @@ def test_without_a_name_calls_give_the_same_bits(name: str, answers: Answers) ->
 
 
 def _private(tree: ast.Module) -> set[str]:
-    """Private names of torch in a module: below what it imports of torch, and versions of tensors."""
+    """Return the private names of torch that a module uses, through its imports of torch, and its uses of tensor versions."""
     found, roots = set(), {"torch"}
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):

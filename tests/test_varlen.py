@@ -1,4 +1,4 @@
-"""Sequences that lie end to end: each is what it is alone."""
+"""In packed sequences, each sequence has the result that it has alone."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from .. import cases
 from ..fuzz import kinds
 from . import candidates
 
-#: What a pattern may define, as the docstring of Pattern lists it.
+#: The methods that a pattern may define, as the docstring of Pattern lists them.
 REQUIRED = {"_text", "allows", "key_ranges", "tile_classes"}
 OPTIONAL = {"excluded_ranges", "extents", "select", "bound", "check", "restride", "distance_profile"}
 SAID = {"tables", "residue_rate", "block_side"}

@@ -1,4 +1,4 @@
-"""Functions as patterns: what they read is followed, named, and let go with them."""
+"""Functions as patterns: the values that a function reads are part of its identity, are named in errors, and are freed with it."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ def test_what_cannot_be_seen_is_evaluated_anew(kind: str) -> None:
             hash(tree)
         change()
     assert own == rw.from_mask_mod(fn)
-    # unless the caller says what is read
+    # unless the caller passes `tables`
     assert Reads(fn).unseen
     assert not Reads(fn, []).unseen
 
@@ -550,7 +550,7 @@ def test_captures_die_with_the_pattern() -> None:
         gone.extend(map(weakref.ref, (ids, mask, pattern)))
 
     plan_cache.clear()
-    for size in (N, 2**18):  # by what it holds, and by address
+    for size in (N, 2**18):  # small tables are identified by contents, large ones by address
         step(size)
     gc.collect()
     assert [each() for each in gone] == [None] * 6

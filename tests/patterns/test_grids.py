@@ -378,7 +378,7 @@ def test_around_a_ring(schedule: str, placement: str, poisoned: None) -> None:
 
 
 def test_threads_share_a_grid() -> None:
-    """The table of boxes is made once, or twice alike."""
+    """Threads that plan over one grid together get equal plans."""
     found: list[torch.Tensor] = []
 
     def plan() -> None:
@@ -393,7 +393,7 @@ def test_threads_share_a_grid() -> None:
     assert all(torch.equal(each, found[0]) for each in found)
 
 
-# ---- what the order is for -------------------------------------------------------------------------------------------
+# ---- tiles along the order -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

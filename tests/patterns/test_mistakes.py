@@ -146,7 +146,7 @@ def test_another_value_in_place_of_a_pattern(name: str) -> None:
         assert raised(lambda: rw.Causal() & value) == f"operand: {wanted}"
 
 
-#: Values of OTHERS by the expression in their remedy that attends what they mean.
+#: For each expression that a remedy proposes, the values of OTHERS that it is proposed for.
 PAIRS_BY = {
     "rw.BlockTable(mask, block_size=1)": ("bool pairs", "one for all", "by batch", "by head", "heads alone", "by both"),
     "rw.BlockTable(mask.bool(), block_size=1)": ("int pairs",),

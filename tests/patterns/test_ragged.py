@@ -1,4 +1,4 @@
-"""Batches whose elements differ: keys, documents and patterns within them, against their definitions pair by pair."""
+"""Keys, documents and patterns that differ between batch elements have the pairs of their definitions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..cases import PATTERNS
 from ..sampled import is_long
 
 HEADS = 4
-#: what is made for one length, whose documents all have it
+#: patterns made for one length: each document or key count is fixed by it
 OF_ONE_LENGTH = {
     "documents", "causal_documents", "documents_by_ids", "documents_in_pieces", "within_documents", "keys", "within_keys",
     "natten", "image",
@@ -150,7 +150,7 @@ def test_a_mask_of_global_tokens(chance: float) -> None:
 @pytest.mark.parametrize("chance", [0.0, 0.01, 0.3, 1.0])
 @pytest.mark.parametrize("queries", [40, 300, 700])
 def test_a_mask_of_keys_that_exist(queries: int, chance: float) -> None:
-    """It says nothing of queries, of which there may be fewer or more than keys."""
+    """A mask of existing keys applies to any number of queries, smaller or larger than the number of keys."""
     mask = torch.rand(3, 300, generator=torch.Generator().manual_seed(0)) < chance
     dense = mask[:, None, None].repeat(1, 1, queries, 1)
     spells_out(rw.Sinks(mask), dense)
@@ -235,7 +235,7 @@ def test_within_is_the_pattern_of_each_document(pattern: Pattern, seed: int) -> 
     spells_out(pattern.within(rw.KeyPadding(stop, start)), rows[:, :, 60:61], q_offset=60)
 
 
-# ---- what changes, and what it costs ---------------------------------------------------------------------------------
+# ---- changes between calls, and the cost of planning -----------------------------------------------------------------
 
 
 def ones(batch: int, n: int) -> tuple[Tensor, ...]:
@@ -296,7 +296,7 @@ def test_tensors_without_values_are_not_read() -> None:
 
 
 def test_numbers_that_a_trace_leaves_open() -> None:
-    """Patterns are made inside of a graph of numbers that change; a text of symbols is none."""
+    """Patterns may be built inside a compiled graph from numbers that change between calls."""
     q = torch.randn(2, 2, 48, 8)
     makes: list[Callable[[int], Pattern]] = [
         rw.SlidingWindow, rw.Sinks, rw.KeyPadding, rw.PrefixLM, lambda n: rw.Documents([n, 48 - n]),
@@ -402,7 +402,7 @@ def _seconds(make: Callable[[], object]) -> float:
 
 @pytest.mark.measures
 def test_planning_grows_with_what_bounds_cross() -> None:
-    """Not with batch times heads, nor with the square of the length; bounds of five times what was measured."""
+    """The time to plan follows the tiles that bounds cross, not batch times heads or the length squared; limits are five times the measured times."""
     generator = torch.Generator().manual_seed(0)
     stop = torch.randint(1, 4097, (256,), generator=generator)
     decode = rw.Causal() & rw.KeyPadding(stop)

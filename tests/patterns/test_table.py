@@ -133,7 +133,7 @@ def test_blocks_are_found_for_indices_of_any_shape(form: str) -> None:
 def test_a_list_written_in_place_is_looked_up_anew() -> None:
     table = rw.BlockTable(indices=torch.tensor([[0, 1]]), counts=torch.tensor([1]), key_blocks=3, block_size=1)
     assert table.to_dense(1, 3)[0, 0].tolist() == [[True, False, False]]
-    # nobody should
+    # not allowed, but not stale either
     table.tables[0][0, 0] = 2
     assert table.to_dense(1, 3)[0, 0].tolist() == [[False, False, True]]
 
@@ -221,7 +221,7 @@ def test_random_blocks(blocks: int, density: float, diagonal: bool, lead: tuple[
     assert mask.diagonal(dim1=-2, dim2=-1).all() or not diagonal
     assert table == drawn(0)
     assert (table != drawn(1)) == (blocks * diagonal < total < blocks**2)
-    # where they are few they are lists, as long as the longest
+    # a table with few blocks stores them as lists, padded to the longest
     few = total < blocks**2 / 8
     assert table.tables[0].dtype == (torch.int32 if few else torch.bool)
     if few:

@@ -102,7 +102,7 @@ def test_blocks_that_are_parts_of_tiles(
         plan = build(pattern, nq, nk, heads=4, batch=2, tile=tile)
         assert torch.equal(plan.to_dense(), dense)
         assert plan.pairs() == int(dense.sum())
-        # what is full has no mask, and nothing that is empty is listed
+        # full tiles have no mask, and empty tiles are not listed
         other = build(pattern & rw.Full() | ~rw.Full() & rw.Causal(), nq, nk, heads=4, batch=2, tile=tile)
         assert (plan.tiles, plan.computed_pairs()) == (other.tiles, other.computed_pairs())
         with _NothingRead():

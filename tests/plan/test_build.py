@@ -80,7 +80,7 @@ def test_plan_equals_dense_mask_of_a_long_sequence(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(PATTERNS))
 def test_plan_equals_dense_mask_wherever_the_diagonal_crosses_a_tile(name: str) -> None:
-    """Queries may begin anywhere: what a tile's corners say is right to the token."""
+    """At every query offset, classifying a tile by its corners gives exactly the pattern's pairs."""
     pattern = PATTERNS[name](90)
     for q_offset in range(19):
         spells_out(pattern, 66, 90, 4, 1, (16, 16), q_offset)

@@ -60,7 +60,7 @@ def test_a_changed_table_is_another_pattern() -> None:
 def test_a_table_written_in_place_is_not_served_a_stale_plan() -> None:
     table = rw.BlockTable(torch.eye(4, dtype=torch.bool), 16)
     assert table.plan(64, tile=32).nnz == 2
-    # nobody should, but even then: the version is part of the key
+    # not allowed, but not stale either: the table's version is part of the key
     table.tables[0][0, 3] = True
     assert table.plan(64, tile=32).nnz == 3
 
@@ -141,7 +141,7 @@ def test_hits_in_a_training_loop(name: str) -> None:
 
 
 def test_small_plans_are_bounded_in_number() -> None:
-    """Decoding makes a plan a step: what a small one takes is not its elements."""
+    """The cache bounds the number of small plans, which decoding adds one a step, not only their elements."""
     cache = rw.PlanCache()
     for step in range(600):
         cache.get(rw.Strided(3), 1, 500 + step, q_offset=499 + step, tile=(16, 128))

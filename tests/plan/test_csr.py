@@ -35,7 +35,7 @@ OTHERS = ("row_ptr", "col_ptr", "order", "row_set", "mask_words")
 
 
 def same(plan: BlockPlan, other: BlockPlan) -> None:
-    """Tile by tile; what is in places to spare makes no difference."""
+    """Two plans have equal lists up to their number of tiles; spare entries after it are not compared."""
     nnz = int(other.row_ptr[-1, -1])
     for name in OTHERS:
         assert torch.equal(getattr(plan, name), getattr(other, name)), name
@@ -161,7 +161,7 @@ class _Largest(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
             if isinstance(x, Tensor):
-                # of a view, what it is a view of
+                # count the storage: a view has that of its base
                 self.bytes = max(self.bytes, x.untyped_storage().nbytes())
         return result
 

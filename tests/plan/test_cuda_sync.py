@@ -29,7 +29,7 @@ class Event:
 
 
 class Gpu:
-    """Which stream is current, whether it is captured, and whose memory is still read."""
+    """A simulated GPU that records its current stream, captures, and the tensors still in use by each stream."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.stream, self.capturing = Stream(), False

@@ -38,7 +38,7 @@ PATTERNS: dict[str, rw.Pattern] = {
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Positions of what is planned anew."""
+    """Record the query offset of every plan that is built, not derived."""
     made: list[int] = []
 
     def counted(*args: Any, **sizes: Any) -> rw.BlockPlan:
@@ -62,7 +62,7 @@ def planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def same(got: rw.BlockPlan, want: rw.BlockPlan) -> None:
-    """Field by field, for each element and head: what they share, and the order of masks, may differ."""
+    """Two plans have equal lists for each batch element and head; sharing of lists and the order of masks may differ."""
     assert (got.nq, got.nk, got.q_offset, got.row_set.shape) == (want.nq, want.nk, want.q_offset, want.row_set.shape)
     assert got.nnz <= want.nnz
 
@@ -110,7 +110,7 @@ def test_reach_is_what_the_pattern_allows(name: str) -> None:
 @pytest.mark.parametrize("tile", [(16, 128), (32, 32), (16, 48)], ids=str)
 @pytest.mark.parametrize("name", list(PATTERNS))
 def test_a_plan_is_that_of_an_earlier_step(name: str, tile: tuple[int, int], built: list[int]) -> None:
-    """Trimmed, and of several queries: field by field what is planned anew, after a tile's worth of steps for nothing."""
+    """A plan trimmed from an earlier step's equals a new plan, also for several queries, and costs nothing after the first tile of steps."""
     pattern = PATTERNS[name]
     for nq, extra in ((1, 0), (5, 0), (3, 40)):
         # after a tile's steps, and back again
@@ -157,7 +157,7 @@ def test_500_steps_plan_nothing(name: str, built: list[int], monkeypatch: pytest
 
 @pytest.mark.parametrize("name", list(PATTERNS))
 def test_steps_in_pages(name: str) -> None:
-    """Pages have the bits of keys side by side, whose plans are those of earlier steps."""
+    """Steps over pages have the bits of steps over contiguous keys, with plans derived from those of earlier steps."""
     pytest.importorskip("ringweave._cpu", exc_type=ImportError)
     pattern = PATTERNS[name]
     q, k, v = torch.randn(1, 4, 1000, 16), torch.randn(1, 2, 1000, 16), torch.randn(1, 2, 1000, 16)
@@ -308,7 +308,7 @@ def test_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["causal", "sinks"])
 def test_a_batch_that_goes_on_is_planned_ahead(name: str, built: list[int]) -> None:
-    """The first step of its elements, then the next 16 of most at once; a few come into another tile."""
+    """A growing batch is planned once at its first step and once for its next 16; elements that enter a new tile are few."""
     pattern, gathered, lengths = PATTERNS.get(name, CAUSAL), cache.PlanCache(), torch.arange(300, 1000, 23)
     for _ in range(17):
         batch = len(lengths)

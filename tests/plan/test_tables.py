@@ -82,7 +82,7 @@ def test_a_plan_with_places_to_spare_holds_the_same_tiles(name: str) -> None:
 
 
 def test_kernels_read_through_the_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the places to spare hold makes no difference."""
+    """Kernels ignore spare entries, whatever they contain."""
     pattern = table(0.4, 4)
     spare = planned(pattern, True)
     for which in ("col", "row", "mask_id", "mask_id_t"):
@@ -102,7 +102,7 @@ def test_kernels_read_through_the_offsets(monkeypatch: pytest.MonkeyPatch) -> No
 
 PER_HEAD = rw.PerHead([rw.Causal(), rw.SlidingWindow(70), ~rw.Causal(), rw.Causal()])
 WINDOW = rw.SlidingWindow(100) | rw.Sinks(3)
-#: what a table may be part of: masks shared and per head, tiles that are empty without it, or with it, or never
+#: expressions that a table may be an operand of: with shared masks, masks per head, and tiles that are empty with it, without it, or never
 AROUND: dict[str, Callable[[rw.Pattern], rw.Pattern]] = {
     "within causal": lambda table: table & rw.Causal(),
     "within a window": lambda table: table & WINDOW,
@@ -193,7 +193,7 @@ def test_which_combinations_are_planned_around_a_table() -> None:
 
 
 class _NothingRead(TorchDispatchMode):
-    """Fails on operators whose result's shape, or the host's next step, depends on values."""
+    """Fail on operators that make a result's shape or the host's next step depend on values."""
 
     READING = ("_local_scalar_dense", "item", "nonzero", "masked_select", "unique", "repeat_interleave", "is_nonzero")
 
