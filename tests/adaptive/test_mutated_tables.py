@@ -56,7 +56,7 @@ def tables(number: int, seed: int) -> int:
             kept = rw.BlockTable(indices=indices, counts=counts, key_blocks=BLOCKS, block_size=SIDE)
             table, mask = kept, mask_of(indices, counts)
         elif kind == 1:
-            # one table whose tensor is modified in place
+            # a table with a tensor that is modified in place
             rows = torch.randint(0, BLOCKS, (), generator=generator)
             kept.blocks.table.copy_(kept.blocks.table.roll(int(rows), 1))
             table, mask = kept, kept.mask

@@ -132,7 +132,7 @@ def test_antidiagonals() -> None:
 
 
 def parts(tokens: range, first: int, size: int) -> list[range]:
-    """Return the parts of `size` tokens of a block, whose boundaries depend on the position `first`."""
+    """Split a block's tokens where their positions, which start at `first`, are multiples of `size`."""
     places = range(first + tokens.start, first + tokens.stop)
     return [range(a - first, b - first) for a, b in itertools.pairwise(sorted({
         places.start, places.stop, *(p for p in places if p % size == 0)}))]  # fmt: skip

@@ -110,7 +110,7 @@ def test_strides() -> None:
 
 
 def test_addresses_of_more_than_32_bits() -> None:
-    """Tokens that lie 2**25 elements apart, in memory of which all but these pages are never touched."""
+    """Keys 2**25 elements apart, at addresses beyond 32 bits, give the bits of contiguous keys; the memory between them is never touched."""
     step = 2**25
     far = torch.empty(63 * step + 16, dtype=torch.float16).as_strided((1, 1, 64, 16), (1, 1, step, 1))
     x = Inputs.random(64, heads=1, dtype=torch.float16)

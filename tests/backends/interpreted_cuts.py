@@ -91,7 +91,7 @@ def test_few_queries_over_split_keys(nq: int, heads: int, kv_heads: int, eager: 
 
 
 def on_small_tiles(name: str, n: int) -> Pattern:
-    """A pattern on tiles of 32 tokens, of which few tokens have many: what takes the interpreter long are long rows."""
+    """Return the pattern on tiles of 32 tokens: short sequences then have many tiles, and long ones would take the interpreter minutes."""
     blocks = -(-n // 32)
     pattern = EVERYTHING[name](n) & rw.BlockTable(torch.ones(blocks, blocks, dtype=torch.bool), 32)
     assert branches(pattern, n, n, heads=4)[0].tile == (32, 32)
@@ -123,7 +123,7 @@ def test_split_tables(eager: None, poisoned: None) -> None:
 
 
 def test_an_empty_share_changes_nothing(eager: None) -> None:
-    """A NaN in keys that a share alone sees, and that nobody attends, is not found in the joined result."""
+    """NaN in keys that no query attends, in tiles that one share of the row visits alone, does not reach the joined result."""
     x = Inputs.random(16, 700, heads=1, dtype=torch.float16)
     pattern = ~rw.patterns.Periodic(1000, 300, 400)
     clean = run(x, pattern, "triton")
@@ -134,7 +134,7 @@ def test_an_empty_share_changes_nothing(eager: None) -> None:
 
 
 def test_programs_that_stay(monkeypatch: pytest.MonkeyPatch, eager: None, poisoned: None) -> None:
-    """A grid smaller than the queue, whose programs take items in turn, gives the same bits."""
+    """A grid smaller than the queue, with programs that take several items in turn, gives the same bits."""
     x = Inputs.random(70, heads=4, kv_heads=1, dim=8, dtype=torch.float16)
     pattern = on_small_tiles("global", 70)
     assert cut(x, pattern).queue.items > 8 == launch._device(x.q.device).units
@@ -150,7 +150,7 @@ def test_programs_that_stay(monkeypatch: pytest.MonkeyPatch, eager: None, poison
 
 @pytest.mark.parametrize("name", ["full", "causal", "prefix", "longnet"])
 def test_descriptors(name: str, monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
-    """Tiles by tensor descriptors, past the ends and the channels too; the bits of those by addresses."""
+    """Tiles loaded by tensor descriptors give the bits of tiles loaded by addresses, also past the last token and channel."""
     heads = 4 if name == "longnet" else 2
     x = Inputs.random(150, heads=heads, kv_heads=heads // 2, dim=24, value_dim=40, dtype=torch.float16)
     pattern = EVERYTHING[name](150)

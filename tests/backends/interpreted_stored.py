@@ -29,7 +29,7 @@ pytestmark = [
 
 @pytest.fixture(params=["bytes", "floats"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """One whose compiler does not know floats of 8 bits, and one that converts them."""
+    """Simulate a device with a compiler that lacks 8-bit floats ("bytes"), or that converts them ("floats")."""
     if request.param == "floats":
         monkeypatch.setattr(launch, "_device", lambda device: Device("hopper", 227 * 1024, units=8))
     return str(request.param)
@@ -104,7 +104,7 @@ def test_every_code_is_what_torch_says(device: str) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("page", "nq", "dtype", "kv"), [(16, 1, SINGLE, "int8"), (64, 5, HALF, "fp8")])
 def test_pages(page: int, nq: int, dtype: torch.dtype, kv: str) -> None:
-    """As the same call side by side; poisoned pages elsewhere, and scales of what is not there, change nothing."""
+    """Pages give the results of contiguous keys; poisoned unused pages, and NaN scales of absent tokens, change nothing."""
     rows = [Inputs.random(nq, n, heads=4, kv_heads=2, dim=24, dtype=dtype) for n in (150, 70)]
     policy = rw.Precision(kv=KV[kv])
     cache = rw.PagedCache.empty(3, 512, 2, 24, page=page, precision=policy)
@@ -136,7 +136,7 @@ def test_what_is_not_finite_reaches_nobody_else() -> None:
     assert out[0, 0, 9].isnan().all()
     assert out[0, 1, :5].isfinite().all()
     assert out[0, 1, 10:].isfinite().all()
-    # nor of a value that nobody attends
+    # nor by a value that no query attends
     dead = rw.attention(
         x.q, x.k, x.v, ~rw.patterns.Periodic(40, 9, 10), precision=rw.Precision(kv=torch.int8), backend="triton"
     )

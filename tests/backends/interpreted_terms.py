@@ -124,7 +124,7 @@ def test_a_kind_without_a_formula_is_no_other_kind(monkeypatch: pytest.MonkeyPat
     with pytest.raises(Exception, match="a kind without a formula"):
         rw.attention(x.q, x.k, x.v, terms=rw.Softcap(1.0), backend="triton")
     monkeypatch.delitem(compiled.KINDS, "softcap")
-    # of another number: what a backend computes is asked once for a program
+    # another cap makes another program: a backend is asked only once for each
     with pytest.raises(rw.UnsupportedError, match="it computes no Softcap"):
         rw.attention(x.q, x.k, x.v, terms=rw.Softcap(2.0), backend="triton")
 
@@ -148,7 +148,7 @@ def test_what_is_not_finite() -> None:
     got = ours(x, pattern, [rw.Bias(table)], "triton")
     for name in ("dk", "dv", "table 0"):
         assert torch.equal(got[name], want[name]), name
-    # a score that is none stays so, and reaches what its pairs reach
+    # a NaN score stays NaN, and reaches exactly the results of its pairs
     x.q[:, :, 5] = torch.nan
     x.dout[:, :, 5] = 1.0
     shared = rw.DistanceBias(torch.randn(2, 5, requires_grad=True))

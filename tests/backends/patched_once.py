@@ -17,7 +17,7 @@ def pytest_configure() -> None:
     from triton.runtime import interpreter
 
     if not hasattr(interpreter, "_LangPatchScope"):
-        # a release that does not take back what it replaces
+        # this release of Triton does not undo its replacements
         return
     replace = interpreter._patch_lang
 

@@ -75,7 +75,7 @@ def test_delta_goes_in_as_channels() -> None:
 
 @pytest.mark.parametrize("name", ["table_per_head", "segments"])
 def test_lists_for_flash_attn(name: str) -> None:
-    """Both sides of a plan as counts and padded indices; what is listed is what the plan holds."""
+    """Each side of a plan becomes counts and padded indices that list exactly its tiles."""
     pattern = rw.Segments(64) if name == "segments" else rw.patterns.random_blocks(512, 0.4, block_size=64, heads=4)
     of = plan(pattern, 512, heads=4, batch=2, tile=64)
     assert of.mask_words.shape[0] == 0
@@ -148,7 +148,7 @@ class Lists(NamedTuple):
     block_size: tuple[int, int]
 
     def pairs(self, lines: int, across: int) -> Tensor:
-        """What is listed, by the first side: (B, H, lines, across) tokens."""
+        """Return the listed blocks as bool (B, H, lines, across)."""
         assert not self.mask_block_cnt.any()
         assert self.mask_block_idx.shape[:3] == self.full_block_idx.shape[:3]
         counted = torch.arange(self.full_block_idx.shape[-1]) < self.full_block_cnt[..., None]

@@ -142,7 +142,7 @@ def test_more_sizes_than_the_compiler_keeps_variants_of_one_function(traced: Non
 
 
 def fixed(names: tuple[str, ...], n: int, dtype: torch.dtype) -> list[Term]:
-    """Terms whose tables do not learn."""
+    """Return terms with tables that require no gradients."""
     return [term.over(*(table.detach() for table in term.tables)) for term in make(names, n, dtype)]
 
 

@@ -176,7 +176,7 @@ def test_nothing_is_tried_while_a_graph_is_captured(
     assert not checks
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert program.choose_backend("auto", case(), window).name == "triton"
-    # what is known stays known
+    # the result is remembered, so a capture can use it
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert program.choose_backend("auto", case(), window).name == "triton"
 

@@ -1,4 +1,4 @@
-"""A kernel's trial in a process of its own: crashes, hangs, what cannot begin, and what is kept."""
+"""Test the trial of a kernel in its own process: crashes, hangs, a process that cannot start, and the stored results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks of the Triton kernels: which suit, what of the store is taken, and that a call takes it and stays right."""
+"""Test the launch configurations of the Triton kernels: which are valid, which measured ones are used, and results with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The torch_sparse backend beyond what the conformance tests ask of every one: its strips, and where it does not run."""
+"""Test the torch_sparse backend's strips and refusals, which the conformance tests of every backend do not reach."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_nothing_is_attended() -> None:
 
 
 def test_what_has_no_weight_gives_what_the_definition_gives() -> None:
-    """Rows whose scores are all -inf: of keys and values nothing, and of queries what 0 * inf is."""
+    """Rows with all scores -inf give zero gradients to keys and values, and 0 * inf to queries, as the definition does."""
     q, k, v, dout = (torch.rand(1, 1, 40, 8) for _ in range(4))
     k[..., 1] = -torch.inf
     q[..., 1] = 1.0

@@ -1,4 +1,4 @@
-"""The Triton backend without a GPU: its kernels in Triton's interpreter, and what it decides before a launch.
+"""Test the Triton backend without a GPU: its kernels in Triton's interpreter, and its decisions before a launch.
 
 The interpreter runs in a process of its own: it is switched on before the kernels are loaded.
 """
@@ -184,7 +184,7 @@ def test_queues_hold_every_task_once_and_the_longest_first() -> None:
         assert torch.equal(columns[:, member, 3:5], ends(of.col_ptr, of.row_set, head, member))
     assert ((columns[..., 4] - columns[..., 3]).sum(1).diff() <= 0).all()
     assert (rows[..., 5] == -1).all()
-    # heads whose keys do not fit the cache together come one after the other
+    # heads with keys that do not fit the cache together are queued one after the other
     apart = queues.row_queue(of, ratio=2, packed=1, head_bytes=2**30, units=1).records[:, 0]
     assert ((apart[:, 0] * 2 + apart[:, 1] // 2).diff() >= 0).all()
 
@@ -209,7 +209,7 @@ def test_queues_of_no_keys_and_of_no_batch_are_empty() -> None:
     idle = build(rw.Full(), 64, 64, heads=2, batch=0, tile=(32, 32))
     assert queues.column_queue(keyless, ratio=1, head_bytes=1, units=1).items == 0
     rows = queues.row_queue(keyless, ratio=1, packed=1, head_bytes=1, units=1).records
-    # programs of rows without keys write what is defined for them
+    # rows without keys have items too, which write their defined results
     assert sorted(rows[:, 0].tolist()) == [[0, head, tile, 0, 0, -1] for head in range(2) for tile in range(2)]
     assert queues.row_queue(idle, ratio=1, packed=1, head_bytes=1, units=1).items == 0
     assert queues.column_queue(idle, ratio=2, head_bytes=1, units=1).items == 0
@@ -260,7 +260,7 @@ def test_what_nobody_attends_does_not_coarsen_a_tables_gradient() -> None:
     from ringweave.backends.triton import arguments
 
     short = rw.SlidingWindow(5) & rw.KeyPadding(100)
-    # of the first key head keys from 100 on are nobody's
+    # no query attends the first key head's keys from 100 on
     patterns = [short, short & rw.Causal(), rw.Full(), rw.Causal()]
     of = rw.plan(rw.PerHead(patterns), 200, 200, heads=4)
     allowed = rw.PerHead(patterns).to_dense(200, heads=4)

@@ -110,7 +110,7 @@ def test_few_queries_over_many_keys(nq: int, heads: tuple[int, int], dtype: str)
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_long_rows_and_columns(dtype: str) -> None:
-    """Global tokens: their rows and columns are as long as the sequence, and are split."""
+    """Rows and columns of global tokens span the sequence; they are split, and stay exact."""
     x = Inputs.random(6000, heads=2, kv_heads=1, dim=64, dtype=DTYPES[dtype])
     agrees(x, rw.SlidingWindow(64) | rw.Global(1))
 

@@ -1,4 +1,4 @@
-"""Calls of the Triton backend on a GPU: launches by the profiler, what waits, what is compiled again, CUDA graphs."""
+"""Test calls of the Triton backend on a GPU: profiled launches, synchronisations, recompilations and CUDA graphs."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ def test_a_choice_looks_at_the_file_once_a_second(monkeypatch: pytest.MonkeyPatc
 
 
 def test_no_table_on_a_gpu_is_read() -> None:
-    """Its share of tiles is what it may have at most; tensors without data would not let themselves be read."""
+    """The density of a table on a GPU is an upper bound from its shape; meta tensors fail if the table is read."""
     indices = torch.zeros(2, 8, 2, dtype=torch.int64, device="meta")
     counts = torch.zeros(2, 8, dtype=torch.int64, device="meta")
     table = rw.BlockTable(indices=indices, counts=counts, key_blocks=8, block_size=128)

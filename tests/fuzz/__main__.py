@@ -92,7 +92,7 @@ class Process:
         return self.process.poll() is not None
 
     def report(self) -> bool:
-        """Print what it said; whether it failed."""
+        """Print the process's output, and return whether it failed."""
         said, code = self.process.communicate()[0], self.process.returncode
         print(said, end="", flush=True)
         if code < 0 or (code and "FIND" not in said):

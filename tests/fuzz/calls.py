@@ -44,7 +44,7 @@ class Call:
     scale: float | None
     #: which of q, k and v require gradients
     leaves: str
-    #: what the loss is made of: "out", "lse" or "both"
+    #: result that the loss depends on: "out", "lse" or "both"
     loss: str
     how: str
     detach_weights: bool
@@ -70,7 +70,7 @@ class Call:
 
     @property
     def grads(self) -> list[str]:
-        """The inputs whose gradients are asked for."""
+        """Return the names of the inputs to differentiate by."""
         return [] if self.how in ("no_grad", "inference_mode") else [*self.leaves, *self.scoring.learning]
 
     def shapes(self) -> list[tuple[int, int, int, int]]:
@@ -85,7 +85,7 @@ class Call:
 
 
 def program(call: Call) -> tuple[list[str], list[str]]:
-    """(lines that make the inputs, lines that call) as Python: the fuzzer runs what it prints."""
+    """Return (lines that make the inputs, lines that call) as Python: the fuzzer executes the text that it prints."""
     s = call.sizes
     imports = "import torch, ringweave as rw"
     if any(tree.kind == "from_block_mask" for tree in call.tree.walk()):
@@ -221,7 +221,7 @@ def draw(backend: str, seed: int, index: int) -> Call:
 
 
 def _hostile(r: Random, call: Call) -> Call:
-    """A call with what was found by hand: large products, a broken key, saved tensors in other layouts, a fork."""
+    """Add a case like the bugs found by hand: large products, a broken key, saved tensors in other layouts, a fork."""
     s, choice = call.sizes, r.random()
     if choice < 0.06 and call.backend != "triton" and call.dtype != "float16":
         q, k, scale = r.choice(LARGE)
@@ -255,7 +255,7 @@ def _sizes(r: Random, heads: int, how: str, slow: bool) -> Sizes:
 
 
 def _first(r: Random, s: Sizes) -> First:
-    """First positions that a pattern for these sizes has room for, of which the largest are those of the sizes."""
+    """Draw first positions that fit a pattern of these sizes; the largest one of each side is that of the sizes."""
     cut = r.choice([0, r.randint(0, s.nk - 1)])
     sides = []
     for most in (s.q_offset, cut):

@@ -28,7 +28,7 @@ class Refused(Exception):  # noqa: N818
 
 
 class Find(Exception):  # noqa: N818
-    """Something is wrong: ``kind`` in a word or two, what exactly, and a line that shows it."""
+    """A bug: ``kind`` in a word or two, a description, and a line that shows it."""
 
     def __init__(self, kind: str, what: str, line: str = ""):
         super().__init__(f"{kind}: {what}")
@@ -222,7 +222,7 @@ def _same_mask(kind: str, asked: str, dense: Tensor, wanted: Tensor) -> None:
 def _inputs(call: Call, names: dict[str, Any]) -> Inputs:
     q, k, v = (names[name].detach() for name in "qkv")
     if call.dead or call.broken:
-        # what takes no part may be any number; what a broken key takes part in is looked at alone
+        # unattended keys may have any values; the results that a broken key reaches are checked apart
         q, k, v = (x.nan_to_num() for x in (q, k, v))
     s = call.sizes
     dout = names.get("dout", torch.zeros(s.batch, s.heads, s.nq, call.value_dim, dtype=q.dtype))
@@ -289,7 +289,7 @@ UNITS = 2.0
 
 
 def _lost(x: Tensor) -> float:
-    """What is lost where numbers are too small for their type, or for the float32 that sums them."""
+    """Return the precision lost to values too small for their dtype, or for the float32 that sums them."""
     kind = torch.finfo(x.dtype)
     return math.sqrt(x.numel()) * (kind.smallest_normal * kind.eps + 2**10 * torch.finfo(torch.float32).smallest_normal)
 

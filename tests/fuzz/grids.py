@@ -1,4 +1,4 @@
-"""Grids, spelled out: the order of their tokens by sorting, and what is near along each axis by counting."""
+"""Define grids by loops: the order of their tokens by sorting, and the neighbours along each axis by counting."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def tokens_in_order(shape: Numbers, tile: Numbers) -> list[Numbers]:
 
 
 def asked(at: At, shape: Numbers, tile: Numbers, along: list[Bools]) -> Bools:
-    """The product of what is allowed along each axis, of coordinates, for the tokens that are asked for."""
+    """Return the pairs allowed along every axis, for the queries and keys at the given positions."""
     order = np.array(tokens_in_order(shape, tile))
     q, k = order[at.q[:, 0]], order[at.k[0]]
     allowed = np.ones((len(q), len(k)), np.bool_)
@@ -73,7 +73,7 @@ def neighborhood_allows(
         table = np.zeros((n, n), np.bool_)
         for q in range(n):
             members = list(range(q % d, n, d))
-            # of all windows along the members the one whose middle is nearest; of a causal axis what has passed
+            # the window of members with its middle nearest to the query; on a causal axis, the last members up to it
             first = members.index(q) - (w - 1 if past else w // 2)
             last = first + w
             if not past:

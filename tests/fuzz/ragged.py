@@ -1,4 +1,4 @@
-"""Bounds that differ between batch elements: which keys exist, documents by ids; and what is counted within them."""
+"""Define bounds that differ between batch elements: existing keys, documents by ids, and patterns within them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def is_marked(at: At, per_batch: bool, share: float, seed: int) -> Any:
     return row[at.q] | row[at.k]
 
 
-#: what is made for no length, and so may begin anew anywhere
+#: patterns that depend on no length, and so can restart at any position
 ANYWHERE = ["Full", "Causal", "SlidingWindow", "Sinks", "Segments", "Strided", "Dilated", "PrefixLM", "Periodic"]
 
 

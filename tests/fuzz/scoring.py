@@ -113,7 +113,7 @@ def bucket(distance: Tensor, buckets: float, far: float, both: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class TermOperands:
-    """What a call does to scores and weights besides scale and mask; ``dropped`` of 2 ** 16 weights are dropped."""
+    """The changes of a call to scores and weights besides scale and mask; ``dropped`` of 2 ** 16 weights are dropped."""
 
     terms: tuple[Term, ...] = ()
     sinks: Term | None = None
@@ -124,7 +124,7 @@ class TermOperands:
 
     @property
     def tensors(self) -> dict[str, Term]:
-        """What has a tensor, by its name."""
+        """Return the terms that have a tensor, by its name."""
         named = {f"table{i}": term for i, term in enumerate(self.terms) if not term.alone}
         return named | ({} if self.sinks is None else {"sinks": self.sinks})
 
@@ -138,14 +138,14 @@ class TermOperands:
         return [f"{name} = {term.made(s, nk)}" for name, term in self.tensors.items()]
 
     def options(self) -> str:
-        """What a call is passed, as Python."""
+        """Return the options of the call as Python source."""
         sources = [term.source(f"table{i}") for i, term in enumerate(self.terms)]
         text = f", terms={sources[0] if len(sources) == 1 else '[' + ', '.join(sources) + ']'}" if sources else ""
         text += ", sink_logits=sinks" if self.sinks is not None else ""
         return text + (f", dropout={self.dropped} / {STEPS}" if self.dropped else "")
 
     def smaller(self) -> Iterator[TermOperands]:
-        """The same with less of something."""
+        """Yield simpler operands: one term, entry or option fewer."""
         if self:
             yield TermOperands()
         for i, term in enumerate(self.terms):

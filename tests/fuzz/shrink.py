@@ -14,7 +14,7 @@ from .trees import Tree
 
 
 def shrink(call: Call, find: Find, seconds: float = 20.0) -> tuple[Call, Find]:
-    """The smallest call found within a time that fails alike."""
+    """Return the smallest call found within the time that has the same kind of failure."""
     end = time.monotonic() + seconds
     while True:
         for smaller in _smaller(call):
@@ -29,7 +29,7 @@ def shrink(call: Call, find: Find, seconds: float = 20.0) -> tuple[Call, Find]:
 
 
 def fails(call: Call) -> Find | None:
-    """What is wrong with a call."""
+    """Return the bug that a call shows, if any."""
     if not (trees.fits(call.tree, call.sizes) and call.sizes.heads % call.kv_heads == 0):
         return None
     first, size = call.first, call.sizes

@@ -1,4 +1,4 @@
-"""What a definition is asked with, and what draws and spells its arguments."""
+"""Define the arguments of a pattern's definition, and how to draw and print them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a pattern must fit."""
+    """Sizes that a pattern must fit."""
 
     batch: int
     heads: int

@@ -86,7 +86,7 @@ class Truth:
         return q.abs() @ k.abs().mT * abs(self.scale)
 
     def units(self, most: float = 1.0) -> list[Tensor]:
-        """Units by which each score may be off, after none, one, ... all terms: of what is summed, and of the sum."""
+        """Return the possible error of each score in units, after none, one, ... all terms: of the summands and of the sum."""
         found = [self.products * most]
         pairs = zip(self.call.scoring.terms, self.states, self.states[1:], strict=False)
         for term, before, after in pairs:
@@ -207,14 +207,14 @@ def rounding(truth: Truth) -> dict[str, float]:
     unit = truth.unit
     q, k, v, dout = (t.abs() for t in truth.wide)
     scale, finer = abs(truth.scale), truth.exponent_unit / unit
-    # channels that are all alike are rounded alike, one after the other
+    # equal channels are rounded in the same direction one after the other, so errors add up
     units, long = truth.units(1 + call.dim / 16), 1 + call.value_dim / 16
     logits = truth.sinks.abs().masked_fill(truth.sinks.isinf(), 0.0)
     exponents = 1 + (units[-1] + truth.alive.abs()[..., None] + logits[..., None]) * finer
     weights = truth.weights * exponents
     out = (weights * truth.kept) @ v
     sizes = {"out": out, "lse": exponents.amax(-1)[want["lse"].isfinite()]}
-    # tokens that are all alike are rounded alike too
+    # so are equal tokens
     keys = 1 + (_alike(k) or _alike(v)) * k.shape[2] / 16
     for name in ("out", "lse"):
         sizes[name] *= keys
@@ -231,7 +231,7 @@ def rounding(truth: Truth) -> dict[str, float]:
                 before = truth.states[i]
                 slope, _ = term.slopes(before, before)
                 least, steepest = term.slopes(*_around(before, units[i] * truth.exponent_unit))
-                # a slope is off by units of 1, of what was subtracted from 1, and by what the score is off
+                # a slope's error: units of 1, units of the number subtracted from 1, and the error of the score
                 off = (2 + 2 * (1 - slope)) * finer + torch.maximum(steepest - slope, slope - least) / unit
                 slopes = slopes * slope + truth.weights * share * off
         sizes["dq"] = scale * (slopes @ k)
@@ -247,7 +247,7 @@ def rounding(truth: Truth) -> dict[str, float]:
     found = {name: unit * float(x.norm()) for name, x in sizes.items()}
     for name, x in truth.tensors.items():
         if f"d{name}" in found:
-            # rounded to a type of its own, and where parts are merged each by itself
+            # each tensor is rounded to its dtype, and each part of a merge is rounded separately
             parts = sizes[f"d{name}"] if call.how == "merge" else want[f"d{name}"]
             found[f"d{name}"] += float(torch.finfo(x.dtype).eps * parts.norm())
     return found

@@ -144,12 +144,12 @@ def test_a_cache_without_a_number_grows(mode: str) -> None:
     fixed = {CACHE: ModelCache(80, page=16, precision=precision)}
     assert torch.equal(said(model, **{CACHE: cache}, **options), said(model, **fixed, **options))
     assert cache.get_max_length() == -1
-    # 70 tokens, the last of which is not written: pages of 16, 32, 64 and 128 tokens
+    # 70 tokens, the last without a cached key: pages of 16, 32, 64 and 128 tokens
     assert [layer.length for layer in cache.layers] == [128, 128]
 
 
 def test_a_cache_is_used_for_a_second_conversation() -> None:
-    """After ``reset()`` a cache gives what a new cache gives; without it, the error names ``reset()``."""
+    """After ``reset()`` a cache gives the results of a new cache; without it, the error names ``reset()``."""
     model, second = model_of("llama", "ringweave"), IDS[:, 11:]
     for cache in (ModelCache(page=16), ModelCache(32, page=16)):
         said(model, **{CACHE: cache})

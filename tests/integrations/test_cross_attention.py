@@ -124,7 +124,7 @@ UNTRIED = {
     "T5GemmaDecoder": "takes the whole model's configuration; the whole model is tried",
     "WhisperModel": "masks no sound; see the tests of models",
 }  # fmt: skip
-#: Classes that compute with the values of their masks, which hold no numbers here: the file, and what they did.
+#: Classes that compute with the values of their masks, which symbolic masks lack: the file, and the operation.
 REFUSED = {
     "BigBirdPegasusModel": ("bigbird_pegasus", "torch.add"),
     "InformerDecoder": ("informer", "a use of .expand"),
@@ -136,7 +136,7 @@ _SERIES = {
     "prediction_length": 30, "context_length": 30, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4,
     "decoder_ffn_dim": 48, "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
 }  # fmt: skip
-#: What has to be set besides.
+#: Settings that a class needs besides.
 CHANGED: dict[str, dict[str, Any]] = {
     "XmodModel": {"default_language": "en_XX"},
     "Pix2StructTextModel": {"initializer_range": 0.02},

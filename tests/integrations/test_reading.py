@@ -1,4 +1,4 @@
-"""Masks are read as what they allow: against the library's own mask, evaluated densely."""
+"""A mask function is read as a pattern that allows the pairs of the library's own dense mask."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_what_has_no_symbol_is_not_guessed(function: Callable[..., Any]) -> None
         read(function)
 
 
-# ---- what was read before --------------------------------------------------------------------------------------------
+# ---- reading in the context of a module ------------------------------------------------------------------------------
 
 WINDOW = masks.sliding_window_causal_mask_function
 EITHER, BOTH, OVERLAY = masks.or_masks, masks.and_masks, masks.sliding_window_overlay
@@ -196,7 +196,7 @@ def test_what_may_read_more_is_read_each_time(monkeypatch: pytest.MonkeyPatch) -
     blocks = BLOCKS.clone()
 
     def made(text: str) -> Any:
-        # of the library, as far as its globals say
+        # its globals say that it is defined in the library
         scope: dict[str, Any] = {}
         exec(text, vars(masks), scope)
         return scope["f"]
@@ -242,7 +242,7 @@ def test_what_may_read_more_is_read_each_time(monkeypatch: pytest.MonkeyPatch) -
 
 
 STEPS: dict[str, tuple[Callable[[int], tuple[int, int]], Callable[..., Any] | None]] = {
-    # (keys, position of the first) at a position; None: what a call without a function means
+    # (keys, position of the first key) at a position; None is a call without a mask function
     "causal": (lambda at: (at + 1, 0), masks.causal_mask_function),
     "none": (lambda at: (at + 1, 0), None),
     "window": (lambda at: (at + 1, 0), WINDOW(8)),

@@ -1,4 +1,4 @@
-"""A simulated device whose copies happen as late as their waits allow, with a race detector.
+"""A simulated device on which copies happen as late as waits allow, with a race detector.
 
 The target of a copy holds NaN until a wait, and the source is read only then. Each stream of work (host, copies,
 computing) has a vector clock. Two accesses to one memory race if one is a write and neither happens before the other.

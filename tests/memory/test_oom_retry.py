@@ -335,7 +335,7 @@ def limited(backend: str, on_oom: str, spare: int) -> tuple[str, float]:
 def test_a_process_with_too_little_address_space_goes_on() -> None:
     """With too little memory for the call, its pieces compute the same result."""
     # Results take 4 x 8 MiB; dense_batched's tiles and gradients in float32 take more than as much again. How much fits
-    # beside what a failed attempt leaves in the heap depends on the processor's kernels, so several sizes are tried.
+    # beside the heap left by a failed attempt depends on the processor's kernels, so several sizes are tried.
     for spare in (72, 88, 96, 64):
         if forked(limited, "dense_batched", "raise", spare * 2**20)[0] == "done":
             continue

@@ -35,8 +35,8 @@ PROCESSORS = ("max", "cortex-a72")
 #: Which of them the plugin takes, and where the program lies.
 PROCESSOR, PROGRAM = "RINGWEAVE_TEST_PROCESSOR", "RINGWEAVE_TEST_PROGRAM"
 
-#: What runs on it: the kernel's tests, and those of the library that name it. Not 4,000 tokens, nor threads that call at
-#: once, whose calls wait for each other here, nor what measures speed.
+#: Tests that run on it: the kernel's, and those of the library that name it. Left out are 4,000 tokens, threads that call
+#: together, since calls take turns here, and measurements of speed.
 SUITE = [
     *(f"tests/native/test_{name}.py" for name in ("kernel", "terms", "pages", "checks", "variants")),
     "tests/native/test_rows.py::test_a_tile_alone_on_every_variant",
@@ -132,7 +132,7 @@ class Program:
         self._one = threading.Lock()
 
     def call(self, name: str, arguments: tuple[Any, ...]) -> object:
-        """Call a function; what it writes to its tensors is written to them here."""
+        """Call a function in the emulated process, and copy the tensors that it wrote into the caller's."""
         tensors: list[tuple[Tensor, bytes]] = []
         message = b"".join([struct.pack("<I", len(name)) + name.encode(), *_encoded(arguments, tensors)])
         with self._one:

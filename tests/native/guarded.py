@@ -142,7 +142,7 @@ def run(backend: str, to: Torch) -> int:
 
 def main(what: str) -> None:
     if what == "beyond":
-        # what the tests stand on: three elements are there, and a fourth ends the process
+        # the tests rely on this: three elements can be read, and reading a fourth ends the process
         print(guarded((3,), (1,), torch.float32, "end").isnan().tolist(), flush=True)
         guarded((4,), (1,), torch.float32, "end", beyond=1).sum()
         return

@@ -1,4 +1,4 @@
-"""What the binding refuses, by name; and plans with corrupt numbers."""
+"""The binding refuses wrong arguments by name, and plans with corrupt numbers."""
 
 from __future__ import annotations
 

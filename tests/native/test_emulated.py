@@ -20,7 +20,7 @@ from .plans import COLUMNS, DTYPES, case, plan_of, poison, shared_case
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
 
 VARIANTS = {"max": ["neonbf16", "neon", "generic"], "cortex-a72": ["neon", "generic"]}
-#: what the processor without bfloat16 need not run again
+#: variants to run on each processor: the one without bfloat16 need not repeat "generic"
 TRIED = {"max": VARIANTS["max"], "cortex-a72": ["neon"]}
 Running = tuple[ModuleType, list[str]]
 

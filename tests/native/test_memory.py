@@ -1,4 +1,4 @@
-"""What forward and backward hold beyond inputs and results, in shares of what a process must hold."""
+"""Test the memory of forward and backward beyond inputs and results, as a share of the tensors of a call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def held(name: str) -> int:
 
 
 def peak_of(call: Callable[..., Any], *args: Any) -> tuple[Any, int]:
-    """Its result, and the bytes by which the peak lies above what is held before."""
+    """Return a call's result, and how many bytes the process's peak rose above its size before."""
     Path("/proc/self/clear_refs").write_text("5")
     before = held("VmRSS")
     result = call(*args)
@@ -43,7 +43,7 @@ def peak_of(call: Callable[..., Any], *args: Any) -> tuple[Any, int]:
 
 
 def measured(tokens: int, heads: int, kv_heads: int, dim: int, name: str) -> tuple[int, int, int, int, int]:
-    """Bytes: forward's beyond its results, all tensors', backward's beyond the gradients, these, and what is promised."""
+    """Return bytes: forward's scratch, the call's tensors, backward's scratch, the gradients, and the declared bound on scratch."""
     torch.set_num_threads(2)
     case = Call(1, heads, kv_heads, tokens, tokens, dim, dim, torch.bfloat16, "cpu", True)
 

@@ -1,4 +1,4 @@
-"""Partial tiles are computed where their masks have something: no bit depends on that, and small tiles save no time."""
+"""The kernel skips the empty parts of partial tiles: results keep their bits, and small tiles save little time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PATTERNS = {
 def test_what_is_passed_over_changes_no_bit(
     name: str, variant: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of tiles with other rows, and with as many keys again, other keys and halves of panels are passed over."""
+    """Tile sizes change the rows of a tile, and the keys and halves of panels that are skipped, but no bit of a result."""
     monkeypatch.setenv(CPU_VARIANT, variant)
     q, k, v = (torch.randn(2, heads, 700, 24).to(DTYPES[dtype]) for heads in (4, 2, 2))
     branch = Branch.whole(PATTERNS[name], 700, 700, heads=4, batch=2)
@@ -48,7 +48,7 @@ def test_what_is_passed_over_changes_no_bit(
 @pytest.mark.measures
 @pytest.mark.parametrize("name", ["window 64", "documents of 32", "causal"])
 def test_small_tiles_save_little_time(name: str) -> None:
-    """Tiles of 128 took 2 to 2.5 times what those of 32 take in narrow windows, while they were computed as a whole."""
+    """Narrow windows take little longer with tiles of 128 than of 32; when whole tiles were computed, they took 2 to 2.5 times as long."""
     n = 2048
     pattern = {
         "window 64": rw.SlidingWindow(64) & rw.Causal(),

@@ -27,7 +27,7 @@ def stored(x: Tensor, page: int, spare: int = 2, gap: int = 0) -> tuple[Tensor, 
 
 
 def paged(each: Case, page: int, variant: str = "", gap: int = 0) -> tuple[Tensor, Tensor]:
-    """Forward over pages, of which only the lengths' tokens hold numbers."""
+    """Run forward over pages that contain NaN except for the tokens within each length."""
     x, lengths = each.x, torch.tensor(LENGTHS, dtype=torch.int32)
     keys, values = x.k.clone(), x.v.clone()
     for b, n in enumerate(LENGTHS):

@@ -1,4 +1,4 @@
-"""A query row's bits depend on its own list of key tiles alone, not on what is computed beside it."""
+"""A query row's bits depend on its own list of key tiles, not on the other rows of a call."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def alone(whole: Case, tile: int, *, gathered: bool, apart: bool) -> Case:
 
 
 def tiles_alone(whole: Case, variant: str = "") -> Iterator[tuple[slice, Results]]:
-    """Every query tile that attends something, on two threads and one."""
+    """Yield each query tile that attends any key, with its results computed alone, on one and on two threads by turns."""
     row_ptr, q_tile = torch.as_tensor(whole.plan["row_ptr"]), int(whole.plan["q_tile"])
     for tile in range(row_ptr.shape[1] - 1):
         if (row_ptr[:, tile + 1] > row_ptr[:, tile]).any():

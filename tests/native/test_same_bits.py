@@ -101,7 +101,7 @@ def paged(q: Tensor, k: Tensor, v: Tensor, pattern: rw.Pattern, call: Call, page
 
 
 def ways(q: Tensor, k: Tensor, v: Tensor, name: str, call: Call, draw: random.Random) -> Ways:
-    """Some rows computed otherwise: what was done, (out, lse), and which rows they are."""
+    """Yield (description, (out, lse), rows) for some rows computed in other ways."""
     pattern, n = PATTERNS[name][0], q.shape[2]
     causal, dropout = name != "around", "dropout" in call.more
 
@@ -118,7 +118,7 @@ def ways(q: Tensor, k: Tensor, v: Tensor, name: str, call: Call, draw: random.Ra
     yield "threads", call.attend(q, k, v, pattern), slice(0, n)
     filled = [torch.cat([x, torch.full_like(x[:, :, :77], 3.0)], 2) for x in (k, v)]
     yield "padding on the right", call.attend(q, *filled, pattern & rw.KeyPadding([n] * len(k))), slice(0, n)
-    if dropout:  # of which a call with pages has none, and which goes by position
+    if dropout:  # calls over pages take no dropout, and shifted positions change which weights are dropped
         return
     filled = [torch.cat([torch.full_like(x[:, :, :PADDED], 3.0), x], 2) for x in (q, k, v)]
     keys = rw.KeyPadding([n + PADDED] * len(k), start=[PADDED] * len(k))
@@ -191,7 +191,7 @@ def test_views_count_each_key_once(variant: str, rate: int, monkeypatch: pytest.
 
 
 def otherwise(q: Tensor, k: Tensor, v: Tensor, pattern: rw.Pattern) -> Ways:
-    """Some rows of a pattern of the gallery computed otherwise, as far as its kind allows."""
+    """Yield some rows of a pattern of the gallery, computed in each other way that its kind allows."""
     n, attend = q.shape[2], Call().attend
     # keys after the last query are attended too, so all keys are passed
     at = draw_rows(n) if draws_rows(pattern) else []
@@ -231,7 +231,7 @@ def is_for_any_length(pattern: rw.Pattern, n: int) -> bool:
 
 
 def draw_rows(n: int) -> list[tuple[int, int]]:
-    """Some ranges of rows: steps, four queries at once, chunks of any size."""
+    """Draw ranges of rows: single steps, four queries together, and chunks of any size."""
     draw = random.Random(n)
     lengths = [1, 1, 4, draw.randrange(5, 60), 128, draw.randrange(130, 400)]
     return [(first, first + length) for length in lengths for first in [draw.randrange(n - length)]]

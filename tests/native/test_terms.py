@@ -72,9 +72,9 @@ class Scored:
         return t
 
     def dense(self, dtype: torch.dtype, order: int = 0) -> dict[str, Tensor]:
-        """All results. In float32: as far as weights and their gradients are rounded to the inputs' dtype.
+        """Compute all results densely; in float32, round weights and their gradients to the inputs' dtype as the kernel does.
 
-        The order in which the channels of a score are added is theirs, or, above 0, one by chance.
+        Order 0 adds the channels of a score in sequence; an order above 0 adds them in a random order with that seed.
         """
         x, scale = self.plain.x, self.plain.scale
 
@@ -350,7 +350,7 @@ def test_nan_stays_where_nobody_looks(name: str, nq: int, variant: str) -> None:
 @every_variant
 @pytest.mark.parametrize("name", ["distance softcap", "softcap bias", "shared"])
 def test_nan_reaches_its_readers(name: str, variant: str) -> None:
-    """A key that is not a number: of tables, exactly the elements of pairs whose query attends it."""
+    """A NaN key makes NaN exactly the table gradients of pairs with a query that attends it."""
     masks = torch.tril(torch.ones(1, 64, 64, dtype=torch.bool))
     each = scored(name, case(64, 64, (32, 32), heads=1, kv_heads=1, masks=masks))
     each.plain.x.k[:, :, 40] = torch.nan
@@ -370,7 +370,7 @@ def test_what_nobody_attends_does_not_coarsen_a_tables_gradient() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, heads, 200, 8, generator=generator) for heads in (4, 2, 2, 4))
     short = rw.SlidingWindow(5) & rw.KeyPadding(100)
-    # of the first key head keys from 100 on are nobody's, and queries from 150 on attend nothing
+    # no query attends the first key head's keys from 100 on, and queries from 150 on attend nothing
     pattern = rw.PerHead([short, short & rw.Causal(), rw.Full(), rw.Causal()])
 
     def grad() -> Tensor:

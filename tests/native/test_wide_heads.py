@@ -35,7 +35,7 @@ def test_results_and_gradients(dims: tuple[int, int], dtype: str, variant: str) 
 @pytest.mark.parametrize("dims", WIDE, ids=str)
 @pytest.mark.parametrize("nq", [1, 3])
 def test_few_queries(nq: int, dims: tuple[int, int], dtype: str, variant: str) -> None:
-    """Steps over several blocks of keys, whose sums are joined, are within the calibrated error."""
+    """Decoding steps that join sums over several blocks of keys are within the calibrated error."""
     mask = random_masks(1, nq, 2500, 32, 128, density=0.9)
     case(nq, 2500, (32, 128), dtype=dtype, heads=2, kv_heads=1, dims=dims, masks=mask).check(variant)
 

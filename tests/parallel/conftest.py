@@ -1,4 +1,4 @@
-"""Pools of workers that last as long as the test session, each made when a test first asks for it."""
+"""Provide pools of workers for the whole test session, each started for the first test that uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A communicator whose messages take time to arrive, without taking the caller's: overlap shows in the order of events."""
+"""A communicator with delayed messages: the order of events then shows whether communication and computing overlap."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Late:
         carrier.flown += seconds
 
     def wait(self) -> None:
-        """Wait for them, then for what is left of the delay."""
+        """Wait for the messages, then for the rest of the delay."""
         self.pending.wait()
         if self.until is not None:
             left, self.until = max(self.until - time.perf_counter(), 0.0), None
@@ -29,7 +29,7 @@ class Late:
 
 
 class Delayed:
-    """A communicator over a slow wire: what is posted arrives ``latency`` + bytes / ``bandwidth`` later.
+    """A communicator over a simulated slow wire: a message arrives ``latency`` + bytes / ``bandwidth`` after it is posted.
 
     Only wait() blocks, and only for what is left of that time. Agreements are not delayed.
 
@@ -41,7 +41,7 @@ class Delayed:
 
     def __init__(self, carrier: Communicator, *, latency: float, bandwidth: float = float("inf")) -> None:
         self.carrier, self.latency, self.bandwidth = carrier, latency, bandwidth
-        #: seconds that messages took by their delay, and of those the ones that wait() had to make up
+        #: total seconds of delay, and the part of them that wait() slept
         self.flown = self.slept = 0.0
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Jobs of test_compose: a model whose layers share a context, wrapped as users wrap it, against one process."""
+"""Jobs of test_compose: a model with one context for all layers, under the usual wrappers, against one process."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def compose(around: int, wrap: str, again: bool, compiler: str | None, schedule:
     every = torch.randint(0, WORDS, (replicas, BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(2))
     model: nn.Module = Model(context, again)
     if compiler is not None:
-        # as users do: what a wrapper hooks into lies outside of the graph
+        # layer by layer, as users compile: the wrapper's hooks stay outside of the graphs
         for layer in model.layers:
             layer.compile(fullgraph=True, backend=compiler)
     if wrap == "ddp":
@@ -156,7 +156,7 @@ def whole_graph(compiler: str) -> float:
 
 
 def contexts_in_turn() -> list[bool]:
-    """One compiled function with several contexts, as after rebuild(): whether each gives what it gives uncompiled."""
+    """Call one compiled function with several contexts, as after rebuild(), and return whether each equals the eager call."""
     torch.compiler.reset()
 
     @torch.compile(fullgraph=True, backend="aot_eager")

@@ -26,7 +26,7 @@ HEADER = torch.zeros(1, dtype=torch.int64)
 
 
 class Seen(NamedTuple):
-    """A RingError and when it was raised, in time.time(), and what the transport left behind."""
+    """A RingError, the time.time() at which it was raised, and the transport's threads that were left after it."""
 
     error: RingError
     at: float
@@ -82,7 +82,7 @@ def wait_for_the_dead(how: str, victim: int, deadline: float, chain: bool = Fals
 
 
 def before_the_first_call(how: str, size: int, victim: int, deadline: float) -> Seen | bool | None:
-    """Some ranks make a context, and before they are connected something happens to one of them.
+    """Some ranks make a context, and one of them fails before they are connected.
 
     how: "kill" and "stop" are the test's, who does it while the others call, or before ("kill, early") they do, or once
     the victim has called and one of the others has not ("kill, called"); the victim may have a child ("kill, forked").
@@ -232,7 +232,7 @@ def survive(victim: int, name_the_lost: bool) -> dict[str, Any]:
 
 
 def lose_the_store(port: int) -> Seen:
-    """A group whose rendezvous store is a process's own, which the test kills while the ranks wait for rank 0."""
+    """Lose the group's rendezvous store, in a process that the test kills while the ranks wait for rank 0."""
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.destroy_process_group()
@@ -284,7 +284,7 @@ def unequal() -> tuple[int | None, str]:
 
 
 def forget() -> tuple[int, list[str]]:
-    """A transport that nobody closes ends with its last reference."""
+    """A transport without close() ends when its last reference does."""
     carrier = Transport(dist.group.WORLD)
     carrier.agree(HEADER, what="plan")
     alive = threading.active_count()

@@ -1,4 +1,4 @@
-"""Jobs of test_models: models of transformers whose sequences lie on several ranks, against one process."""
+"""Jobs of test_models: models of transformers with sequences sharded over ranks, against one process."""
 
 from __future__ import annotations
 
@@ -118,13 +118,13 @@ def refuse_differing() -> str:
 
 
 def take_turns(name: str) -> dict[str, Any]:
-    """Batches that are sharded ahead and computed in turn: their errors, by what was done."""
+    """Shard several batches ahead and train on them in turn; return the largest differences from one process, by name."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     alone = model_of(name, "ringweave", config_of(name, **changes(name))).train()
     bare = model_of(name, "ringweave", config_of(name, **changes(name))).train()
     model = DistributedDataParallel(bare)
     ctx = context_parallel(model, mesh["cp"], deadline=20.0)
-    # of two lengths of which a rank has equally many tokens, and a longer one
+    # two lengths with equally many tokens on a rank, and a longer one
     batches = [shortened(batch_of(case), n) for case, n in (("padded", 131), ("whole", 132), ("packed", 203))]
     shards = [ctx.shard(**batch) for batch in batches]
     logits, found = [], {}

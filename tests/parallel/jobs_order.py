@@ -1,4 +1,4 @@
-"""Jobs of test_order: ranks that do alike things, in one order or in another."""
+"""Jobs of test_order: ranks that make the same calls, in the same or in different orders."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def data(number: int) -> list[Tensor]:
 
 
 class Program:
-    """What a rank does, step by step: forward and backward of some calls, a table, whole tensors.
+    """The steps of a rank: forward and backward of some calls, a table, and whole tensors.
 
     Args:
         mesh: Of the context.
@@ -98,7 +98,7 @@ def shuffled(program: list[tuple[str, int]], source: random.Random) -> list[tupl
 
 
 def follow(mesh: Any, seed: int, other: int | None, schedule: str, named: bool) -> tuple[list[bool], str | None]:
-    """Do the steps of a program, on rank ``other`` in another order: what was right, and the error that ended it."""
+    """Run a program's steps, on rank ``other`` in another order; return whether each was right, and the error that ended it."""
     program = Program(mesh, schedule, named)
     order = steps(seed)
     if program.ctx.rank == other:
@@ -130,7 +130,7 @@ def told(call: Callable[[], Any]) -> RingError | None:
 
 
 def backward_in_another_order(how: str) -> tuple[str | None, bool]:
-    """Two calls alike, whose gradients the ranks ask for in other orders; or (how = "alike") in the same."""
+    """Compute gradients of two equal calls, in an order that differs between ranks; with "alike" in `how`, in one order."""
     torch.compiler.reset()
     ctx = ContextParallel(dist.group.WORLD, WINDOW, TOKENS, heads=HEADS)
     inputs = [[ctx.shard(x, 2).requires_grad_() for x in data(number)] for number in (0, 1)]
@@ -161,7 +161,7 @@ def backward_in_another_order(how: str) -> tuple[str | None, bool]:
 
 
 def contexts_in_another_order(made: bool) -> list[str | None]:
-    """Two contexts alike, made in another order on rank 1, or only used so."""
+    """Use two equal contexts in another order on rank 1; if `made`, they were also made in another order."""
     turned = dist.get_rank() == 1
     contexts = [ContextParallel(dist.group.WORLD, WINDOW, TOKENS, heads=HEADS) for _ in range(2 + (made and turned))]
     order = contexts[-1:-3:-1] if turned and not made else contexts[-2:]
@@ -208,7 +208,7 @@ def two_threads(calls: int, late: bool, deadline: float) -> dict[str, Any]:
 
 
 def one_thread_after_the_other() -> list[bool]:
-    """Forward in one thread, backward in another, a pool of one; all ranks alike, but one has threads besides."""
+    """Run forward and backward in different threads, also of a pool of one; rank 1 has more threads and pools than rank 0."""
     ctx = ContextParallel(dist.group.WORLD, WINDOW, TOKENS, heads=HEADS, deadline=5.0)
     done = threading.Event()
     loggers = [threading.Thread(target=done.wait) for _ in range(2 * dist.get_rank())]
@@ -247,7 +247,7 @@ def one_thread_after_the_other() -> list[bool]:
 
 
 def groups_that_are_gone() -> dict[str, str]:
-    """What a context says to a group that was destroyed, alone or with all, to its mesh, to None, to one of others."""
+    """Return the errors of contexts for destroyed groups, their mesh, None, and a group without this rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     default, sub, others = dist.group.WORLD, dist.new_group([0, 1]), dist.new_group([0])
     said = {}

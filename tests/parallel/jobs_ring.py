@@ -60,7 +60,7 @@ def overlapped(latency: float) -> tuple[float, float, list[int], list[float]]:
 
 
 class Survived(NamedTuple):
-    """What a survivor saw: its error and when, whether all results before were right, and those of the regrouped."""
+    """A survivor's error and its time, whether all earlier results were right, and the results after it regrouped."""
 
     error: RingError
     at: float
@@ -106,12 +106,12 @@ def _die(where: str) -> None:
 
     if where == "between":
         at_once()
-    # in the middle of a call: its messages have been posted, what it computes never comes
+    # in the middle of a call: its messages are posted, but its results never arrive
     setattr(LocalAttention, where, at_once)
 
 
 def silent(schedule: str, where: str, victim: int, deadline: float) -> tuple[str, float]:
-    """The victim sleeps in its second kernel call, forward or backward: what the others say, and after how long."""
+    """Let the victim sleep in its second kernel call, forward or backward; return each rank's error and the seconds until it."""
     pattern = rw.Causal()
     ctx = ContextParallel(
         dist.group.WORLD, pattern, 700, heads=(1, 1), schedule=schedule, placement="zigzag", deadline=deadline
@@ -171,7 +171,7 @@ def raising(schedule: str, where: str, victim: int) -> tuple[list[str], float]:
 
 
 def nested(schedule: str) -> list[str]:
-    """A signal handler calls a context whose call it has interrupted, on rank 0: what it is told, and what comes out."""
+    """Call the context from a signal handler that interrupts its call, on rank 0; check the call, and return the handler's errors."""
     pattern = rw.Causal()
     ctx = ContextParallel(dist.group.WORLD, pattern, 300, heads=(1, 1), schedule=schedule)
     shards = [torch.ones(1, 1, ctx.local, 8) for _ in range(3)]
@@ -196,14 +196,14 @@ def nested(schedule: str) -> list[str]:
 
 
 class Left(NamedTuple):
-    """What a survivor of several failures saw of one: whether its error named the lost, and the whole output after."""
+    """A survivor's view of one of several failures: whether its error named the lost rank, and the whole output after."""
 
     named: bool
     out: torch.Tensor
 
 
 def killed_in_turn(x: Inputs, pattern: Pattern, victims: list[int]) -> list[Left]:
-    """Ranks die one after another, by their place in what is left; each time the others regroup and compute."""
+    """Kill ranks one after another, by index among the remaining ones; each time the others regroup and compute."""
     ctx = ContextParallel(dist.group.WORLD, pattern, x.q.shape[2], heads=(2, 2), schedule="allgather")
     size, found = ctx.size, []
 
@@ -228,7 +228,7 @@ def killed_in_turn(x: Inputs, pattern: Pattern, victims: list[int]) -> list[Left
 
 
 def replicated(x: Inputs, victim: int) -> tuple[bool, bool]:
-    """After the victim's death: whether the fallback's answer is one device's, and whether without it there is none."""
+    """After the victim's death, return whether the fallback equals one device's result, and whether a call without it raises."""
     ctx = ContextParallel(dist.group.WORLD, rw.Causal(), x.q.shape[2], heads=(2, 2), schedule="allgather")
     want = rw.attention(x.q, x.k, x.v, rw.Causal())
     assert torch.equal(ctx.replicated(x.q, x.k, x.v, rw.Causal()), want)
@@ -243,7 +243,7 @@ def replicated(x: Inputs, victim: int) -> tuple[bool, bool]:
 
 
 def scored(x: Inputs, pattern: rw.Pattern, schedule: str) -> list[Any]:
-    """Two calls with a term and dropout, of ranks whose generators are in different states."""
+    """Make two calls with a term and dropout on ranks with generators in different states."""
     from .test_scored import made, share
 
     torch.manual_seed(100 + dist.get_rank())

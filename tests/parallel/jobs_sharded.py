@@ -93,7 +93,7 @@ def dropped() -> tuple[bool, bool]:
 
 
 def refused() -> list[str]:
-    """What is said of calls that cannot be."""
+    """Return the errors of calls that DTensors do not support."""
     mesh = init_device_mesh("cpu", (2,))
 
     def spread(placement: Placement, heads: int = 4) -> DTensor:

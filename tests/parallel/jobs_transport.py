@@ -65,7 +65,7 @@ def all_to_all(rounds: int) -> dict[str, Any]:
 
 
 def exchange() -> dict[str, Any]:
-    """Two stages under way at once, several messages to one peer, waited for in the other order."""
+    """Start two exchanges with several messages to one peer each, and wait for them in the opposite order."""
     carrier = transport()
     rank, size = carrier.rank, carrier.size
     carrier.trace = []
@@ -166,7 +166,7 @@ def threads() -> tuple[list[str], int, int]:
 
 
 def kept() -> list[bool]:
-    """Of two communications that came after one that nobody waits for: whether what was sent is still held."""
+    """After an exchange without a wait, return for each of two later ones whether the sent tensor is still held."""
     carrier = transport()
     peer = 1 - carrier.rank
     carrier.exchange([(peer, torch.zeros(8))], [(peer, torch.zeros(8))], what="nobody waits")
@@ -183,7 +183,7 @@ def kept() -> list[bool]:
 
 
 def forked() -> tuple[int, int]:
-    """What a child says of a connected transport, 7 for the typed error; and what its parent's next agreement has."""
+    """Return a forked child's exit code, 7 for the typed error of a connected transport, and the parent's next agreement."""
     carrier = transport()
     header = torch.tensor([carrier.rank])
     carrier.agree(header, what="before")

@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# what a fork server must not do: run a parallel region, or hold a thread, before it forks; and waiting threads of those
-# who then ask for several sleep, since spinning ones take the cores from those at work
+# A fork server must not run a parallel region or hold a thread before it forks. Processes that later ask for several
+# threads let idle ones sleep: spinning threads take the cores from the others.
 _QUIET = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _QUIET["OMP_WAIT_POLICY"] = "passive"
 _STARTING = threading.Lock()
@@ -203,7 +203,7 @@ class Pool:
 
 
 def forked(job: Callable[..., Any], *args: Any, timeout: float = 240.0) -> Any:
-    """What a function returns in a process of its own, which has torch and ringweave loaded and has computed nothing."""
+    """Return the result of a function in a new process, which has loaded torch and ringweave but computed nothing."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = server().Process(target=_answer, args=(theirs, job, args), daemon=True)
     process.start()

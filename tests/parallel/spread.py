@@ -16,7 +16,7 @@ from .threads import run
 
 
 class Share(NamedTuple):
-    """One rank's part: where its tokens lie, its results, and what it received and sent, by peer."""
+    """One rank's part of a call: the positions of its tokens, its results, and the bytes received and sent by peer."""
 
     positions: Tensor
     results: dict[str, Tensor]

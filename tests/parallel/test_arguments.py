@@ -144,7 +144,7 @@ def test_what_is_taken() -> None:
 
 
 def test_a_placement_keeps_its_own_owners() -> None:
-    """What is written later into the caller's array changes nobody's tokens."""
+    """A placement does not change when the caller later writes to the array that it was made from."""
     owner = np.array([0, 0, 1, 1], np.int32)
     mine = placed(owner=owner)
     before, digest = mine.positions(0).tolist(), mine.digest

@@ -1,4 +1,4 @@
-"""The context itself: shards, errors on all ranks, tables that travel, what it says of itself."""
+"""Test the context: shards, errors on all ranks, tables sent to other ranks, and its texts."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_no_mask_changes(name: str, placement: str, schedule: str, ranks: int, t
 
 
 class Difference(NamedTuple):
-    """What one rank passes and what the others do, to the context or to the call, and how the error calls it."""
+    """An argument of the context or of a call that differs on the first rank, and the words of the error."""
 
     first: dict[str, Any]
     others: dict[str, Any]
@@ -161,7 +161,7 @@ OF_TRANSPORT = {"deadline", "retries"}
 
 
 def differing(mesh: Any, name: str, schedule: str) -> tuple[str, tuple[Any, ...], int]:
-    """What a call says in which the first rank differs, what its error holds, and the bytes that were moved."""
+    """Return the error text of a call in which the first rank differs, the error's fields, and the bytes that were moved."""
     first = (mesh.rank() if callable(mesh.rank) else mesh.rank) == 0
     case: dict[str, Any] = {
         "pattern": WINDOW, "batch": 1, "dim": 8, "value_dim": 8, "dtype": torch.float32, "seq_len": 700,
@@ -186,7 +186,7 @@ def differing(mesh: Any, name: str, schedule: str) -> tuple[str, tuple[Any, ...]
 
 
 def told(rank: int, peer: int, name: str) -> str:
-    """The beginning of what a rank says."""
+    """Return the beginning of a rank's error text."""
     different = DIFFERENT[name]
     mine, theirs = different.shown[rank > 0], different.shown[peer > 0]
     # a pattern and a placement travel as digests: a rank knows its own

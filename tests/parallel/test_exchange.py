@@ -1,4 +1,4 @@
-"""What crosses between ranks, counted to the byte against what a dense mask says must cross."""
+"""The bytes between ranks equal the bytes that a dense mask of the pattern requires."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_ring_moves_as_little(name: str, placement: str) -> None:
 
 
 def test_agreements_are_little() -> None:
-    """G1: metadata at most 1 % of the payload, at a size that is still small for what a ring is for."""
+    """G1: metadata is at most 1 % of the payload, already at a length that is short for a ring."""
     x = Inputs.random(8192, heads=4, kv_heads=4, dim=32)
     for share in spread(4, x, rw.SlidingWindow(1024), schedule="allgather"):
         assert 0 < share.metadata <= 0.01 * max(sum(share.received), 1)
@@ -93,9 +93,9 @@ def test_agreements_are_little() -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", list(PATTERNS_AND_MIXTURES))
 def test_a_node_receives_each_tile_once(name: str) -> None:
-    """G4: what crosses between 2 nodes of 4 ranks is the union of what the ranks of a node need, per node.
+    """G4: of the tiles of another node, each of 2 nodes of 4 ranks receives the union of its ranks' needs, once.
 
-    Inside a node each rank receives what it needs and did not get across it: by the owner's place there.
+    Within a node, a rank receives its remaining tiles from the rank that received them, by the owner's index in its node.
     """
     x = Inputs.random(1000, heads=4, kv_heads=2, dim=8)
     pattern = PATTERNS_AND_MIXTURES[name](1000)
@@ -121,7 +121,7 @@ def test_a_node_receives_each_tile_once(name: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("name", ["window", "causal", "bigbird", "documents", "longnet", "global rows"])
 def test_simulated_bytes_are_the_real_ones(name: str, ranks: int) -> None:
-    """What ``simulate`` and ``explain`` say is what the counters count, forward, in both schedules."""
+    """The forward bytes of ``simulate`` and ``explain`` equal the counters, in both schedules."""
     tokens = 4096 if name == "global rows" else 1500
     made = {"global rows": lambda n: rw.SlidingWindow(256) | rw.Global(128)} | PATTERNS_AND_MIXTURES
     pattern = made[name](tokens)

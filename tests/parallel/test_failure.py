@@ -32,7 +32,7 @@ def pool() -> Iterator[Pool]:
 
 
 def ready(pool: Pool, count: int) -> None:
-    """Until so many ranks have said that they are about to wait."""
+    """Wait until this many ranks have said that they are about to wait."""
     until = time.monotonic() + 30
     while int(pool.store.add(READY, 0)) < count:
         assert time.monotonic() < until
@@ -191,7 +191,7 @@ def test_a_lost_message_is_repeated(pool: Pool, silent: int) -> None:
 
 
 def test_repetitions_are_bounded(pool: Pool) -> None:
-    """With more losses than retries every rank raises; what was received before is right."""
+    """With more losses than retries every rank raises, and the data received before is right."""
     for result in pool.run(f"{JOBS}:repeat", "kv", 2, 1, 99):
         assert isinstance(result["error"], rw.RingError)
         assert result["error"].peer == 2
@@ -290,7 +290,7 @@ def test_an_open_transport_does_not_keep_the_interpreter_alive() -> None:
 
 
 def test_workers_are_forked_from_one_thread() -> None:
-    """What the native kernels' thread pools need: nothing may run in parallel before the fork."""
+    """Workers are forked while no other thread and no parallel region exists, as the native kernels' thread pools require."""
     with fresh(2) as pool:
         for threads, default in pool.run(f"{JOBS}:fork_safety"):
             assert threads == 1

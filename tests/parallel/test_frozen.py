@@ -1,4 +1,4 @@
-"""What a call carries and how its failures read, as data: how the ranks come to it may change, this may not."""
+"""The messages of a call and the texts of its failures are fixed here as data, independent of the transport's implementation."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ SILENT = {
 
 @pytest.mark.parametrize(("schedule", "where"), list(SILENT))
 def test_a_silent_rank(pool4: Pool, schedule: str, where: str) -> None:
-    """It sleeps in a kernel call: the others raise at the deadline of what they next want of it, in these words."""
+    """If a rank sleeps in a kernel call, the others raise at the deadline of the next message from it, in these words."""
     results = pool4.run("tests.parallel.jobs_ring:silent", schedule, where, 1, 0.5)
     pool4.reopen()
     for rank in (0, 2, 3):

@@ -1,4 +1,4 @@
-"""The NCCL link's logic, over a stand-in for NCCL: what it starts, and how its waits end. Gloo's is tested by traffic."""
+"""Test the NCCL link over a simulated NCCL: the work that it starts, and how its waits end. Other tests cover Gloo."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringweave.parallel.transport.links import LinkError, NcclLink, Tagged
 
 
 class Work:
-    """Messages that are through after so many looks."""
+    """Work that completes after a number of polls."""
 
     def __init__(self, looks: int) -> None:
         self.looks = looks

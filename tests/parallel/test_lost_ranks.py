@@ -66,7 +66,7 @@ def test_survivors_go_on(pool: Pool, schedule: str) -> None:
 
 
 def test_ranks_are_lost_until_two_are_left(pool: Pool) -> None:
-    """G9: each time the error names the lost one, and what the others compute is one device's, to the bit."""
+    """G9: each time, the error names the lost rank, and the remaining ranks compute the bits of one device."""
     x = Inputs.random(700, heads=2, dim=8)
     pattern = rw.SlidingWindow(300) & rw.Causal() | rw.Sinks(64) & rw.Causal()
     victims = [1, 2]

@@ -29,7 +29,7 @@ def demand_of(pattern: Pattern, placement: Placement, heads: tuple[int, int] = (
 
 
 def check_computed_once(demand: Demand, moves: tuple[Moves, ...]) -> None:
-    """What the exchange relies on: an edge's rank has both its ends, and helpers are only named where they help."""
+    """A pair of tiles is computed by the query's or the key's rank, which receives the other tile; no other tiles are moved."""
     for kind, move in zip(demand.kinds, moves, strict=True):
         row, col, _ = edges(demand, kind)
         a, b = demand.owner[row], demand.owner[col]

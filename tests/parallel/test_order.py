@@ -1,4 +1,4 @@
-"""Calls that are alike but not the same: what ranks do in another order raises on all of them, or is right."""
+"""Equal or similar calls that ranks make in different orders either raise on all ranks, or are right."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_threads_of_a_process_that_is_alone_wait() -> None:
 
 
 def test_no_rank_computes_alone_where_ranks_differ() -> None:
-    """What is for a rank that is lost is not for ranks that do other things."""
+    """A fallback for a lost rank is not used when ranks make different calls."""
 
     def job(transport: Transport) -> bool:
         ctx = ContextParallel(transport, WINDOW, TOKENS, heads=HEADS)
@@ -233,7 +233,7 @@ def test_long_tags_that_begin_alike() -> None:
 
 
 def test_a_rank_that_fails_and_tries_again_is_told() -> None:
-    """Between two calls it has not the others' number: what it sends again would meet their next call."""
+    """A rank that fails and repeats its call is told so: its repeated messages would be taken for the others' next call."""
 
     def job(transport: Transport) -> str | None:
         ctx = ContextParallel(transport, WINDOW, TOKENS, heads=HEADS)

@@ -168,7 +168,7 @@ def test_balance_alone_is_a_trap() -> None:
 
 
 def test_documents_need_affinity() -> None:
-    """What is simple is either unbalanced or receives nearly everything."""
+    """For long documents, each simple placement is unbalanced or receives far more bytes than the chosen one."""
     choice = chosen(GOALS["documents 0"][0], LONG, 8)
     assert choice.placement.name.startswith(("dealt", "swapped"))
     for each in choice.candidates[:3]:

@@ -1,4 +1,4 @@
-"""What is particular to the ring: memory, skipped stages, and messages that fly while it computes."""
+"""Test the ring schedule: its memory, its skipped stages, and messages that overlap with computing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_live_keys(pattern: rw.Pattern, placement: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["ring", "allgather"])
 def test_steps_allocate_no_new_buffers(schedule: str) -> None:
-    """Keys that come, what is sent, and buffers of a kernel that lie apart: all of it comes back, and serves again."""
+    """Receive, send and kernel buffers are returned to the workspace after each step and used again."""
 
     def job(transport: Transport) -> tuple[int, int, int]:
         pattern = rw.SlidingWindow(700) | rw.Sinks(40) | rw.Dilated(512, 4)

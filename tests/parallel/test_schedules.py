@@ -51,7 +51,7 @@ class OneDevice(NamedTuple):
 
 @functools.cache
 def one_device(name: str, tokens: int, **sizes: Any) -> OneDevice:
-    """As above for inputs that all places get in turn: the oracle takes as long as the ranks."""
+    """Return one device's results for inputs that all placements receive in turn: the oracle takes as much time as the ranks."""
     return OneDevice.of(Inputs.random(tokens, heads=4, dim=8, **sizes), EVERYTHING[name](tokens))
 
 
@@ -150,7 +150,7 @@ def test_queries_move_to_many_keys(poisoned: None) -> None:
 
 
 def test_backward_without_slopes_of_one_result() -> None:
-    """A rank whose loss does not depend on out, or on lse, still gives the others their gradients."""
+    """A rank with a loss that does not depend on out, or on lse, still sends the others their gradients."""
     x = Inputs.random(200, heads=2, dim=8)
     x.dout.zero_()
     pattern = rw.Causal()
@@ -159,7 +159,7 @@ def test_backward_without_slopes_of_one_result() -> None:
 
 
 def test_no_view_holds_a_token(poisoned: None) -> None:
-    """A mixture whose offset lies past the end computes nothing, anywhere."""
+    """A mixture with an offset past the last token computes nothing on any rank."""
     x = Inputs.random(3, heads=2, dim=8)
     pattern = rw.LongNet([64], [8], offset=7)
     for schedule in ("allgather", "ring"):

@@ -134,7 +134,7 @@ CASES = {
 
 @pytest.fixture
 def _one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks are threads, of one generator: whose seed rank 0 draws is chance."""
+    """Fix the seed: the ranks are threads with one generator, so it would be random which seed rank 0 draws."""
 
     def fixed(pattern: rw.Pattern, terms: Sequence[Term], dropout: int, *more: Tensor) -> tuple[str, list[Tensor]]:
         text, tensors = pack(pattern, terms, dropout)
@@ -238,7 +238,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 def told(first: dict[str, Any], others: dict[str, Any], asked: dict[str, object] | None = None) -> list[str]:
-    """What three ranks raise before anything moves, the first of which passes other arguments."""
+    """Return the error of each of three ranks when the first passes other arguments; it is raised before any bytes move."""
 
     def job(mesh: Any) -> str:
         ctx = ContextParallel(mesh, WINDOW, 500, heads=(2, 2))
@@ -265,7 +265,7 @@ def alibi(slope: float, *, many: bool = False) -> rw.ALiBi | rw.Bias:
     return rw.Bias(torch.full((1, 1, 1, 1), slope).expand(1, 1, 500, 500)) if many else rw.ALiBi([slope, 0.5])
 
 
-# what one rank passes, what the others do, and how the error names it
+# arguments of the first rank, of the others, and the error's name for the difference
 TOLD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (dict.fromkeys("qkv", lambda x: x.double()), {}, "dtype float64 here and float32 on rank 1"),
     (dict.fromkeys("qk", lambda x: x[..., :4]), {}, "D 4 here and 8 on rank 1"),
@@ -282,7 +282,7 @@ TOLD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"terms": rw.DistanceBias(torch.ones(2, 5))},
         "arguments terms=(DistanceBias((2, 5))) here and another",
     ),
-    # whose rank would leave its share out of the gradient
+    # the second kind of rank would leave its share out of the gradient
     (
         {"q": lambda x: x.requires_grad_(), "terms": rw.DistanceBias(torch.ones(2, 5, requires_grad=True))},
         {"q": lambda x: x.requires_grad_(), "terms": rw.DistanceBias(torch.ones(2, 5))},

@@ -1,4 +1,4 @@
-"""DTensors whose heads or batch elements lie on several ranks: results sharded alike, gradients too, nothing silent."""
+"""DTensors sharded by heads or batch give results and gradients with the same sharding, or an error."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from ringweave.parallel.transport.protocol import Counters, Event
 
 
 class Shared:
-    """What the threads of a group see of each other."""
+    """State that the threads of a group share."""
 
     def __init__(self, size: int):
         self.barrier = threading.Barrier(size, timeout=60)
@@ -34,14 +34,14 @@ class Later:
 
 
 class Threaded:
-    """A communicator whose rank is a thread. Messages must fit to the byte on both sides."""
+    """A communicator with a thread for each rank. A message's sender and receiver must agree on its bytes."""
 
     def __init__(self, shared: Shared, rank: int, size: int):
         self.shared, self.rank, self.size = shared, rank, size
         self.deadline, self.retries, self.call_count = 30.0, 0, 0
         self.counters = Counters(size)
         self.trace: list[Event] | None = None
-        #: what was started, in order: words, bytes to peers, bytes from peers
+        #: exchanges in the order of their start: name, bytes to each peer, bytes from each peer
         self.started: list[str] = []
         self.posted = {(side, peer): 0 for side in ("to", "from") for peer in range(size)}
         self.contexts = 0
