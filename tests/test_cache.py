@@ -1,4 +1,4 @@
-"""Caches and facts: every one stands in the table of ``ringweave.cache``; nothing else remembers."""
+"""Every cache stands in the table of ``ringweave.cache``; no module has another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import ringweave as rw
 from ringweave import cache
 from ringweave.backends.gpu_check import _verdict
-from ringweave.cache import FACTS, LRUCache, beside, fact
+from ringweave.cache import PROCESS_CACHES, LRUCache, derived_values, process_cache
 
 SOURCE = Path(cache.__file__).parent
 #: Containers that modules fill while the process runs, and what for: none holds what could be made again.
@@ -71,7 +71,7 @@ def test_the_page_lists_the_caches_and_their_bounds() -> None:
     caches = {name: each for name, each in vars(cache).items() if isinstance(each, LRUCache)}
     assert cache.__doc__ is not None
     table = {line.split()[0]: line for line in cache.__doc__.splitlines() if line.startswith("    ") and line[4] != " "}
-    assert set(table) == {"cache", *caches, "beside", "scratch"}
+    assert set(table) == {"cache", *caches, "derived", "scratch"}
     assert len(table) - 1 <= 8
     for name, each in caches.items():
         mib = f"{each.max_bytes // 2**20} MiB, {each.most}" if each is not cache.COMPILED else str(each.most)
@@ -89,24 +89,24 @@ def test_trim_clears_all() -> None:
 
 def test_what_is_made_of_a_plan_goes_with_it() -> None:
     plan = rw.PlanCache().get(rw.Causal(), 64, tile=(16, 16))
-    before = len(cache._beside)
-    beside(plan)["lists"] = object()
-    assert beside(plan)["lists"] is beside(plan)["lists"]
-    assert len(cache._beside) == before + 1
+    before = len(cache._derived)
+    derived_values(plan)["lists"] = object()
+    assert derived_values(plan)["lists"] is derived_values(plan)["lists"]
+    assert len(cache._derived) == before + 1
     del plan
-    assert len(cache._beside) == before
+    assert len(cache._derived) == before
 
 
-def test_facts_are_listed_and_asked_for_once() -> None:
-    """Facts take no tensors: what depends on a call has bounds."""
+def test_functions_with_a_process_cache_are_listed_and_run_once() -> None:
+    """A process cache keeps one result for each argument, and is listed by its function's name."""
     asked = []
 
-    @fact
+    @process_cache
     def found(name: str) -> str | None:
         asked.append(name)
         return None
 
     assert (found("a"), found("a"), found("b")) == (None, None, None)
     assert asked == ["a", "b"]
-    assert FACTS.pop(f"{__name__}.{found.__wrapped__.__qualname__}") is found  # type: ignore[attr-defined]
-    assert FACTS["ringweave.backends.gpu_check._verdict"] is _verdict
+    assert PROCESS_CACHES.pop(f"{__name__}.{found.__wrapped__.__qualname__}") is found  # type: ignore[attr-defined]
+    assert PROCESS_CACHES["ringweave.backends.gpu_check._verdict"] is _verdict

@@ -1,20 +1,20 @@
 """Declare every cache of the library, with its contents, key and bounds.
 
-    cache       holds                                                         key                        bound
-    PROGRAMS    compiled calls; the branches of a pattern                     arguments; pattern, sizes  168 MiB, 4224
-    PLANS       plans                                                         pattern, sizes, device     448 MiB, 1024
-    STEPS       plans of decoding steps, which have one row of tiles          as PLANS                   32 MiB, 256
-    PATTERNS    facts about patterns: parsed text, boxes of grids, rows of    kind, and text or value    192 MiB, 8192
-                relations, densities, tiles around tables, masks of models
-    PLACEMENTS  placements of tokens around a ring, and the work of a rank    patterns, sizes, ranks     512 MiB, 320
-    COMPILED    functions that FlexAttention compiled                         shapes, types, terms       64
-    beside      a backend's lists, queues and masks for a plan                plan, and a name           the plan's life
-    scratch     idle scratch memory (``memory/workspace.py``)                 device, size               the last peak
+    cache         holds                                                       key                        bound
+    PROGRAMS      compiled calls; the branches of a pattern                   arguments; pattern, sizes  168 MiB, 4224
+    PLANS         plans                                                       pattern, sizes, device     448 MiB, 1024
+    DECODE_PLANS  plans of decoding steps, which have one row of tiles        as PLANS                   32 MiB, 256
+    PATTERNS      parsed text, boxes of grids, rows of relations, densities,  kind, and text or value    192 MiB, 8192
+                  tiles around tables, masks of models
+    PLACEMENTS    placements of tokens around a ring, and the work of a rank  patterns, sizes, ranks     512 MiB, 320
+    COMPILED      functions that FlexAttention compiled                       shapes, types, terms       64
+    derived       a backend's lists, queues and masks for a plan              plan, and a name           the plan's life
+    scratch       idle scratch memory (``memory/workspace.py``)               device, size               the last peak
 
-:func:`ringweave.memory.trim` clears all of them; entries beside a plan also go with the plan. A forked process starts
-with empty caches. A ``PlanCache`` that a user makes, a mask function, and a ``ModelContext`` have separate caches with
-separate bounds; trim clears these too. A value that never changes while a process lives, such as whether a package is
-installed, is a :func:`fact`.
+:func:`ringweave.memory.trim` clears all of them; values derived from a plan also go with the plan. A forked process
+starts with empty caches. A ``PlanCache`` that a user makes, a mask function, and a ``ModelContext`` have separate
+caches with separate bounds; trim clears these too. A value that never changes while a process lives, such as whether a
+package is installed, is in a :func:`process_cache`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ V = TypeVar("V")
 R = TypeVar("R", covariant=True)
 
 
-class _Tie(weakref.ref[object]):
+class _OwnerRef(weakref.ref[object]):
     """A weak reference with the key of the entry to drop when its object is gone."""
 
     __slots__ = ("key",)
@@ -41,10 +41,10 @@ class _Tie(weakref.ref[object]):
 
 
 class _Entry(Generic[V]):
-    __slots__ = ("nbytes", "ties", "value")
+    __slots__ = ("nbytes", "owners", "value")
 
-    def __init__(self, value: V, nbytes: int, ties: tuple[_Tie, ...]):
-        self.value, self.nbytes, self.ties = value, nbytes, ties
+    def __init__(self, value: V, nbytes: int, owners: tuple[_OwnerRef, ...]):
+        self.value, self.nbytes, self.owners = value, nbytes, owners
 
 
 class LRUCache(Generic[V]):
@@ -58,25 +58,25 @@ class LRUCache(Generic[V]):
     def __init__(self, max_bytes: int, most: int):
         self.max_bytes, self.most = max_bytes, most
         self._entries: OrderedDict[Hashable, _Entry[V]] = OrderedDict()
-        # ties to objects that are gone; their entries are still to be dropped
-        self._fallen: deque[_Tie] = deque()
+        # references to owners that are gone; their entries are still to be dropped
+        self._gone: deque[_OwnerRef] = deque()
         # the lock of a value that is being made lives as long as a thread refers to it
         self._making: weakref.WeakValueDictionary[Hashable, threading.Lock] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
         self.hits = self.misses = self.evictions = self.nbytes = 0
         #: Values by identity, to be tried before the keys. The user of the cache fills and bounds it; trim empties it.
         self.front: dict[int, Any] = {}
-        enlist(self)
+        register_store(self)
 
-    def like(self, max_bytes: int, most: int | None = None) -> LRUCache[V]:
+    def with_bounds(self, max_bytes: int, most: int | None = None) -> LRUCache[V]:
         """Make an empty cache for the same kind of values with other bounds; ``most`` is the same unless given."""
         return LRUCache(max_bytes, self.most if most is None else most)
 
     def get(self, key: Hashable) -> V | None:
         """Return the value of a key, or None if there is none."""
         with self._lock:
-            if self._fallen:
-                self._drop_fallen()
+            if self._gone:
+                self._drop_gone()
             entry = self._entries.get(key)
             if entry is None:
                 return None
@@ -92,25 +92,25 @@ class LRUCache(Generic[V]):
         with making:
             yield
 
-    def put(self, key: Hashable, value: V, nbytes: int, ties: Sequence[object] = ()) -> None:
+    def put(self, key: Hashable, value: V, nbytes: int, owners: Sequence[object] = ()) -> None:
         """Store a value, unless it is larger than the bound.
 
         Args:
             key: The key.
             value: The value.
             nbytes: Bytes of the value, and of tensors that the key keeps alive.
-            ties: Objects that the entry must not outlive; the value must not refer to them.
+            owners: Objects that the entry must not outlive; the value must not refer to them.
         """
-        tied = tuple([_Tie(each, self._fall) for each in ties]) if ties else ()
-        for tie in tied:
-            tie.key = key
+        refs = tuple([_OwnerRef(each, self._on_owner_gone) for each in owners]) if owners else ()
+        for ref in refs:
+            ref.key = key
         with self._lock:
             self.misses += 1
             with self._counted():
                 self._drop(key)
                 if nbytes > self.max_bytes:
                     return
-                self._entries[key] = _Entry(value, nbytes, tied)
+                self._entries[key] = _Entry(value, nbytes, refs)
                 self.nbytes += nbytes
                 while self.nbytes > self.max_bytes or len(self._entries) > self.most:
                     self._drop(next(iter(self._entries)))
@@ -133,7 +133,7 @@ class LRUCache(Generic[V]):
 
     def __len__(self) -> int:
         with self._lock:
-            self._drop_fallen()
+            self._drop_gone()
             return len(self._entries)
 
     def renew(self) -> None:
@@ -142,21 +142,21 @@ class LRUCache(Generic[V]):
         self._entries, self.nbytes = OrderedDict(), 0
         self.front.clear()
 
-    def _fall(self, tie: _Tie) -> None:
-        self._fallen.append(tie)
+    def _on_owner_gone(self, ref: _OwnerRef) -> None:
+        self._gone.append(ref)
         # The garbage collector may call this at any point, even while this thread holds the lock: immediately if it is
         # free, otherwise at the next use.
         lock = self._lock
         if lock.acquire(blocking=False):
             try:
-                self._drop_fallen()
+                self._drop_gone()
             finally:
                 lock.release()
 
-    def _drop_fallen(self) -> None:
+    def _drop_gone(self) -> None:
         with self._counted():
-            while self._fallen:
-                self._drop(self._fallen.popleft().key)
+            while self._gone:
+                self._drop(self._gone.popleft().key)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -177,7 +177,7 @@ class LRUCache(Generic[V]):
 _every: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def enlist(store: Any) -> None:
+def register_store(store: Any) -> None:
     """Register a store, weakly, to be trimmed by :func:`trim_all` and renewed in forked processes."""
     _every.add(store)
 
@@ -200,24 +200,24 @@ if hasattr(os, "register_at_fork"):
 
 PROGRAMS: LRUCache[Any] = LRUCache(168 * 2**20, 4224)
 PLANS: LRUCache[Any] = LRUCache(448 * 2**20, 1024)
-STEPS: LRUCache[Any] = LRUCache(32 * 2**20, 256)
+DECODE_PLANS: LRUCache[Any] = LRUCache(32 * 2**20, 256)
 PATTERNS: LRUCache[Any] = LRUCache(192 * 2**20, 8192)
 PLACEMENTS: LRUCache[Any] = LRUCache(512 * 2**20, 320)
 # each entry counts one byte, so that the number bounds them
 COMPILED: LRUCache[Any] = LRUCache(64, 64)
-_beside: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+_derived: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 
-def beside(owner: object) -> dict[Hashable, Any]:
+def derived_values(owner: object) -> dict[Hashable, Any]:
     """Return the dict of values derived from an object, such as a plan; it is dropped with the object."""
-    found = _beside.get(owner)
-    return _beside.setdefault(owner, {}) if found is None else found
+    found = _derived.get(owner)
+    return _derived.setdefault(owner, {}) if found is None else found
 
 
-# ---- facts -----------------------------------------------------------------------------------------------------------
+# ---- values that never change in a process ---------------------------------------------------------------------------
 
 
-class Fact(Protocol[P, R]):
+class ProcessCache(Protocol[P, R]):
     """A function that caches its results for the life of the process."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -229,19 +229,19 @@ class Fact(Protocol[P, R]):
         ...
 
 
-#: Every fact by its module and name.
-FACTS: dict[str, Fact[..., Any]] = {}
+#: Every function with a process cache, by its module and name.
+PROCESS_CACHES: dict[str, ProcessCache[..., Any]] = {}
 
 
-def fact(find: Callable[P, R]) -> Fact[P, R]:
+def process_cache(find: Callable[P, R]) -> ProcessCache[P, R]:
     """Cache a function's result for each argument, without bounds; it must never change while the process lives.
 
     Examples are whether a package is installed, or the capabilities of a device. Results that depend on a call belong
     to a cache with bounds.
 
     Example:
-        >>> from ringweave.cache import fact
-        >>> @fact
+        >>> from ringweave.cache import process_cache
+        >>> @process_cache
         ... def threads() -> int:
         ...     print("looked up")
         ...     return 4
@@ -249,6 +249,6 @@ def fact(find: Callable[P, R]) -> Fact[P, R]:
         looked up
         8
     """
-    made = cast(Fact[P, R], functools.cache(find))
-    FACTS[f"{find.__module__}.{find.__qualname__}"] = made
+    made = cast(ProcessCache[P, R], functools.cache(find))
+    PROCESS_CACHES[f"{find.__module__}.{find.__qualname__}"] = made
     return made

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 
-from .cache import fact
+from .cache import process_cache
 
 #: Selects a lower instruction set of the native kernel than the machine's best, for tests and comparisons.
 CPU_VARIANT = "RINGWEAVE_CPU_VARIANT"
 # For a variable that is not set, os.environ.get raises and catches two exceptions, which takes a microsecond.
 _values = os.environ._data  # type: ignore[attr-defined]
-_key = fact(os.environ.encodekey)
+_key = process_cache(os.environ.encodekey)
 
 
 def setting(name: str) -> str:

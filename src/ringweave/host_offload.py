@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .backends import BACKENDS
 from .backends.backend import Upstream, delta_in_chunks, readable
-from .cache import beside
+from .cache import derived_values
 from .call import Operands
 from .errors import UnsupportedError, warn_once
 from .merge import merge_into
@@ -66,7 +66,7 @@ def stretches(branch: Branch, tiles: int) -> list[Stretch]:
         side = tiles * branch.tile[1]
         return [_dense(branch, key, min(key + side, branch.nk)) for key in range(0, _attended(branch), side)]
     plan = branch.plan("cpu")
-    known, key = beside(plan), ("stretches", tiles)
+    known, key = derived_values(plan), ("stretches", tiles)
     if key not in known:
         row, col = plan.tile_rows().numpy(), plan.col.numpy()
         columns = np.unique(col).astype(np.int64)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .cache import fact
+from .cache import process_cache
 
 _QUICK = "small calls go through the operators, which takes some microseconds more"
 _FLEX = "the flex backend does not support calls with gradients"
@@ -77,7 +77,7 @@ WITHOUT = {
 }
 
 
-@fact
+@process_cache
 def find(path: str) -> Any:
     """Return the object of a name in ``WITHOUT``, or None if this torch lacks it."""
     assert path in WITHOUT, path
@@ -286,7 +286,7 @@ _COMPILER = None if find("_dynamo") is None else "torch._dynamo"
 def untraced(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Disable the compiler in a function that implements an operator, without importing it (which takes a second)."""
 
-    @fact
+    @process_cache
     def disabled() -> Callable[..., Any]:
         return torch.compiler.disable(kernel)  # type: ignore[no-any-return]
 

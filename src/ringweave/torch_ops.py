@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .cache import fact
+from .cache import process_cache
 from .call import Call, Operands
 from .errors import UnsupportedError, is_out_of_memory
 from .patterns import Pattern
@@ -477,7 +477,7 @@ def _backward_flops(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: 
     return _forward_flops(q, k, v, *call[2:]) * _BACKWARD // _FORWARD
 
 
-@fact
+@process_cache
 def register() -> None:
     """Register flop formulas with torch, and with counters that are already active.
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cache import fact
+from .cache import process_cache
 from .call import Arguments, Call, pack
 from .errors import ShapeError, UnsupportedError, message, shown
 from .patterns import Pattern, check_extents
@@ -389,7 +389,7 @@ def _warn_of_mistakes(given: Arguments, pattern: Pattern) -> None:
         _warn_once(_TOKENS_FIRST)
 
 
-@fact
+@process_cache
 def _warn_once(text: str) -> None:
     """Issue a UserWarning at the first caller outside of the package, once in a process."""
     level, frame = 1, sys._getframe()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache import fact
+from ..cache import process_cache
 from ..call import Call, Operands
 from ..environment import CPU_VARIANT
 from ..errors import ShapeError, UnsupportedError
@@ -29,7 +29,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_CHANNELS = 640
 
 
-@fact
+@process_cache
 def module() -> ModuleType | None:
     """Return the extension module, or None if the package was built without a compiler."""
     try:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache import beside, fact
+from ..cache import derived_values, process_cache
 from ..call import Call, Operands
 from ..plan import BlockPlan, Branch
 from ..torch_compat import aten
@@ -156,7 +156,7 @@ def backward(
     return dq if sign > 0 else dq * sign, dk, dv
 
 
-@fact
+@process_cache
 def installed() -> bool:
     """Return whether flash-attn-4 is installed, without importing it."""
     try:
@@ -165,7 +165,7 @@ def installed() -> bool:
         return False
 
 
-@fact
+@process_cache
 def _cute() -> ModuleType | str:
     """Return flash-attn-4's interface module, or the reason why it cannot be used."""
     try:
@@ -181,7 +181,7 @@ def _cute() -> ModuleType | str:
 
 def _blocks(plan: BlockPlan) -> tuple[Any, Any]:
     """Return flash-attn-4's tile lists of a plan, by rows and by columns; they are cached with the plan."""
-    known = beside(plan)
+    known = derived_values(plan)
     if "flash" not in known:
         sparsity = importlib.import_module("flash_attn.cute.block_sparsity")
         known["flash"] = tuple(

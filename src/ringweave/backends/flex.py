@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache import COMPILED, beside
+from ..cache import COMPILED, derived_values
 from ..call import Call, Operands
 from ..plan import Branch
 from ..terms import KINDS, Term, TermOperands, written
@@ -67,7 +67,7 @@ def compiled(kind: tuple[object, ...]) -> Attend:
 def _mask(branch: Branch, device: torch.device) -> Any:
     """Return the branch's BlockMask, cached with its plan."""
     plan = branch.plan(device, tile=_TILE)
-    known = beside(plan)
+    known = derived_values(plan)
     if "flex" not in known:
         known["flex"] = plan.to_block_mask()
     return known["flex"]

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from .. import files
-from ..cache import fact
+from ..cache import process_cache
 from ..call import Call, Operands
 from ..errors import in_a_line, says_no_memory
 from ..patterns import BlockTable, Causal, Full, Global, Pattern, SlidingWindow
@@ -69,7 +69,7 @@ class _CapturingError(Exception):
     """Raised instead of a verdict while a graph is captured, when no trial can run, so that none is cached."""
 
 
-@fact
+@process_cache
 def _verdict(backend: Backend, small: Call, structure: str, blocks: object) -> str | None:
     """Return the verdict on a small case with the current measured blocks; it is cached for the life of the process."""
     stored = known(*kept(backend.name, small, structure)) if backend.compiled else None
@@ -268,7 +268,7 @@ def _driver() -> str:
     return "no driver"
 
 
-@fact
+@process_cache
 def _source() -> str:
     """Return a digest of the source of the kernels and their launch code."""
     digest = hashlib.sha256()

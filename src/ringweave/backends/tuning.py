@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 
 from .. import files
-from ..cache import PATTERNS, fact
+from ..cache import PATTERNS, process_cache
 from ..call import Call
 from ..environment import setting
 from ..patterns import BlockTable, Full, Pattern
@@ -46,7 +46,7 @@ def tuning_file() -> Path:
     return _file(setting(VARIABLE))
 
 
-@fact
+@process_cache
 def _file(named: str) -> Path:
     # as torch and transformers do, on every system
     usual = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111  (also without a home)
@@ -258,7 +258,7 @@ def where(device: str) -> str | None:
     return None
 
 
-@fact
+@process_cache
 def _named(device: str) -> str:
     try:
         triton = f"triton {importlib.metadata.version('triton')}"
@@ -269,7 +269,7 @@ def _named(device: str) -> str:
     return f"{device}; ringweave {own}; torch {torch.__version__}; {triton}"
 
 
-@fact
+@process_cache
 def processor() -> str:
     """Return the processor's model name with family and model numbers, since cloud providers may shorten the name."""
     info = Path("/proc/cpuinfo")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache import enlist
+from ..cache import register_store
 from ..checks import named_device
 from ..errors import ShapeError, shown
 from ..torch_compat import dispatched, transforming
@@ -112,7 +112,7 @@ class Workspace:
         self.idle_seconds = idle_seconds
         self._taken = self._reused = 0
         self.renew()
-        enlist(self)
+        register_store(self)
 
     def renew(self) -> None:
         """Reset the workspace in a forked process, where another thread may have left it half updated."""

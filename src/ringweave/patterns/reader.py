@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-from ..cache import fact
+from ..cache import process_cache
 from ..errors import PatternError, shown
 from ..names import nearest
 from .algebra import And, Or, join
@@ -68,13 +68,13 @@ def rebuild(spec: str, tables: Sequence[Tensor]) -> Pattern:
     return _Reader(spec, _held(), iter(tables)).read()
 
 
-@fact
+@process_cache
 def names() -> dict[str, Callable[..., object]]:
     """Return every name that a text may contain, with its class or function: patterns, presets and Grid."""
     return {"Grid": Grid} | {name: each.make for name, each in DECLARED.items() if each.text}
 
 
-@fact
+@process_cache
 def _held() -> dict[str, Callable[..., object]]:
     """Return the names of a ``spec``, with constructors that do not copy their tensors."""
     own = {name: each.make.own for name, each in DECLARED.items() if hasattr(each.make, "own")}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache import PATTERNS, PLANS, STEPS, LRUCache
+from ..cache import DECODE_PLANS, PATTERNS, PLANS, LRUCache
 from ..checks import check_sizes, named_device, whole
 from ..patterns import Pattern, rebuild
 from ..patterns.cache_key import CacheKey
@@ -59,8 +59,8 @@ class PlanCache:
     def __init__(self, max_bytes: int = 512 * 2**20):
         self.max_bytes = whole("max_bytes", max_bytes, 0, 2**63 - 1)
         # a cache of its own for decoding steps: each makes a plan of one row of tiles, which is quick to make again
-        self._kept: LRUCache[BlockPlan] = PLANS.like(max_bytes - max_bytes // 8)
-        self._steps: LRUCache[BlockPlan] = STEPS.like(max_bytes // 16)
+        self._kept: LRUCache[BlockPlan] = PLANS.with_bounds(max_bytes - max_bytes // 8)
+        self._steps: LRUCache[BlockPlan] = DECODE_PLANS.with_bounds(max_bytes // 16)
 
     def get(
         self,
@@ -181,4 +181,4 @@ def pattern_of(spec: str, tables: Sequence[Tensor]) -> Pattern:
 
 #: The cache that attention calls use.
 plan_cache = PlanCache()
-plan_cache._kept, plan_cache._steps = PLANS, STEPS
+plan_cache._kept, plan_cache._steps = PLANS, DECODE_PLANS

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ...cache import fact
+from ...cache import process_cache
 from ...call import Call, Operands
 from ...environment import interpreted
 from ...plan import Branch
@@ -25,7 +25,7 @@ _MAX_DIM = 512
 _UNITS = 132
 
 
-@fact
+@process_cache
 def installed() -> bool:
     """Return whether triton is installed, without importing it."""
     return importlib.util.find_spec("triton") is not None

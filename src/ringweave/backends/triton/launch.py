@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 from triton.errors import TritonError
 
-from ...cache import fact
+from ...cache import process_cache
 from ...call import Operands
 from ...environment import interpreted
 from ...errors import UnsupportedError
@@ -290,7 +290,7 @@ def _of_rows(packing: Packing) -> dict[str, int]:
     return {"HEADS": packing.heads, "ROWS": packing.rows, "PARTS": packing.parts}
 
 
-@fact
+@process_cache
 def _device(device: torch.device) -> Device:
     name = where(str(device)) or ""
     if interpreted():

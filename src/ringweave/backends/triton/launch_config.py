@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...cache import fact
+from ...cache import process_cache
 from ...call import Call
 from .. import tuning
 from ..tuning import KernelKey, where
@@ -322,7 +322,7 @@ def measured(call: Call) -> list[str]:
     return said
 
 
-@fact
+@process_cache
 def _of(fields: tuning.Fields, key: KernelKey, itemsize: int, device: Device) -> LaunchConfig | None:
     """Return a stored configuration; None, with one warning in the log, if it does not suit this device."""
     known = {each.name: each.type for each in dataclasses.fields(LaunchConfig)}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...cache import beside
+from ...cache import derived_values
 from ...plan import BlockPlan
 from ...plan.cuda_sync import record_stream, require_no_capture, wait_for_stream
 from . import queues
@@ -47,7 +47,7 @@ def paired(plan: BlockPlan) -> Rows | None:
 
     The result is cached with the plan, since the decision synchronises with the device.
     """
-    known = beside(plan)
+    known = derived_values(plan)
     if "pairs" not in known:
         # a plan that the host has not counted must not be read, and pairing has to read the size of the union
         rows: Rows | None = _paired(plan) if plan.counted else None

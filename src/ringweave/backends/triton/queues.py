@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...cache import beside
+from ...cache import derived_values
 from ...plan import BlockPlan, pack_masks, unpack_masks
 from ...plan.cuda_sync import record_stream, require_no_capture, wait_for_stream
 
@@ -95,7 +95,7 @@ class Queue:
 
 def masks(plan: BlockPlan) -> Masks:
     """Return the masks of a plan; made at first use and cached with the plan."""
-    known = beside(plan)
+    known = derived_values(plan)
     masks: Masks | None = known.get("masks")
     if masks is None:
         masks = Masks.of(plan)
@@ -117,7 +117,7 @@ def shared(plan: BlockPlan, ratio: int) -> bool:
         return True
     if sets == heads.numel() or not plan.counted:
         return False
-    known, key = beside(plan), ("shared", ratio)
+    known, key = derived_values(plan), ("shared", ratio)
     if key not in known:
         require_no_capture(plan.device)
         by_key_head = heads.unflatten(1, (-1, ratio))
@@ -188,7 +188,7 @@ def _records(head: Tensor, heads: int, ptr: Tensor, sets: Tensor) -> Tensor:
 
 
 def _once(plan: BlockPlan, key: tuple[object, ...], of: Callable[[], Queue]) -> Queue:
-    queues, key = beside(plan), ("queue", *key)
+    queues, key = derived_values(plan), ("queue", *key)
     queue: Queue | None = queues.get(key)
     if queue is None:
         queue = of()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ...cache import fact
+from ...cache import process_cache
 
 # largest number of pending connections: one for each process that ever waited for this one
 _BACKLOG = 4096
@@ -104,10 +104,10 @@ class _Line:
         return self._ended
 
 
-_line = fact(_Line)
+_line = process_cache(_Line)
 
 
-@fact
+@process_cache
 def _listener(store_host: str) -> tuple[socket.socket, str]:
     """Listen at the address from which this machine reaches the store; return the socket and its address as text."""
     family, _, _, _, target = socket.getaddrinfo(store_host, 1, type=socket.SOCK_DGRAM)[0]
@@ -142,7 +142,7 @@ def _host_of(store: dist.Store) -> str:
     return str(getattr(store, "host", "localhost"))
 
 
-@fact
+@process_cache
 def _loopback() -> str:
     """Return a name of this process's loopback network: of the machine, or of the container on it."""
     try:
