@@ -7,8 +7,11 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import ringweave as rw
@@ -34,6 +37,8 @@ PATTERNS: dict[str, rw.Pattern] = {
     "ahead": rw.Sinks(140) | rw.SlidingWindow(9, 200),
     "heads": rw.PerHead([rw.SlidingWindow(50), (rw.Sinks([2, 130]) | rw.SlidingWindow(20)) & CAUSAL] * 2),
 }
+
+RAGGED = {**PATTERNS, "causal": CAUSAL, "full": rw.Full(), "mixed": rw.PerHead([CAUSAL, PATTERNS["sinks"]] * 2)}
 
 
 @pytest.fixture
@@ -155,6 +160,43 @@ def test_500_steps_plan_nothing(name: str, built: list[int], monkeypatch: pytest
     assert len(built) > 70
 
 
+def attended(relation: rw.Pattern, p: decode_plans.Placement, nq: int) -> Tensor:
+    """Return which of 800 key indices each query attends, (elements, queries, keys)."""
+    q, k, start, stop = (torch.from_numpy(x)[:, None, None] for x in (p.q, p.k, p.start, p.stop))
+    index = torch.arange(800)
+    return relation.allows(q + torch.arange(nq)[:, None], k + index) & (start <= index) & (index < stop)
+
+
+@settings(max_examples=300)
+@given(data=st.data(), nq=st.sampled_from([1, 1, 2, 5, 16]), side=st.sampled_from([16, 48, 128]))
+@pytest.mark.parametrize("name", [name for name in PATTERNS if name != "heads"] + ["causal", "full"])
+def test_canonical_placements_attend_the_same_keys(name: str, nq: int, side: int, data: st.DataObject) -> None:
+    """Each of the four steps leaves the attended indices of keys as they are, except for the skipped tiles."""
+    relation = RAGGED[name]
+    profile = relation.distance_profile()
+    assert profile is not None
+
+    def placement() -> tuple[int, int, int, int]:
+        start, stop = sorted(data.draw(st.tuples(st.just(0) | st.integers(0, 700), st.integers(0, 700))))
+        k = data.draw(st.just(0) | st.integers(0, 900))
+        return data.draw(st.just(max(k + stop - nq, 0)) | st.integers(0, 1700)), k, start, stop
+
+    before = decode_plans.Placement(*np.array([placement() for _ in range(4)]).T)
+    allowed = attended(relation, before, nq)
+    listed, reach = decode_plans.attend_all(before, profile, nq)
+    moved = decode_plans.drop_common(listed, reach)
+    near = decode_plans.drop_unreachable(moved, reach, nq)
+    for each in (listed, moved, near):
+        assert torch.equal(attended(relation, each, nq), allowed)
+    after, skip = decode_plans.canonical(before, profile, nq, side)
+    found = attended(relation, after, nq)
+    for i, (at, tiles, full) in enumerate(zip(*skip, strict=True)):
+        inserted = torch.full((nq, tiles * side), bool(full))
+        assert torch.equal(
+            torch.cat([found[i, :, : at * side], inserted, found[i, :, at * side :]], 1)[:, :800], allowed[i]
+        )
+
+
 @pytest.mark.parametrize("name", list(PATTERNS))
 def test_steps_in_pages(name: str) -> None:
     """Steps over pages have the bits of steps over contiguous keys, with plans derived from those of earlier steps."""
@@ -171,9 +213,6 @@ def test_steps_in_pages(name: str) -> None:
             torch.testing.assert_close(rw.paged_attention(here, pages, pattern), side_by_side)
         else:
             assert torch.equal(rw.paged_attention(here, pages, pattern), side_by_side)
-
-
-RAGGED = {**PATTERNS, "causal": CAUSAL, "full": rw.Full(), "mixed": rw.PerHead([CAUSAL, PATTERNS["sinks"]] * 2)}
 
 
 @pytest.mark.parametrize("name", list(RAGGED))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -38,20 +39,44 @@ _NEXT, _MOST_GOING = 16, 64
 _AHEAD = 2**40
 
 
-class _Elements(NamedTuple):
-    """The placement of batch elements; arrays of one entry if all elements have the same.
+@dataclass(frozen=True)
+class Placement:
+    """Where the queries and keys of batch elements stand; arrays of one entry if all elements have the same.
 
-    Attributes:
-        q: Position of the first query.
-        k: Position of the first key.
-        start: Index of the first key that exists.
-        stop: End of the keys that exist, exclusive.
+    Query i is at position q + i, and key j at position k + j. Keys before ``start`` and from ``stop`` on do not exist::
+
+        keys          k . . . . [ start = = = = = = = = = = stop ) . . .
+        queries                                 q = = = q + nq
+        positions     -------------------------------------------------->
     """
 
     q: Int64
     k: Int64
     start: Int64
     stop: Int64
+
+
+class Reach(NamedTuple):
+    """The fields of a distance profile that hold for each element."""
+
+    first: Int64
+    back: Int64
+    far: NDArray[np.bool_]
+    ahead: int
+
+
+class Skip(NamedTuple):
+    """Tiles between the first keys and a window, which a canonical placement leaves out of each element's row.
+
+    Attributes:
+        at: The first tile to insert.
+        tiles: Number of tiles to insert.
+        full: Whether they are full; otherwise they are empty.
+    """
+
+    at: Int64
+    tiles: Int64
+    full: NDArray[np.bool_]
 
 
 class _Planned(NamedTuple):
@@ -253,7 +278,7 @@ def _elements(
     nk: int,
     batch: int,
     q_offset: int,
-) -> _Elements | None:
+) -> Placement | None:
     """Return the placement of elements; None if bounds do not fit the call, so that planning raises the error."""
     q, k = np.full(1, q_offset, np.int64), np.zeros(1, np.int64)
     if offsets is not None:
@@ -273,7 +298,7 @@ def _elements(
     if wrong or rows not in (1, batch):
         return None
     q, k, start, stop = np.broadcast_arrays(q, k, start, np.maximum(stop, start))
-    return _Elements(q, k, start, stop)
+    return Placement(q, k, start, stop)
 
 
 def _rows(relation: Pattern, look: DistanceProfile, nq: int, tile: tuple[int, int]) -> RowCache:
@@ -284,81 +309,94 @@ def _rows(relation: Pattern, look: DistanceProfile, nq: int, tile: tuple[int, in
     return rows
 
 
-def _row_set(rows: RowCache, elements: _Elements, nk: int, first_code: int) -> tuple[RowSet, NDArray[np.int32], Int64]:
+def _row_set(rows: RowCache, elements: Placement, nk: int, first_code: int) -> tuple[RowSet, NDArray[np.int32], Int64]:
     """Return the distinct rows of a relation's elements, their masks, and the row of each element."""
-    side = rows.tile[1]
-    at, over, filled, places = _stand(rows.look, elements, rows.nq, side)
-    lines: dict[tuple[int, ...], int] = {}
-    like = [lines.setdefault(line, len(lines)) for line in zip(*places, over, at, filled, strict=True)]
-    planned, grown = rows.at([line[:4] for line in lines])
+    placement, skip = canonical(elements, rows.look, rows.nq, rows.tile[1])
+    fields = placement.q, placement.k, placement.start, placement.stop, *skip
+    distinct: dict[tuple[int, ...], int] = {}
+    like = [distinct.setdefault(each, len(distinct)) for each in zip(*(x.tolist() for x in fields), strict=True)]
+    planned, grown = rows.at([each[:4] for each in distinct])
     if grown:
         PATTERNS.put(rows.key, rows, rows.nbytes)
-    _, _, ptr, col, bits, masks, leading = planned
-    number = np.array([planned.known[line[:4]] for line in lines], np.int64)
-    over, at, filled = np.array([line[4:] for line in lines], np.int64).T
-    begin, length = ptr[number], ptr[number + 1] - ptr[number]
-    index = _spread(begin, length)
-    line = np.repeat(np.arange(len(lines)), length)
-    col, bits = col[index], bits[index]
-    later = col >= at[line]
-    col = col + np.where(later, over[line], 0)
-    rest = nk % side
+    at, tiles, full = np.array([each[4:] for each in distinct], np.int64).T
+    skip = Skip(at, tiles, full > 0)
+    row_set = _shift_from(_cached(planned, [each[:4] for each in distinct]), skip)
+    leading, rest = planned.leading, nk % rows.tile[1]
     if rest and len(leading):
         # a mask that allows all existing keys of the last tile is a full tile
-        bits = np.where((col == nk // side) & (bits >= 0) & (leading[bits] == rest), -1, bits)
-    partial = bits >= 0
-    used, codes = np.unique(bits[partial], return_inverse=True)
-    bits[partial] = first_code + codes.reshape(-1)
-    if filled.any():
-        # insert the skipped tiles, which are full
-        between = over * filled
-        place = np.arange(len(col)) + np.repeat(np.cumsum(between) - between, length) + later * between[line]
-        before = np.bincount(line[~later], minlength=len(lines))
-        length = length + between
-        line = np.repeat(np.arange(len(lines)), length)
-        every = np.arange(len(line)) + np.repeat(at - before - np.cumsum(length) + length, length)
-        every[place] = col
-        full = np.full(len(line), -1, np.int32)
-        full[place] = bits
-        col, bits = every, full
-    return RowSet(line, col, bits, len(lines)), masks[used], np.array(like, np.int32)
+        mask_id, last = row_set.mask_id, row_set.col == nk // rows.tile[1]
+        row_set.mask_id = np.where(last & (mask_id >= 0) & (leading[mask_id] == rest), -1, mask_id)
+    partial = row_set.mask_id >= 0
+    used, codes = np.unique(row_set.mask_id[partial], return_inverse=True)
+    row_set.mask_id[partial] = first_code + codes.reshape(-1)
+    return _insert_full_tiles(row_set, skip), planned.mask_words[used], np.array(like, np.int32)
 
 
-def _stand(
-    look: DistanceProfile, elements: _Elements, nq: int, side: int
-) -> tuple[list[int], list[int], list[bool], tuple[list[int], ...]]:
-    """Reduce placements to equivalent ones near the first keys, which many elements and steps share.
+def _cached(planned: _Planned, places: Sequence[tuple[int, ...]]) -> RowSet:
+    """Return the planned rows of the given placements."""
+    number = np.array([planned.known[place] for place in places], np.int64)
+    length = planned.ptr[number + 1] - planned.ptr[number]
+    index = _spread(planned.ptr[number], length)
+    return RowSet(np.repeat(np.arange(len(places)), length), planned.col[index], planned.mask_id[index], len(places))
 
-    Returns:
-        For each element, the first tile that it may skip, the number of skipped tiles, whether these are full (else
-        they are empty), and the reduced placement (q, k, start, stop).
-    """
-    q, k, start, stop = elements
-    first, back, far = np.full(len(q), look.first), np.full(len(q), look.back), np.full(len(q), look.far)
-    if nq == 1 and look.every >= 0:
-        # the query attends all keys up to itself, so only the places of keys matter
-        near = (q <= look.every) & (stop + k == q + 1)
-        first, back, far = np.where(near, 0, first), np.where(near, 0, back), far | near
-        q, k = np.where(near, stop - 1, q), np.where(near, 0, k)
-    # past the first positions only distances matter, so subtract the common part of the positions
-    dropped = np.maximum(np.minimum(q, k) - first, 0)
-    q, k = q - dropped, k - dropped
-    # drop keys ahead of every query's reach, and move queries that are past the reach of all keys
-    settled = q >= first
-    seen = np.maximum(q + (nq + min(look.ahead, _AHEAD)), first) - k
-    stop = np.where(settled, np.minimum(stop, np.maximum(seen, start)), stop)
-    q = np.where(settled, np.minimum(q, np.maximum(stop + k, first) + back), q)
-    none = start >= stop
-    q, k, start, stop = [np.where(none, 0, x) for x in (q, k, start, stop)]
-    # skip tiles with all keys further back than ``look.back``
-    at = -(-np.maximum(first - k, 0) // side)
-    edge = at * side
-    at = np.where(far, np.maximum(at, -(-start // side)), at)
-    over = np.where(none, 0, np.maximum((q - k - back) // side - at, 0))
-    q, stop = q - over * side, stop - over * side
-    start = np.where(far, start, np.maximum(start - over * side, np.minimum(start, edge)))
-    places = q.tolist(), k.tolist(), start.tolist(), stop.tolist()
-    return at.tolist(), over.tolist(), (far & ~none).tolist(), places
+
+def _shift_from(rows: RowSet, skip: Skip) -> RowSet:
+    """Move the tiles from ``skip.at`` on behind the skipped tiles."""
+    col = rows.col + np.where(rows.col >= skip.at[rows.row], skip.tiles[rows.row], 0)
+    return RowSet(rows.row, col, rows.mask_id, rows.sets)
+
+
+def _insert_full_tiles(rows: RowSet, skip: Skip) -> RowSet:
+    """Insert the skipped tiles of the rows in which they are full."""
+    count = np.where(skip.full, skip.tiles, 0)
+    if not count.any():
+        return rows
+    row = np.concatenate([rows.row, np.repeat(np.arange(rows.sets), count)])
+    col = np.concatenate([rows.col, _spread(skip.at, count)])
+    mask_id = np.concatenate([rows.mask_id, np.full(len(row) - len(rows.row), -1, np.int32)])
+    # linear, as the stable sort merges two ascending lists
+    order = np.argsort(row << 32 | col, kind="stable")
+    return RowSet(row[order], col[order], mask_id[order], rows.sets)
+
+
+def canonical(placement: Placement, profile: DistanceProfile, nq: int, side: int) -> tuple[Placement, Skip]:
+    """Reduce placements to equivalent ones near the first keys, which many elements and steps share."""
+    placement, reach = attend_all(placement, profile, nq)
+    return skip_tiles(drop_unreachable(drop_common(placement, reach), reach, nq), reach, side)
+
+
+def attend_all(p: Placement, profile: DistanceProfile, nq: int) -> tuple[Placement, Reach]:
+    """Move a single query that attends all keys up to itself next to the last key; only the keys' indices matter."""
+    near = (p.q <= profile.every) & (p.stop + p.k == p.q + 1) & (nq == 1)
+    reach = Reach(np.where(near, 0, profile.first), np.where(near, 0, profile.back), near | profile.far, profile.ahead)
+    return replace(p, q=np.where(near, p.stop - 1, p.q), k=np.where(near, 0, p.k)), reach
+
+
+def drop_common(p: Placement, reach: Reach) -> Placement:
+    """Subtract the common part of the positions: past the first ones, only distances matter."""
+    common = np.maximum(np.minimum(p.q, p.k) - reach.first, 0)
+    return replace(p, q=p.q - common, k=p.k - common)
+
+
+def drop_unreachable(p: Placement, reach: Reach, nq: int) -> Placement:
+    """Drop keys ahead of every query's reach, and move queries that are past the reach of all keys."""
+    settled = p.q >= reach.first
+    seen = np.maximum(p.q + (nq + min(reach.ahead, _AHEAD)), reach.first) - p.k
+    stop = np.where(settled, np.minimum(p.stop, np.maximum(seen, p.start)), p.stop)
+    q = np.where(settled, np.minimum(p.q, np.maximum(stop + p.k, reach.first) + reach.back), p.q)
+    empty = p.start >= stop
+    return Placement(*(np.where(empty, 0, x) for x in (q, p.k, p.start, stop)))
+
+
+def skip_tiles(p: Placement, reach: Reach, side: int) -> tuple[Placement, Skip]:
+    """Skip tiles with all keys further back than ``reach.back``, and move queries and keys back across them."""
+    edge = -(-np.maximum(reach.first - p.k, 0) // side)
+    at = np.where(reach.far, np.maximum(edge, -(-p.start // side)), edge)
+    exists = p.stop > 0
+    tiles = np.where(exists, np.maximum((p.q - p.k - reach.back) // side - at, 0), 0)
+    moved = tiles * side
+    start = np.where(reach.far, p.start, np.maximum(p.start - moved, np.minimum(p.start, edge * side)))
+    return Placement(p.q - moved, p.k, start, p.stop - moved), Skip(at, tiles, reach.far & exists)
 
 
 def _spread(begin: Int64, length: Int64) -> Int64:
