@@ -65,6 +65,26 @@ def test_what_the_table_says_suits(kernel: str, device: Device) -> None:
                 assert misfit(blocks, kernel, dim, dim, itemsize, tile, device) is None
 
 
+@pytest.mark.parametrize("rule", [*module._RULES, *module._FITTED], ids=lambda rule: rule.why[:60])
+def test_every_rule_changes_a_configuration(rule: module.Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    def configurations() -> list[LaunchConfig]:
+        module.usual.cache_clear()
+        return [
+            module.usual(kernel, dim, dim, 2, tile, device, module.Traits(*traits))
+            for kernel in ("forward", "backward_q", "backward_kv")
+            for device in DEVICES
+            for dim in (64, 128, 256)
+            for tile in ((16, 128), (128, 32), (128, 128))
+            for traits in ((False, False, False), (False, True, True), (True, False, True))
+        ]
+
+    before = configurations()
+    for name in ("_RULES", "_FITTED"):
+        monkeypatch.setattr(module, name, tuple(each for each in getattr(module, name) if each is not rule))
+    assert configurations() != before
+    module.usual.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -97,45 +97,102 @@ def backward(
 
     The first kernel also adds the gradients of terms' tables to their totals.
     """
-    q, k, v, scale, terms = operands[:5]
-    dout = upstream.dout.to(q.dtype)
-    lse, delta = upstream.lse, upstream.delta
-    plan = branch.plan(q.device)
-    dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
-    heads, nq, nk = q.shape[1], q.shape[2], k.shape[2]
-    ratio = heads // k.shape[1]
-    term_args = arguments.of(terms, q.device)
-    sides = queues.masks(plan)
-    wide = arguments.wide(plan, q, k, v, dout)
-    step, steps = arguments.strides(q, k, v, dout)
-    steps += [*lse.stride(), *delta.stride()]
+    given, terms = BackwardArguments.of(upstream, operands, branch), operands.terms
+    learned = None if terms is None else arguments.Sums.of(terms, upstream, operands.v, given.plan)
+    dq = launch_dq(given, learned, dtype)
+    if learned is not None:
+        learned.finish()
+    return dq, *launch_dkv(given, dtype)
+
+
+class BackwardArguments(NamedTuple):
+    """The arguments that both backward kernels take.
+
+    Attributes:
+        unit: Common divisor of the strides.
+        strides: Strides of q, k, v and dout over batch, heads and tokens, divided by ``unit``; then those of lse and
+            delta.
+        numbers: H, query heads per key head, Nq, Nk and the scale.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+    plan: BlockPlan
+    terms: arguments.TermArguments
+    unit: int
+    strides: list[int]
+    numbers: tuple[int, int, int, int, float]
+
+    @staticmethod
+    def of(upstream: Upstream, operands: Operands, branch: Branch) -> BackwardArguments:
+        """Return the arguments of a call."""
+        q, k, v, scale, terms = operands[:5]
+        dout, lse, delta = upstream.dout.to(q.dtype), upstream.lse, upstream.delta
+        unit, strides = arguments.strides(q, k, v, dout)
+        return BackwardArguments(
+            q, k, v, dout, lse, delta, branch.plan(q.device), arguments.of(terms, q.device), unit,
+            [*strides, *lse.stride(), *delta.stride()],
+            (q.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2], scale),
+        )  # fmt: skip
+
+    @property
+    def masked(self) -> bool:
+        """Whether some tiles are partial."""
+        return self.plan.mask_words.shape[0] > 0
+
+    @property
+    def channels(self) -> int:
+        """The larger of D and Dv, padded."""
+        return max(padded(self.q.shape[3]), padded(self.v.shape[3]))
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The constants that both kernels are compiled for."""
+        wide = arguments.wide(self.plan, self.q, self.k, self.v, self.dout)
+        return {"HOLES": self.terms.holes, "WIDE": wide, "STEP": self.unit}
+
+
+def launch_dq(given: BackwardArguments, learned: arguments.Sums | None, dtype: torch.dtype) -> Tensor:
+    """Compute dQ, and the sums of the terms' tables, with a kernel by rows."""
+    q, k, v, dout, lse, delta, plan, term_args = given[:8]
+    dq = torch.empty(q.shape, dtype=dtype, device=q.device)
     describable = arguments.describable(k, v)
-    lists, config, packing, queue = by_rows = cut("backward_q", q, k, v, plan, terms is not None, describable)
-    rows, device, channels = lists.plan, _device(q.device), max(padded(q.shape[3]), padded(v.shape[3]))
-    described = config.described and describable
+    with_terms = term_args.places is not None
+    lists, config, packing, queue = by_rows = cut("backward_q", q, k, v, plan, with_terms, describable)
+    rows, described = lists.plan, config.described and describable
     keys, values = (arguments.described(x, config.n) if described else x for x in (k, v))
     sums = _partial(queue, config.m * packing.parts, q.shape[3], dq)
-    learned = None if terms is None else arguments.Sums.of(terms, upstream, v, plan)
-    given = term_args.arguments if learned is None else learned.arguments(term_args)
     with torch.cuda.device_of(q):
         kernels.backward_q[_grid(queue, packing.parts, config, q.device)](
             q, keys, values, dout, lse, delta, dq, sums, queue.records, rows.col, rows.mask_id, rows.mask_words,
-            lists.live, *steps, queue.items, heads, ratio, nq, nk, scale,
-            **_sizes(q, v, rows, config, queue), **_of_rows(packing), **given, TILES=lists.tiles, BLOCK_N=config.n,
-            LEARNS=None if learned is None else learned.ways, HOLES=term_args.holes, WIDE=wide, STEP=step,
-            RAGGED=rows.mask_words.shape[0] > 0 or nk % plan.kv_tile > 0, DESCRIBED=described,
-            BRANCHED=goes_past_masks("backward_q", config, channels, device, described),
-            DEAD=described and sides.dead_keys,
+            lists.live, *given.strides, queue.items, *given.numbers,
+            **_sizes(q, v, rows, config, queue), **_of_rows(packing), **given.constants, TILES=lists.tiles,
+            **(term_args.arguments if learned is None else learned.arguments(term_args)),
+            LEARNS=None if learned is None else learned.ways, BLOCK_N=config.n,
+            RAGGED=rows.mask_words.shape[0] > 0 or k.shape[2] % plan.kv_tile > 0, DESCRIBED=described,
+            BRANCHED=goes_past_masks("backward_q", config, given.channels, _device(q.device), described),
+            DEAD=described and queues.masks(plan).dead_keys,
         )  # fmt: skip
-        _join(queue, sums, dq, None, ratio, by_rows.span, packing)
-    if learned is not None:
-        learned.finish()
-    tile = (plan.q_tile, plan.kv_tile)
-    about = q.dtype, plan.mask_words.shape[0] > 0
+        _join(queue, sums, dq, None, given.numbers[1], by_rows.span, packing)
+    return dq
+
+
+def launch_dkv(given: BackwardArguments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Compute dK and dV with a kernel by columns."""
+    q, k, v, dout, lse, delta, plan, term_args = given[:8]
+    dk, dv = (torch.empty(x.shape, dtype=dtype, device=q.device) for x in (k, v))
+    ratio, device, sides = given.numbers[1], _device(q.device), queues.masks(plan)
+    whole = q.shape[2] % plan.q_tile == 0
     describable = not sides.dead_queries and arguments.describable(q, dout)
-    clear = describable and not about[1] and nq % plan.q_tile == 0
-    traits = Traits(clear, term_args.places is not None, describable)
-    config = launch_config_for("backward_kv", q.shape[3], v.shape[3], q.element_size(), tile, device, about, traits)
+    traits = Traits(describable and not given.masked and whole, term_args.places is not None, describable)
+    config = launch_config_for(
+        "backward_kv", q.shape[3], v.shape[3], q.element_size(), (plan.q_tile, plan.kv_tile), device,
+        (q.dtype, given.masked), traits,
+    )  # fmt: skip
     packing = Packing.of(config.n, plan.kv_tile, 1)
     queue = queues.column_queue(plan, ratio, arguments.head_bytes(q, dout) * ratio, device.units)
     described = config.described and describable
@@ -145,16 +202,15 @@ def backward(
     with torch.cuda.device_of(q):
         kernels.backward_kv[_grid(queue, packing.parts, config, q.device)](
             queries, k, v, row_dout, lse, delta, dk, dv, key_sums, value_sums, queue.records,
-            plan.row, plan.mask_id_t, sides.transposed, sides.live_queries, *steps,
-            queue.items, heads, ratio, nq, nk, scale,
-            **_sizes(q, v, plan, config, queue), **term_args.arguments, HOLES=term_args.holes,
-            BLOCK_M=config.m, BLOCK_N=config.n, WIDE=wide, STEP=step,
-            SHARED=shared, RAGGED=plan.mask_words.shape[0] > 0 or nq % plan.q_tile > 0, DESCRIBED=described,
-            BRANCHED=goes_past_masks("backward_kv", config, channels, device, described, shared),
+            plan.row, plan.mask_id_t, sides.transposed, sides.live_queries, *given.strides,
+            queue.items, *given.numbers,
+            **_sizes(q, v, plan, config, queue), **term_args.arguments, **given.constants,
+            BLOCK_M=config.m, BLOCK_N=config.n, SHARED=shared, RAGGED=given.masked or not whole, DESCRIBED=described,
+            BRANCHED=goes_past_masks("backward_kv", config, given.channels, device, described, shared),
         )  # fmt: skip
-        for part, whole in ((key_sums, dk), (value_sums, dv)):
-            _join(queue, part, whole, None, 1, plan.kv_tile, packing)
-    return dq, dk, dv
+        for part, result in ((key_sums, dk), (value_sums, dv)):
+            _join(queue, part, result, None, 1, plan.kv_tile, packing)
+    return dk, dv
 
 
 @contextlib.contextmanager

@@ -8,9 +8,10 @@ their speed on a GPU is still unmeasured.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -86,6 +87,17 @@ class Packing:
         return Packing(heads, rows, max(1, height // rows))
 
 
+class Blocks(NamedTuple):
+    """A configuration before its sides are named: a kernel by rows holds queries, a kernel by columns holds keys."""
+
+    held: int
+    streamed: int
+    warps: int
+    stages: int
+
+
+# the tables' columns: up to this many channels
+_WIDTHS = (64, 128, 256, 512)
 # (kernel, generation) to (held, streamed, warps, stages), for up to 64, 128 and 256 channels of 16 bits
 _HALF: dict[tuple[str, str], tuple[tuple[int, int, int, int], ...]] = {
     ("forward", "ampere"): ((128, 128, 8, 2), (64, 64, 4, 2), (64, 32, 8, 2)),
@@ -136,6 +148,110 @@ class Traits(NamedTuple):
 _USUAL = Traits()
 
 
+class Rule(NamedTuple):
+    """Changes to the blocks of some launches.
+
+    Attributes:
+        why: The reason, which tests print.
+        when: The values for which the rule applies, of facts about the launch and of the current blocks.
+        set: New values of blocks.
+        most: Upper bounds of blocks.
+    """
+
+    why: str
+    when: Mapping[str, Container[object]]
+    set: Mapping[str, int] = {}
+    most: Mapping[str, int] = {}
+
+
+# rules about the inputs, in order; they precede the fit to the tile's sides
+_RULES = (
+    Rule(
+        "without descriptors, addresses occupy the registers that the branch past the masks needs with 128 keys",
+        when={
+            "kernel": ["forward"], "generation": ["hopper"], "channels": [128], "itemsize": [2], "described": [False],
+        },
+        most={"streamed": 64},
+    ),
+    Rule(
+        "terms and dropout need registers for each pair",
+        when={"terms": [True], "itemsize": [2], "kernel": ["forward"]},
+        most={"streamed": 32},
+    ),
+    Rule(
+        "terms and dropout need registers for each pair, and for its gradient",
+        when={"terms": [True], "itemsize": [2], "kernel": ["backward_q", "backward_kv"]},
+        most={"streamed": 16},
+    ),
+    Rule(
+        "terms and dropout leave registers for 64 held queries",
+        when={"terms": [True], "itemsize": [2], "kernel": ["backward_q"]},
+        most={"held": 64},
+    ),
+    Rule(
+        "4 warps suffice for 64 queries of 64 channels",
+        when={"terms": [True], "itemsize": [2], "kernel": ["backward_q"], "channels": [64]},
+        most={"warps": 4},
+    ),
+    Rule(
+        "terms and dropout leave registers for 64 held keys of 128 channels",
+        when={"terms": [True], "itemsize": [2], "kernel": ["backward_kv"], "channels": [128, 256, 512]},
+        most={"held": 64},
+    ),
+    Rule(
+        "products of 32 columns are bound by shared memory; without masks there are registers for 64 columns",
+        when={
+            "clear": [True], "kernel": ["backward_kv"], "generation": ["hopper"], "channels": [128], "itemsize": [2],
+        },
+        set={"streamed": 64},
+    ),
+    Rule(
+        "with one stage the compiler emits products of half the columns, and spills",
+        when={
+            "clear": [True], "kernel": ["backward_kv"], "generation": ["hopper"], "channels": [256], "itemsize": [2],
+        },
+        set={"stages": 2},
+    ),
+)  # fmt: skip
+# rules about the blocks that fit the tile's sides; `short` says that the tile is shorter than the block was
+_FITTED = (
+    Rule(
+        "4 warps suffice for fewer queries",
+        when={"short": [True], "kernel": ["forward", "backward_q"]},
+        most={"warps": 4},
+    ),
+    Rule(
+        "4 warps suffice for fewer than 64 keys of up to 128 channels",
+        when={"short": [True], "kernel": ["backward_kv"], "held": range(64), "channels": [64, 128]},
+        most={"warps": 4},
+    ),
+    Rule(
+        "a few queries are bound by memory latency: more and smaller loads in flight, each with fewer registers",
+        when={
+            "short": [True], "kernel": ["forward"], "held": range(64), "itemsize": [2],
+            "generation": ["ampere", "hopper", "blackwell"],
+        },
+        set={"stages": 3}, most={"streamed": 64},
+    ),
+    Rule(
+        "with 8 warps the compiler targets two programs per multiprocessor with half the registers each, and spills",
+        when={"kernel": ["forward"], "generation": ["blackwell"], "channels": [64], "streamed": range(65)},
+        set={"warps": 4},
+    ),
+)  # fmt: skip
+
+
+def _fold(rules: Iterable[Rule], blocks: Blocks, facts: Mapping[str, object]) -> Blocks:
+    """Apply the rules that hold for the facts and the current blocks, in order."""
+    for rule in rules:
+        known = {**facts, **blocks._asdict()}
+        if all(known[name] in values for name, values in rule.when.items()):
+            blocks = blocks._replace(**rule.set)
+            blocks = blocks._replace(**{name: min(most, getattr(blocks, name)) for name, most in rule.most.items()})
+    return blocks
+
+
+@fact
 def usual(
     kernel: str,
     dim: int,
@@ -146,48 +262,35 @@ def usual(
     traits: Traits = _USUAL,
 ) -> LaunchConfig:
     """Return the table's configuration of ``forward``, ``backward_q`` or ``backward_kv`` for (queries, keys) tiles."""
-    clear, terms, describable = traits
-    channels = max(padded(dim), padded(value_dim))
-    table = _SINGLE[kernel] if itemsize == 4 else _HALF[kernel, device.generation]
-    held, streamed, warps, stages = (
-        _WIDEST[itemsize][kernel] if channels > 256 else table[0 if channels <= 64 else 1 if channels == 128 else 2]
-    )
-    of_columns = kernel == "backward_kv"
-    described = describable and itemsize == 2 and device.generation in ("hopper", "blackwell")
-    if kernel == "forward" and device.generation == "hopper" and not described and channels == 128 and itemsize == 2:
-        # without descriptors, addresses occupy the registers that the branch past the masks needs with 128 keys
-        streamed = 64
-    if terms and itemsize == 2:
-        # terms and dropout need registers for each pair
-        streamed = min(streamed, 32 if kernel == "forward" else 16)
-        if held > 64 and (kernel == "backward_q" or (kernel == "backward_kv" and channels >= 128)):
-            held, warps = 64, 8 if channels >= 128 else 4
-    sides = (tile[1], tile[0]) if of_columns else tile
-    if sides[0] < held:
-        held, warps = sides[0], min(warps, 8 if of_columns and (sides[0] == 64 or channels > 128) else 4)
-        if kernel == "forward" and held < 64 and itemsize == 2 and device.generation != "cdna":
-            # a few queries are bound by memory latency: more and smaller loads in flight, each with fewer registers
-            streamed, stages = min(streamed, 64), 3
-    # on hopper, products of 32 columns are bound by shared memory; without masks there are registers for 64 columns
-    spacious = clear and of_columns and device.generation == "hopper" and channels == 128 and itemsize == 2
-    streamed = min(64 if spacious else streamed, sides[1])
-    if clear and of_columns and device.generation == "hopper" and 128 < channels <= 256 and itemsize == 2:
-        # with one stage the compiler emits products of half the columns, and spills
-        stages = 2
-    if kernel == "forward" and device.generation == "blackwell" and channels <= 64 and streamed <= 64:
-        # with 8 warps the compiler targets two programs per multiprocessor with half the registers each, and spills
-        warps = 4
-    while _shared(kernel, held, streamed, stages, dim, value_dim, itemsize, device) > _usable(device):
-        if stages > 1:
-            stages -= 1
-        elif streamed > 16:
-            streamed //= 2
-        elif held > 16:
-            held //= 2
+    width = bisect.bisect_left(_WIDTHS[:-1], max(padded(dim), padded(value_dim)))
+    narrow = _SINGLE[kernel] if itemsize == 4 else _HALF[kernel, device.generation]
+    blocks = Blocks(*(*narrow, _WIDEST[itemsize][kernel])[width])
+    facts = {
+        "kernel": kernel, "generation": device.generation, "channels": _WIDTHS[width], "itemsize": itemsize,
+        "described": traits.describable and itemsize == 2 and device.generation in ("hopper", "blackwell"),
+        "clear": traits.clear, "terms": traits.terms,
+    }  # fmt: skip
+    blocks = _fold(_RULES, blocks, facts)
+    held, streamed = tile[::-1] if kernel == "backward_kv" else tile
+    facts["short"] = held < blocks.held
+    blocks = blocks._replace(held=min(held, blocks.held), streamed=min(streamed, blocks.streamed))
+    blocks = _fit_shared_memory(_fold(_FITTED, blocks, facts), kernel, dim, value_dim, itemsize, device)
+    m, n = blocks[1::-1] if kernel == "backward_kv" else blocks[:2]
+    return LaunchConfig(m, n, blocks.warps, blocks.stages, described=bool(facts["described"]))
+
+
+def _fit_shared_memory(blocks: Blocks, kernel: str, dim: int, value_dim: int, itemsize: int, device: Device) -> Blocks:
+    """Reduce stages, then streamed rows, then held rows, until the tiles fit into shared memory."""
+    while _shared(kernel, *blocks[:2], blocks.stages, dim, value_dim, itemsize, device) > _usable(device):
+        if blocks.stages > 1:
+            blocks = blocks._replace(stages=blocks.stages - 1)
+        elif blocks.streamed > 16:
+            blocks = blocks._replace(streamed=blocks.streamed // 2)
+        elif blocks.held > 16:
+            blocks = blocks._replace(held=blocks.held // 2)
         else:
             break
-    m, n = (streamed, held) if of_columns else (held, streamed)
-    return LaunchConfig(m, n, warps, stages, described=described)
+    return blocks
 
 
 def goes_past_masks(
