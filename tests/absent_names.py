@@ -1,4 +1,4 @@
-"""Calls with private names of torch gone, a process each: run by test_torch_compat.py, prints JSON.
+"""Compute calls with private names of torch removed, a process each, and print JSON; test_torch_compat.py runs this.
 
 One process imports torch and its compiler, and forks before it has computed with threads. A child takes a name away,
 imports ringweave, and digests what its calls give. A name is deleted for good where torch gets through these calls
@@ -49,7 +49,7 @@ PUT_BACK = {
     "autograd.forward_ad._current_level": _EVERYWHERE,
     "utils._python_dispatch._get_current_dispatch_mode": {"compile", "func"},
 } | {
-    # operators are not deleted but denied while they are looked up
+    # operators are not deleted: looking them up is denied
     f"ops.aten._scaled_dot_product_{name}{end}": _EVERYWHERE
     for name in ("cudnn_attention", "efficient_attention", "flash_attention", "flash_attention_for_cpu")
     for end in ("", "_backward")
@@ -63,15 +63,15 @@ class _Missing:
 
 @contextmanager
 def away(path: str) -> Iterator[None]:
-    """Take a name of torch away, by the means that its owner allows."""
+    """Remove a name of torch, in the way that its owner allows."""
     *above, name = path.split(".")
     owner: Any = attrgetter(".".join(above))(torch) if above else torch
-    if path == "_dynamo":  # a module, which is looked for and not touched
+    if path == "_dynamo":  # a module, which is found but not loaded
         owner, name, found = importlib.util, "find_spec", importlib.util.find_spec
         importlib.util.find_spec = lambda each, *rest: None if each == "torch._dynamo" else found(each, *rest)
-    elif path == "Tensor._version":  # of a class in C: hidden from below
+    elif path == "Tensor._version":  # an attribute of a C class: hidden by a subclass
         owner._version, found = _Missing(), None
-    elif path.startswith("ops."):  # made when it is asked for
+    elif path.startswith("ops."):  # created on first access
         owner, found = type(owner), type(owner).__getattr__
         vars(torch.ops.aten).pop(name, None)
 
@@ -93,7 +93,7 @@ def away(path: str) -> Iterator[None]:
 
 @contextmanager
 def gone(names: list[str], what: str = "") -> Iterator[None]:
-    """Take names away, but for those that torch needs for a call."""
+    """Remove names, except those that torch needs for a call."""
     with ExitStack() as stack:
         for name in names:
             back = PUT_BACK.get(name)
@@ -208,8 +208,8 @@ def alone(name: str) -> Any:
 
 
 def answer(names: list[str]) -> dict[str, Any]:
-    """Compute everything with these names away."""
-    # they import nothing else of the package, so they can be there first
+    """Compute all calls without these names."""
+    # these modules import nothing else of the package, so they can be imported first
     alone("cache")
     with gone(names):
         torch_compat = alone("torch_compat")
@@ -230,7 +230,7 @@ def answer(names: list[str]) -> dict[str, Any]:
 
 
 def children(jobs: list[list[str]], at_once: int = 2) -> Iterator[dict[str, Any]]:
-    """Fork for each job, some at a time."""
+    """Fork a process for each job, several at a time."""
     waiting: list[tuple[int, int]] = []
     for names in [*jobs, *[None] * at_once]:
         if len(waiting) == at_once or (names is None and waiting):
@@ -257,10 +257,10 @@ def children(jobs: list[list[str]], at_once: int = 2) -> Iterator[dict[str, Any]
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    # what torch sets up at first use
+    # state that torch sets up at first use
     torch.compile(lambda x: x.sin(), backend="aot_eager")(torch.zeros(2, requires_grad=True)).sum().backward()
     torch.func.jvp(torch.sin, (torch.ones(2),), (torch.ones(2),))
-    # a collection would look at all of torch, again in each child
+    # a garbage collection would scan all of torch again in each child
     gc.freeze()
     gc.disable()
     names = [name for name in sys.argv[1:] if name != "-v"]

@@ -1,4 +1,4 @@
-"""Patterns that the tests run over, for any length: every one of the semantics' table, and trees of them."""
+"""Patterns that tests are parametrised over, for any length: all kinds of the semantics' table, and expressions of them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def _documents(n: int) -> Pattern:
 
 
 def _image(n: int) -> rw.Grid:
-    """As square as its tokens allow, in boxes that divide nothing."""
+    """Return a grid as square as the number of tokens allows, with boxes that do not divide it."""
     height = max(h for h in range(1, math.isqrt(n) + 1) if n % h == 0)
     return rw.Grid((height, n // height), (3, 7))
 
 
-#: name -> pattern for a length; every one may be used with four heads and any batch
+#: name -> pattern for a length; each works with four heads and any batch
 PATTERNS: dict[str, Callable[[int], Pattern]] = {
     "full": lambda n: rw.Full(),
     "nothing": lambda n: ~rw.Full(),
@@ -73,18 +73,18 @@ PATTERNS: dict[str, Callable[[int], Pattern]] = {
     "tree": lambda n: (rw.Causal() | rw.Strided(5)) & ~rw.Segments(70) | ~(rw.SlidingWindow(99) | rw.Sinks(4)),
 }
 
-#: Patterns that no case names: made by a method, mixtures, and those with files of tests of their own.
+#: Patterns without a case: those that methods make, mixtures, and those with test files of their own.
 ELSEWHERE = {"Within", "LongNet", "GridWindows", "Neighborhood", "TokenMask", "BlockTable"}
-#: Names that the cases above use.
+#: Pattern names in the cases above.
 NAMED = {name for make in (*PATTERNS.values(), _documents) for name in make.__code__.co_names}
-# a declared pattern without a case has that of its example, which then has to fit any length
+# a declared pattern without a case uses its example, which must then work at any length
 PATTERNS |= {
     name: functools.partial(lambda example, n: rw.patterns.parse(example), known.example)
     for name, known in DECLARED.items()
     if name not in NAMED | ELSEWHERE
 }
 
-#: mixtures, where a key may count several times; four heads
+#: mixtures, in which a key may count several times; four heads
 MIXTURES: dict[str, Callable[[int], Pattern]] = {
     "longnet": lambda n: rw.LongNet([32, 128], [1, 4]),
     "longnet_causal": lambda n: rw.LongNet([32, 128, 512], [1, 2, 8], causal=True, offset="grouped"),

@@ -1,4 +1,4 @@
-"""Deprecations that transformers logs: an error in the tests, as those that it warns of."""
+"""Make deprecations that transformers logs errors in tests, like those that it warns of."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import logging
 import sys
 from typing import Any
 
-# words of a message about its assisted generation, which passes both to its own generate
+# words of a message about its assisted generation, which passes both arguments to its own generate
 _THEIRS = "Passing `generation_config` together", "'min_new_tokens'"
 
 
 def refuse() -> None:
-    """Let transformers, once it is imported, raise in place of logging that a call of ours is deprecated.
+    """Once transformers is imported, make it raise where it would log that one of our calls is deprecated.
 
     Warnings are errors by pytest's options. Messages that are logged once in a process reach no handler in tests that
     silence transformers, so the method itself is replaced.

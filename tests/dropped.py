@@ -1,4 +1,4 @@
-"""Which pairs dropout keeps, once more, for tests, in numpy.
+"""Compute which pairs dropout keeps in numpy, independently of the library.
 
 Written apart from the library's, so that the two can disagree.
 """
@@ -17,7 +17,7 @@ _WORD = 0xFFFFFFFF
 
 
 def philox(counter: Sequence[Words | NDArray[np.int64]], seed: int) -> list[Words]:
-    """Philox 4x32 with 10 rounds, spelled from the paper: four words for each counter."""
+    """Philox 4x32 with 10 rounds, from the paper: four words for each counter."""
     c = [np.asarray(x).astype(np.uint64) & np.uint64(_WORD) for x in counter]
     k = [seed & _WORD, seed >> 32 & _WORD]
     for _ in range(10):
@@ -29,7 +29,7 @@ def philox(counter: Sequence[Words | NDArray[np.int64]], seed: int) -> list[Word
 
 
 def kept(seed: int, p: float, batch: int, heads: int, q: Sequence[int], k: Sequence[int], b: int = 0) -> Tensor:
-    """What dropout multiplies weights by, pair by pair, (batch, heads, q, k): of positions, from batch element b on."""
+    """Return dropout's factors of weights, (batch, heads, q, k), for positions of q and k and batch elements from b on."""
     threshold, columns = round(p * 65536), np.array(k)
     places = np.arange(b, b + batch)[:, None, None, None], np.arange(heads)[:, None, None], np.array(q)[:, None]
     words = philox(np.broadcast_arrays(columns >> 3, *places[::-1]), seed)
@@ -39,7 +39,7 @@ def kept(seed: int, p: float, batch: int, heads: int, q: Sequence[int], k: Seque
 
 
 def next_seed() -> int:
-    """The seed that the next call draws."""
+    """Return the seed that the next call draws."""
     state = torch.get_rng_state()
     seed = int(torch.randint(-(2**63), 2**63 - 1, ()))
     torch.set_rng_state(state)

@@ -13,5 +13,5 @@ from ringweave.validate import checked
 
 
 def by_operators(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **options: Any) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of a call that is not looked up."""
+    """Compute (out, lse) of a call without looking for its program."""
     return attend(*checked(Arguments(q, k, v, pattern, **options))[:5])

@@ -1,4 +1,4 @@
-"""Every option of the attention functions and of the modules, with a value that makes another call.
+"""A value that changes a call, for every option of the attention functions and of the modules.
 
 The tests that go through all options derive from ``VALUES``: test_options.py, test_contract.py, test_found_programs.py
 and parallel/test_scored.py. An option of ``Arguments`` without an entry fails test_options.py.
@@ -18,11 +18,11 @@ BATCH, HEADS, TOKENS, DIM = 2, 2, 64, 8
 
 
 def learned(*shape: int) -> Tensor:
-    """Return random numbers that learn, equal at each call."""
+    """Return random parameters, equal at each call."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(3)).requires_grad_()
 
 
-#: For each option of ``Arguments`` another value than its default, made anew for each call of ``tokens`` tokens.
+#: For each option of ``Arguments``, a function that makes a value other than its default for a call of ``tokens`` tokens.
 VALUES: dict[str, Callable[[int], Any]] = {
     "pattern": lambda tokens: rw.SlidingWindow(5),
     "scale": lambda tokens: 0.9,

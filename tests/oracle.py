@@ -1,4 +1,4 @@
-"""The definition once more, for tests: dense softmax attention in float64, and torch's own error against it.
+"""Compute attention by its definition, dense in float64, and the error of torch's own attention against it.
 
 Written apart from the library's reference backend, so that the two can disagree.
 """
@@ -41,7 +41,7 @@ class Inputs:
         generator = torch.Generator().manual_seed(seed)
 
         def draw(*shape: int) -> Tensor:
-            # quantised first: the oracle and the backends see the same numbers
+            # quantised first, so that the oracle and the backends get equal numbers
             return torch.randn(shape, generator=generator).to(dtype)
 
         return Inputs(
@@ -53,7 +53,7 @@ class Inputs:
         )
 
     def to(self, device: str) -> Inputs:
-        """The same numbers on a device."""
+        """Return equal inputs on a device."""
         return Inputs(*(x.to(device) for x in (self.q, self.k, self.v, self.dout, self.dlse)))
 
     def leaves(self, dtype: torch.dtype | None = None) -> list[Tensor]:
@@ -81,14 +81,14 @@ def gradients(out: Tensor, lse: Tensor, leaves: list[Tensor], x: Inputs) -> list
 
 
 def exact(x: Inputs, counts: Tensor, scale: float | None = None) -> dict[str, Tensor]:
-    """All five results in float64."""
+    """Return all five results in float64."""
     leaves = x.leaves(torch.float64)
     out, lse = attention(*leaves, counts, scale)
     return dict(zip(NAMES, [out.detach(), lse.detach(), *gradients(out, lse, leaves, x)], strict=True))
 
 
 def rounding(x: Inputs, counts: Tensor, want: dict[str, Tensor], scale: float | None = None) -> dict[str, float]:
-    """What rounding alone may cost: a unit of the products that each result sums, relative to the result.
+    """Return the error that rounding alone may cause: a unit of the products that each result sums, relative to the result.
 
     Where terms cancel (one key: dP - delta leaves only dlse) the result is small beside them, and no order of
     float32 operations can do better.
@@ -100,7 +100,7 @@ def rounding(x: Inputs, counts: Tensor, want: dict[str, Tensor], scale: float | 
     k, v = k.repeat_interleave(ratio, 1), v.repeat_interleave(ratio, 1)
     alive = torch.where(torch.isneginf(want["lse"]), 0.0, want["lse"])[..., None]
     signed = x.q.double() @ x.k.double().repeat_interleave(ratio, 1).mT * scale
-    # an exponent that is off by a unit in its last place puts its exponential off by as many units as it is large
+    # an error of one unit in an exponent causes as many units in its exponential as the exponent is large
     weights = torch.where(counts > 0, counts * torch.exp(signed - alive) * (1 + signed.abs() + alive.abs()), 0.0)
     out = weights @ v
     slopes = weights * (dout @ v.mT + (dout * out).sum(-1, keepdim=True) + x.dlse.double().abs()[..., None])
@@ -122,7 +122,7 @@ def rounding(x: Inputs, counts: Tensor, want: dict[str, Tensor], scale: float | 
 
 
 def torch_errors(x: Inputs, counts: Tensor, want: dict[str, Tensor], scale: float | None = None) -> dict[str, float]:
-    """What torch's own attention makes of the same inputs, in their dtype, against float64."""
+    """Return the errors of torch's own attention for equal inputs, in their dtype, against float64."""
     leaves = x.leaves()
     mask = torch.where(counts > 0, counts.float().clamp(min=1).log(), -torch.inf).to(x.q.dtype)
     empty = (counts == 0).all(-1)

@@ -17,7 +17,7 @@ QUIET, QUICK = 20.0, 0.3
 
 
 class Progress:
-    """How far a run is, and how long its files take.
+    """The progress of a run, and the usual time of each file.
 
     Args:
         known: Seconds of a test of each file in earlier runs, on average.
@@ -32,30 +32,30 @@ class Progress:
         self.running: dict[str, float] = {}
 
     def collected(self, nodes: list[str]) -> None:
-        """Learn which tests there are."""
+        """Record the tests of the run."""
         self.total = {}
         for node in nodes:
             self.total[_file(node)] = self.total.get(_file(node), 0) + 1
 
     def started(self, node: str, now: float) -> None:
-        """A test begins."""
+        """Record that a test starts."""
         self.running[_file(node)] = now
 
     def took(self, node: str, seconds: float) -> None:
-        """A part of a test is over: setup, call or teardown."""
+        """Record the time of a test's setup, call or teardown."""
         file = _file(node)
         self.spent[file] = self.spent.get(file, 0.0) + seconds
 
     def finished(self, node: str) -> None:
-        """A test is over."""
+        """Record that a test ended."""
         file = _file(node)
         self.done[file] = self.done.get(file, 0) + 1
         self.running.pop(file, None)
 
     def left(self, now: float) -> float | None:
-        """Tell the seconds that are left; None where nothing is known of the tests that are left.
+        """Return the remaining seconds, or None if no file with remaining tests is known.
 
-        A file takes as long as it took last, times what tests that are over took of what was expected of them.
+        A file is expected to take its last time, scaled by how much longer than expected the finished tests took.
         """
         usual = {file: self.known[file] * count for file, count in self.total.items() if file in self.known}
         if not usual:
@@ -70,11 +70,11 @@ class Progress:
             if self.done.get(file, 0) < count:
                 gone = self.spent.get(file, 0.0) + (now - self.running[file] if file in self.running else 0.0)
                 left.append(max(0.0, slower * usual.get(file, each * count) - gone))
-        # a file is not shared
+        # a file runs in one process
         return max([sum(left) / self.workers, *left])
 
     def line(self, now: float) -> str:
-        """Say it."""
+        """Return the line that describes the progress."""
         total, left = sum(self.total.values()), self.left(now)
         text = f"{sum(self.done.values()) / max(1, total):.0%} of {total:,} tests".replace("%", " %")
         if left is None:
@@ -82,7 +82,7 @@ class Progress:
         return f"{text}, about {f'{left / 60:.0f} min' if left >= 60 else f'{5 * round(left / 5):.0f} s'} left"
 
     def learned(self) -> dict[str, float]:
-        """Give the seconds of a test, by file: those of files that were run to their end are new."""
+        """Return the seconds of a test by file, updated for files that ran to their end."""
         over = (file for file, count in self.total.items() if self.done.get(file, 0) >= count)
         return self.known | {file: round(self.spent[file] / self.total[file], 4) for file in over}
 
@@ -92,7 +92,7 @@ def _file(node: str) -> str:
 
 
 class Reporter:
-    """Shows the progress of a session where pytest would print dots."""
+    """Show the progress of a session in place of pytest's dots."""
 
     def __init__(self, config: pytest.Config):
         self.config = config
@@ -102,17 +102,17 @@ class Reporter:
         self.last = time.monotonic()
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Count the tests of this process; one that gives them to others has none."""
+        """Count this process's tests; a process with xdist workers has none."""
         if session.items:
             self.progress.collected([item.nodeid for item in session.items])
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        """Count the tests that another process has found; all find the same."""
+        """Count the tests that a worker collected; all workers collect the same."""
         self.progress.collected(ids)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """A test begins."""
+        """Record that a test starts."""
         self.progress.started(nodeid, time.monotonic())
 
     @pytest.hookimpl(tryfirst=True)
@@ -140,21 +140,21 @@ class Reporter:
             self.last = now
 
     def pytest_sessionfinish(self) -> None:
-        """Remember what files took, and leave the line."""
+        """Store the times of files, and keep the last line."""
         if self.terminal.isatty:
             self.terminal.rewrite("", erase=True)
-        # some tests of a file say little about the others
+        # a part of a file's tests says little about the rest
         chosen = self.config.getoption("keyword") or any("::" in each for each in self.config.args)
         if self.cache is not None and self.progress.total and not chosen:
             self.cache.set(KEY, self.progress.learned())
 
     @property
     def terminal(self) -> Any:
-        """What pytest writes to."""
+        """Return pytest's terminal."""
         return self.config.pluginmanager.get_plugin("terminalreporter")
 
     def write(self, line: str, stays: bool = False) -> None:
-        """Write a line, over the last one where it is a terminal's."""
+        """Write a line, over the last one on a terminal."""
         if self.terminal.isatty:
             self.terminal.rewrite(line, erase=True)
             self.terminal.write("\n" * stays)
@@ -163,7 +163,7 @@ class Reporter:
 
 
 def register(config: pytest.Config) -> None:
-    """Show the progress of a run, in the process that prints."""
+    """Register the reporter in the process that prints."""
     prints = not hasattr(config, "workerinput") and config.pluginmanager.hasplugin("terminal")
     if prints and config.option.verbose <= 0:
         config.pluginmanager.register(Reporter(config))

@@ -1,4 +1,4 @@
-"""Which cases every run has, and which only a long one: ``pytest --long``, `make test-all`."""
+"""Choose the cases of a short run; ``pytest --long`` and `make test-all` run all."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import zlib
 
 import pytest
 
-#: set where a run is long; tests that run tests hand it on
+#: set in a long run, also for tests that run tests
 LONG = "RINGWEAVE_LONG_TESTS"
 
 
 def is_long() -> bool:
-    """Whether every case of every test is to run."""
+    """Return whether to run every case of every test."""
     return LONG in os.environ
 
 
@@ -23,13 +23,13 @@ def is_left_out(item: pytest.Item) -> bool:
         return True
     if mark is None or not hasattr(item, "callspec"):
         return False
-    # by name, so that it is the same sample in each run; cases that differ in `whole` alone share an oracle
+    # chosen by name, so each run has the same sample; cases that differ in `whole` alone share an oracle
     places = {name: place for name, place in places_of(item).items() if name != mark.kwargs.get("whole")}
     return zlib.crc32(f"{item.name.partition('[')[0]} {sorted(places.items())}".encode()) % mark.args[0] != 0
 
 
 def places_of(item: pytest.Item) -> dict[str, int]:
-    """The place of each argument of a case among the values that it is given; pytest's own indices count whole cases."""
+    """Return the index of each argument of a case among its values; pytest's own indices count whole cases."""
     places: dict[str, int] = {}
     params = item.callspec.params  # type: ignore[attr-defined]
     for mark in item.iter_markers("parametrize"):

@@ -1,4 +1,4 @@
-"""The formula of each kind of score terms, once more for tests: dense, and apart from the kind's own class.
+"""Define the formula of each kind of score term for tests, dense and independently of the library's class.
 
 A kind of ringweave.terms without an oracle here fails test_terms.py. The rest of the tests derives from both.
 """
@@ -39,13 +39,13 @@ def _distance(t: Tensor, numbers: Numbers, table: Tensor, distance: Tensor) -> T
 
 
 def _softcap_slopes(numbers: Numbers, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    # steepest where it is nearest to 0
+    # steepest at the value nearest to 0
     near = torch.where(low * high < 0, 0.0, torch.minimum(low.abs(), high.abs()))
     far = torch.maximum(low.abs(), high.abs())
     return 1 - torch.tanh(far / numbers[0]) ** 2, 1 - torch.tanh(near / numbers[0]) ** 2
 
 
-#: By the name of the class.
+#: Oracles by the name of the class.
 ORACLES = {
     "Softcap": Oracle(
         lambda t, numbers, table, distance: numbers[0] * torch.tanh(t / numbers[0]),

@@ -1,4 +1,4 @@
-"""``q_offset="end"``, warnings of calls that are likely mistakes, and keyword arguments of other libraries."""
+"""Test ``q_offset="end"``, warnings about probable mistakes, and keyword arguments of other libraries."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_first_key_counts() -> None:
         for _ in range(2):
             got = rw.attention(x.q, x.k, x.v, STREAMING, q_offset="end", k_offset=k_offset)
             assert torch.equal(got, wanted)
-    # bounds of padding are positions
+    # bounds of padding count positions
     pattern = STREAMING & rw.KeyPadding(41)
     wanted = rw.attention(x.q, x.k, x.v, pattern, q_offset=38, k_offset=5)
     assert torch.equal(rw.attention(x.q, x.k, x.v, pattern, q_offset="end", k_offset=5), wanted)
@@ -180,12 +180,12 @@ def test_errors(call: Callable[[], object], kind: type[Exception], text: str) ->
         call()
 
 
-# ---- likely mistakes -------------------------------------------------------------------------------------------------
+# ---- probable mistakes -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def unwarned() -> Iterator[None]:
-    """Let the warnings come again."""
+    """Forget which warnings were shown."""
     validate._warn_once.cache_clear()
     yield
     validate._warn_once.cache_clear()
@@ -202,7 +202,7 @@ def test_decoding_at_the_first_position_warns_once(pattern: rw.Pattern) -> None:
     with pytest.warns(UserWarning, match=re.escape("Pass q_offset='end' if the queries are the last tokens")) as seen:
         _call(pattern)
     assert seen[0].filename == __file__
-    # an error by pytest's filter if it came again
+    # a repeated warning would be an error by pytest's filter
     _call(rw.SlidingWindow(4), 3)
 
 
@@ -219,13 +219,13 @@ def test_calls_that_mean_it_do_not_warn() -> None:
     for pattern in (rw.Full(), rw.Sinks(2), rw.SlidingWindow(3, 1), rw.Causal() | rw.Sinks(3), rw.LongNet([8], [1])):
         assert not ends_at_query(pattern)
         _call(pattern)
-    # passed, aligned, or with keys that do not exist yet
+    # passed explicitly, aligned, or with keys that do not exist yet
     for offset in (0, torch.tensor(0), "end", 3):
         _call(q_offset=offset)
     _call(nq=8)
     _call(rw.Causal() & rw.KeyPadding(4))
     _call(rw.Causal() & rw.KeyPadding(torch.tensor([8, 4])))
-    # calls that the library makes
+    # calls that the library itself makes
     rw.attention_weights(x.q, x.k, rw.Causal())
     rw.hierarchical_attention(x.q, x.k, x.v, pool=2, top_k=1, window=2, causal=True)
     layer = rw.nn.MultiheadAttention(16, 4, batch_first=True, pattern=rw.Causal())

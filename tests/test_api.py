@@ -167,7 +167,7 @@ def test_longnet(causal: bool, offset: str | int, heads: str, kv_heads: int) -> 
 
 
 def test_longnet_detached_weights() -> None:
-    """Same output; the gradient is the one with the branch weights held constant, and it differs from the exact one."""
+    """With detached weights the output is equal, and the gradient is that with constant branch weights, unlike the exact one."""
     x = Inputs.random(100, heads=4, kv_heads=2, dtype=torch.float64)
     options = {"segments": (16, 64), "rates": (1, 4), "causal": True}
     leaves = x.leaves()
@@ -176,7 +176,7 @@ def test_longnet_detached_weights() -> None:
     torch.testing.assert_close(out, exact_out)
     got = torch.autograd.grad((out * x.dout).sum(), leaves)
 
-    # by hand: each branch densely, weights without gradient
+    # by definition: each branch densely, weights without gradients
     outs, lses = [], []
     for segment, rate in zip(options["segments"], options["rates"], strict=True):
         counts = rw.LongNet([segment], [rate], causal=True).to_dense(100, heads=4)
@@ -312,7 +312,7 @@ def test_second_derivatives_raise() -> None:
 
 @pytest.mark.parametrize("counted_first", [True, False])
 def test_flop_counter(counted_first: bool) -> None:
-    """The products over the tiles that are computed, whichever came first, the counter or the first call."""
+    """The flop counter counts the products of computed tiles, whether the counter or the first call came first."""
     code = """
 import torch{first}
 import ringweave as rw
@@ -362,7 +362,7 @@ def test_opcheck(name: str, dtype: torch.dtype) -> None:
 
 
 def test_a_compiled_call_asks_for_no_device_with_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of torch 2.11 cannot: a graph would break there."""
+    """A compiled call does not query a device for autocast: torch 2.11 would break the graph there."""
     torch._dynamo.reset()
     monkeypatch.setattr(torch.amp, "is_autocast_available", lambda device: pytest.fail(device))
     x = Inputs.random(20)
@@ -379,7 +379,7 @@ def test_compiles_in_one_graph(backend: str) -> None:
     def step(q, k, v, pattern):  # type: ignore[no-untyped-def]
         return rw.attention(q * 1.5, k, v, pattern, backend=backend).sin()
 
-    # one compiled function, several patterns: none may be served another's result
+    # one compiled function with several patterns never returns a result of another pattern
     for pattern in (rw.Causal(), rw.SlidingWindow(9), rw.SlidingWindow(30), rw.SlidingWindow(9) | rw.Sinks(2)):
         compiled, eager = x.leaves(), x.leaves()
         got = step(*compiled, pattern)

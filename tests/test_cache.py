@@ -1,4 +1,4 @@
-"""Every cache stands in the table of ``ringweave.cache``; no module has another."""
+"""The table of ``ringweave.cache`` lists every cache; no module has another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringweave.backends.gpu_check import _verdict
 from ringweave.cache import PROCESS_CACHES, LRUCache, derived_values, process_cache
 
 SOURCE = Path(cache.__file__).parent
-#: Containers that modules fill while the process runs, and what for: none holds what could be made again.
+#: Containers that modules fill at run time, with their purpose; their entries could not be recomputed.
 REGISTERS = {
     "backends/tuning.py": set[str](),
     "errors.py": {"WARNED"},  # keys of warnings that were logged
@@ -25,15 +25,15 @@ REGISTERS = {
     "parallel/transport/lifelines.py": {"_sockets"},
     "parallel/transport/mesh.py": {"_made"},  # process groups
     "parallel/transport/transport.py": {"_made"},
-    "patterns/function.py": {"_holders", "_tickets", "_by_state"},  # what lives, weakly
-    "plan/cuda_sync.py": {"_made", "_in_graphs"},  # events, and what graphs read
+    "patterns/function.py": {"_holders", "_tickets", "_by_state"},  # living objects, weakly
+    "plan/cuda_sync.py": {"_made", "_in_graphs"},  # events, and tensors that graphs read
     "terms.py": {"KINDS"},
 }
 _CONTAINERS = {"dict", "set", "list", "deque", "OrderedDict", "defaultdict", "Counter", "LRUCache"}
 
 
 def _filled(tree: ast.Module) -> Iterator[str]:
-    """Names of empty containers that a module makes."""
+    """Return the names of empty containers that a module creates."""
     for node in tree.body:
         value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
         empty = isinstance(value, ast.Dict | ast.List | ast.Set) and not ast.unparse(value).strip("{}[]")

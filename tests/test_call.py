@@ -1,4 +1,4 @@
-"""Calls as objects: equal by value, and the same again after they have crossed an operator as text and tensors."""
+"""Calls are equal by value, and are restored after crossing an operator as text and tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EVERYTHING = PATTERNS | MIXTURES
 
 
 def drawn(name: str, seed: int) -> Checked:
-    """A checked call of a pattern, its options drawn at random."""
+    """Draw a checked call of a pattern with random options."""
     draw = random.Random(f"{name} {seed}")
     q, k, v = (torch.randn(2, heads, N, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     stored = draw.random() < 0.3
@@ -46,7 +46,7 @@ def drawn(name: str, seed: int) -> Checked:
 
 @pytest.mark.parametrize("name", list(EVERYTHING))
 def test_a_call_crosses_an_operator_as_it_is(name: str) -> None:
-    """Every field: one that text and tensors leave out is lost to what computes the call."""
+    """Every field of a call crosses the operator; a field missing from text and tensors would be lost."""
     for seed in range(12):
         call, q, k, v, tensors, _ = drawn(name, seed)
         again = Call.read(call.text, q, k, v, tensors, *call.numbers)
@@ -65,7 +65,7 @@ def test_a_call_crosses_an_operator_as_it_is(name: str) -> None:
 
 @pytest.mark.parametrize("kv", [None, torch.int8])
 def test_a_call_over_pages_crosses_an_operator(kv: torch.dtype | None) -> None:
-    """All but its pattern, which is read for the lengths that sequences have by then."""
+    """Every field except the pattern crosses the operator; the pattern is bound again to the current lengths."""
     cache = PagedCache.empty(2, 64, KV_HEADS, DIM, page=16, precision=None if kv is None else rw.Precision(kv=kv))
     cache.append(*(torch.randn(2, KV_HEADS, 40, DIM) for _ in range(2)))
     pattern = rw.SlidingWindow(9) & rw.Causal()
@@ -96,7 +96,7 @@ CHANGED: dict[str, object] = {
 
 @pytest.mark.parametrize("field", [each.name for each in dataclasses.fields(Call)])
 def test_calls_are_equal_by_value(field: str) -> None:
-    """A field that is added needs a value here."""
+    """Calls are equal by value; a new field needs a value here."""
     same = dataclasses.replace(CALL, pattern=rw.Causal())
     assert same == CALL
     assert hash(same) == hash(CALL)

@@ -40,7 +40,7 @@ _NUMBER = 16
 
 @dataclass(frozen=True)
 class Said:
-    """A pattern and the text that it stands in."""
+    """A pattern and the text around it."""
 
     text: str
     pattern: rw.Pattern
@@ -56,7 +56,7 @@ def read(text: str) -> rw.Pattern | None:
 
 
 class _Numbers(ast.NodeTransformer):
-    """Names become plain, and arguments that are not written out become numbers."""
+    """Replace names by plain ones, and computed arguments by numbers."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         plain = isinstance(node.value, ast.Name) and node.value.id == "rw"
@@ -72,7 +72,7 @@ class _Numbers(ast.NodeTransformer):
 
 
 def patterns_in(node: ast.AST) -> Iterator[tuple[str, rw.Pattern]]:
-    """The largest expressions of a tree that are patterns."""
+    """Yield the largest expressions of a tree that are patterns."""
     if isinstance(node, (ast.Call, ast.BinOp, ast.UnaryOp)):
         text = ast.unparse(_Numbers().visit(ast.parse(ast.unparse(node), mode="eval")))
         found = read(text)
@@ -116,7 +116,7 @@ def in_page(page: Path) -> Iterator[Said]:
         for paragraph in prose.split("\n\n"):
             yield from in_prose(paragraph)
         if ">>>" in code:
-            # parts of files, in the guides, have their examples in docstrings
+            # blocks of the guides that are parts of files contain docstrings with examples
             for text in re.findall(r'"""(.*?)"""', code, flags=re.S) if kind == "py" else [code]:
                 for example in doctest.DocTestParser().get_examples(text):
                     yield from (Said(s.text, s.pattern, f"{s.beside}\n{code}", s.name) for s in in_code(example.source))

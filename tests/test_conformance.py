@@ -1,4 +1,4 @@
-"""Every backend against the float64 oracle: pattern x dtype x grouped queries x odd lengths, all five results.
+"""Every backend agrees with the float64 oracle for all patterns, dtypes, grouped heads and odd lengths, in all five results.
 
 The bound is what torch's own attention makes of the same inputs, times two, with a floor at rounding level for cases in
 which torch happens to be exact (one key, say).
@@ -23,7 +23,7 @@ from .cases import MIXTURES, PATTERNS
 from .oracle import NAMES, Inputs, errors, exact, gradients, rounding, torch_errors
 
 EVERYTHING = PATTERNS | MIXTURES
-#: backends that take any relation on CPU tensors; the native kernel is missing where there was no compiler
+#: backends that take any relation on CPU tensors; the native kernel is missing if there was no compiler
 SPARSE = ["dense_batched"] + ["cpu"] * (cpu.module() is not None)
 # these backends need a GPU; tests/backends tests the parts of them that run without one
 ELSEWHERE = ("triton", "flex", "flash")
@@ -41,7 +41,7 @@ def run(x: Inputs, pattern: Pattern, backend: str, **options: object) -> dict[st
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """What backends must make of the same inputs: the float64 results, torch's own errors, and the bounds on theirs."""
+    """The expected results of a call in float64, torch's own errors, and the bounds derived from them."""
 
     x: Inputs
     pattern: Pattern
@@ -121,7 +121,7 @@ def long_sums(name: str) -> Wanted:
     "name", ["full", *(pytest.param(name, marks=pytest.mark.long) for name in ("causal", "global"))]
 )
 def test_long_sums_with_a_common_mean(name: str, backend: str) -> None:
-    """Thousands of terms of one sign: adding each to the whole running sum would lose a bit of it every time."""
+    """Sums of thousands of terms of one sign stay exact: adding each term to one running sum would lose a bit each time."""
     long_sums(name).check(backend)
 
 
@@ -154,7 +154,7 @@ def test_offset(name: str, sizes: tuple[int, int, int], backend: str) -> None:
 
 
 def _layouts(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """(B, H, N, D) with other strides; the last three hold other numbers than x."""
+    """Return x (B, H, N, D) with other strides; the last three contain other numbers besides."""
     flat = torch.randn(x[0].numel() + 3, dtype=x.dtype)
     return {
         "channels apart": x.mT.contiguous().mT,
@@ -176,7 +176,7 @@ def _layouts(x: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_layouts_and_scales(
     backend: str, name: str, dim: int, scale: float | None, layout: str, poisoned: None
 ) -> None:
-    """Channels of any stride, 0 too, in q, k, v and their gradients; scales of any sign: refused or right."""
+    """Any stride of channels, also 0, in q, k, v and their gradients, and any sign of the scale are right or refused."""
     n = 40
     dtype = torch.float32 if backend == "cpu" else torch.float64
     q, k, v, dout = (_layouts(torch.randn(1, 2, n, dim, dtype=dtype))[layout].detach() for _ in range(4))
@@ -225,7 +225,7 @@ def test_gradcheck(name: str, backend: str) -> None:
 
 
 def kernel(backend: str) -> conformance.Kernel:
-    """A backend as the kit takes anyone's kernel."""
+    """Return a backend as a kernel in the kit's form."""
 
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Pattern, scale: float, q_offset: int
@@ -238,7 +238,7 @@ def kernel(backend: str) -> conformance.Kernel:
 @pytest.mark.parametrize("rule", list(conformance.RULES))
 @pytest.mark.parametrize("backend", RUNNABLE)
 def test_the_kit(backend: str, rule: str) -> None:
-    """What anyone's kernel is held to."""
+    """The backend passes the rules of the conformance kit for others' kernels."""
     verdict = conformance.judge(kernel(backend), rule, examples=40 if backend == "sdpa" else 10)
     assert verdict.failure is None, verdict.failure
     # sdpa refuses patterns other than full and causal
@@ -255,11 +255,11 @@ def test_row_sums_and_leaks(name: str, backend: str, rule: str) -> None:
 @pytest.mark.parametrize("backend", ["reference", *SPARSE, "torch_sparse"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_unattended_nan(backend: str, bad: float) -> None:
-    """NaN in keys and values that no one attends, and in queries that attend nothing, changes nothing, either way."""
+    """NaN in unattended keys and values, and in queries that attend nothing, changes no result of forward or backward."""
     n = 200
     table = torch.ones(2, 2, dtype=torch.bool)
     table[1] = False
-    # keys 80.. and queries 128.. take no part
+    # no query attends keys from 80 on, and queries from 128 on attend nothing
     pattern = rw.patterns.Periodic(1000, 0, 80) & rw.BlockTable(table, 128)
     x = Inputs.random(n, heads=2)
     clean = run(x, pattern, backend)
@@ -333,7 +333,7 @@ def test_large_scores_stay_exact(backend: str, name: str, dtype: str) -> None:
 @pytest.mark.parametrize("name", ["causal", "window"])
 @pytest.mark.parametrize("backend", RUNNABLE)
 def test_products_may_overflow_where_scores_do_not(backend: str, name: str) -> None:
-    """The scale brings products back into the range of float32, before or after they are summed: backends cannot tell."""
+    """Products may overflow where the scale brings scores back into range: the right result or NaN, since backends cannot tell."""
     if (backend, name) == ("sdpa", "window"):
         return
     for tokens, scale in ((2, -1e-10), (60, 1e-10), (60, 1e-37), (300, 1e-37)):
@@ -344,7 +344,7 @@ def test_products_may_overflow_where_scores_do_not(backend: str, name: str) -> N
         got, want = (run(x, pattern, each, scale=scale) for each in (backend, "reference"))
         for each, result in got.items():
             if backend == "sdpa" and scale != 1e-37 and each not in ("out", "lse"):
-                # PyTorch's backward rounds scores otherwise than its forward, by more than an exponent
+                # PyTorch's backward rounds scores differently from its forward, by more than an exponent
                 continue
             assert result.isfinite().all()
             torch.testing.assert_close(result, want[each], rtol=1e-3, atol=1e-3 * float(want[each].abs().max()))
@@ -357,7 +357,7 @@ def test_products_may_overflow_where_scores_do_not(backend: str, name: str) -> N
 def test_a_broken_key_or_query_reaches_the_gradients_of_those_that_attend_it(
     backend: str, side: str, bad: float, dtype: str
 ) -> None:
-    """Within a tile others attend it; a row with a score of -inf has the gradients that it has without the key."""
+    """NaN or infinities in a key or query reach exactly the gradients of pairs in rows that attend it; -inf scores have no weight."""
     x = Inputs.random(300, dtype=DTYPES[dtype])
     clean = run(x, rw.Causal(), backend)
     rows, keys = torch.arange(300) >= 290, torch.arange(300) >= 0
@@ -374,7 +374,7 @@ def test_a_broken_key_or_query_reaches_the_gradients_of_those_that_attend_it(
         assert got["dq"][:, :, rows].isnan().all()
         assert got["dk"][:, :, keys].isnan().all()
     else:
-        # a score of -inf has no weight; the others break their rows
+        # a score of -inf has no weight; other infinities make their rows NaN
         empty = got["lse"][:, :, rows].isfinite() | got["lse"][:, :, rows].isneginf()
         assert got["dq"][:, :, rows][empty].isfinite().all()
         assert got["dq"][:, :, rows][~empty].isnan().all()
@@ -412,7 +412,7 @@ def test_scores_that_overflow_make_their_rows_nan(backend: str, tokens: int, nam
 @pytest.mark.parametrize("tokens", [4, 40, 130])
 @pytest.mark.parametrize("backend", RUNNABLE)
 def test_infinite_keys(backend: str, tokens: int, sign: int, dtype: str) -> None:
-    """A score of -inf has no weight, one of +inf makes its row NaN: as a dense softmax has it."""
+    """A score of -inf has no weight and one of +inf makes its row NaN, as in a dense softmax."""
     if backend == "cpu" and dtype == "fp64":
         return
     x = Inputs.random(tokens, heads=2, dim=8, dtype=DTYPES[dtype])
@@ -440,7 +440,7 @@ def test_a_row_of_infinitely_low_scores_attends_nothing(backend: str) -> None:
 @pytest.mark.parametrize("backend", RUNNABLE)
 @pytest.mark.parametrize("scale", [1e5, 1e20, -1e30])
 def test_keys_alike_share_their_weight_however_large_scores_are(backend: str, scale: float) -> None:
-    """A score in range may be so large that it takes up the logarithm of a sum: weights are still those of a softmax."""
+    """Equal keys share their weight equally, even for a score so large that lse loses the logarithm of the sum."""
     x = Inputs.random(30, heads=4, kv_heads=2)
     # integers: their products add up exactly in any order
     x.q.round_()

@@ -33,12 +33,12 @@ from ringweave.patterns.shifted import with_offsets
 from ringweave.terms import KINDS, Term, terms_of, written
 
 N = 48
-SECONDS = 3.0  # of the processor, for one call
-MIB = 300  # of memory, over all calls of a row
+SECONDS = 3.0  # CPU seconds for one call
+MIB = 300  # bytes over all calls of a row
 
 
 class Raising:
-    """Whatever asks it anything gets an error that is not the library's."""
+    """Raise an error that is not the library's on any use."""
 
     def _raise(self, *_: object) -> Any:
         raise ZeroDivisionError("asked")
@@ -49,7 +49,7 @@ class Raising:
 
 
 def hostile() -> dict[str, Any]:
-    """Made anew for every call: some can be used up or written to."""
+    """Return hostile values, new for every call: some are used up or written to."""
     return {
         "None": None, "True": True, "False": False, "nan": float("nan"), "inf": float("inf"), "-inf": float("-inf"),
         "-1": -1, "0": 0, "1": 1, "3": 3, "16": 16, "2**31": 2**31, "-2**63": -(2**63), "2**63": 2**63, "2**70": 2**70,
@@ -90,7 +90,7 @@ PROTOCOL = {
 
 @dataclass(frozen=True)
 class Row:
-    """A call that works.
+    """A valid call.
 
     Attributes:
         arguments: By name, all that the signature has.
@@ -109,13 +109,13 @@ class Row:
 
 
 def dense_of(pattern: rw.Pattern, n: int) -> None:
-    """The plan's pairs are those of the definition, and counted right."""
+    """The plan has the pairs of the definition, and counts them right."""
     batch, heads = pattern.extents()
     sizes = {"heads": heads or 1, "batch": batch or 1}
     try:
         dense = pattern.to_dense(n, **sizes)
     except RingweaveError:
-        return  # made for another length
+        return  # a pattern made for another length
     assert pattern.density(n, **sizes) == pytest.approx(float(dense.double().mean()), abs=1e-12)
     future = dense & ~rw.Causal().to_dense(n) if pattern.combinable else dense * ~rw.Causal().to_dense(n)
     assert pattern.causality(n, **sizes).pairs == int(future.sum())
@@ -149,7 +149,7 @@ def is_dense(arguments: dict[str, Any], answer: Any) -> None:
 def is_plan(arguments: dict[str, Any], answer: Any) -> None:
     pattern, sizes = sizes_of(arguments)
     dense = pattern.to_dense(**sizes)
-    if answer.device.type == "meta":  # of its sizes alone
+    if answer.device.type == "meta":  # depends on its sizes alone
         return
     assert torch.equal(answer.to_dense(), dense)
     assert answer.density == pattern.density(**sizes) == pytest.approx(float(dense.double().mean()), abs=1e-12)
@@ -263,7 +263,7 @@ def is_moved(arguments: dict[str, Any], answer: Any) -> None:
 
 
 def filled() -> rw.PagedCache:
-    """Two sequences of N tokens, and one without."""
+    """Return a cache with two sequences of N tokens and an empty one."""
     cache = rw.PagedCache.empty(3, 2 * N, 2, 8, page=16)
     given = qkv()
     for b in range(2):
@@ -322,7 +322,7 @@ def qkv() -> dict[str, Any]:
 
 
 def usual(function: Callable[..., Any]) -> dict[str, Any]:
-    """The defaults of a function's options."""
+    """Return the defaults of a function's options."""
     parameters = inspect.signature(function).parameters.values()
     found = {each.name: each.default for each in parameters if each.default is not each.empty}
     return found | ({"q_offset": 0} if "q_offset" in found else {})
@@ -493,7 +493,7 @@ ROWS: dict[str, Row] = {
 
 
 def arguments_of(name: str) -> dict[str, Any]:
-    """The arguments of a pattern's declared example."""
+    """Return the arguments of a pattern's declared example."""
     made_by = {each: known.make for each, known in DECLARED.items()} | {"Grid": rw.Grid, "torch": torch}
     args, named = eval(DECLARED[name].example, made_by | {name: lambda *args, **named: (args, named)})
     bound = inspect.signature(DECLARED[name].make).bind(*args, **named)
@@ -501,7 +501,7 @@ def arguments_of(name: str) -> dict[str, Any]:
     return bound.arguments
 
 
-#: Patterns that users make by name; a pattern without a row above has that of its example.
+#: Patterns that users construct by name; a pattern without a row above uses its example.
 PATTERNS = [name for name, known in DECLARED.items() if known.section is not None]
 ROWS |= {name: made(**arguments_of(name)) for name in PATTERNS if name not in ROWS}
 EVERY = sorted({*rw.__all__, *rw._UNLISTED, *PATTERNS, *KINDS})
@@ -517,7 +517,7 @@ def called(name: str) -> Callable[..., Any]:
 
 
 def methods() -> set[str]:
-    """Public methods of the exported classes, each where it is first defined."""
+    """Return the public methods of the exported classes, each at its first definition."""
     found = set()
     for name in EVERY:
         kind = public(name)
@@ -552,7 +552,7 @@ def test_rows_are_calls_that_work(name: str) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A value as plain Python has it."""
+    """Convert a value to plain Python."""
     if isinstance(value, (np.integer, np.floating, np.bool_)):
         return value.item()
     if isinstance(value, torch.Tensor) and value.is_meta:
@@ -563,7 +563,7 @@ def plain(value: Any) -> Any:
 
 
 def is_taken(row: Row, argument: str, annotation: str, value: Any) -> bool:
-    """Whether the signature says that a value is taken at all."""
+    """Return whether the signature allows a value."""
     if argument in row.taken and (value is not None or "None" not in annotation):
         return row.taken[argument](value)
     if value is None:
@@ -638,9 +638,9 @@ def test_names_that_are_not_there() -> None:
     assert not hasattr(rw, "nope")
 
 
-# ---- plausible mistakes ----------------------------------------------------------------------------------------------
+# ---- probable mistakes -----------------------------------------------------------------------------------------------
 
-#: Calls that a user may write, by topic, with the errors that they raise. q, k and v are (1, 4, 256, 32).
+#: Calls that a user may write by mistake, by topic; each raises an error. q, k and v are (1, 4, 256, 32).
 MISTAKES: dict[str, dict[str, type[Exception]]] = {
     "Tensors": {
         "rw.attention(q, k, v[:, :, :200])": rw.ShapeError,

@@ -1,4 +1,4 @@
-"""Tensors that the library makes for itself lie where it says, whatever torch's default device is."""
+"""Tensors that the library allocates are on the device that it documents, whatever torch's default device is."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_default_device_changes_nothing(name: str) -> None:
     make = (PATTERNS | MIXTURES)[name]
 
     def results(pattern: Pattern) -> list[object]:
-        # tiles of 17 and 33 tokens: plans are made here, not found
+        # tiles of 17 and 33 tokens, so that plans are built and not found
         tokens = 75
         found: list[object] = [pattern.to_dense(tokens, heads=4), pattern.density(tokens, heads=4)]
         if pattern.combinable:

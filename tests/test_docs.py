@@ -21,7 +21,7 @@ from .markdown import run_console
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
-# folders of a person's machine, and package indexes other than PyTorch's own; HTML may have tags within a line of code
+# folders of one machine, and package indexes other than PyTorch's; HTML may have tags within a line of code
 MACHINE = re.compile(
     r"(?<![\w.])/(?:home|root|work|tmp|mnt|Users)/|[A-Z]:\\\\|index-url(?!(?:\s|<[^>]*>)*https://download\.pytorch\.org/whl/)",
     re.I,

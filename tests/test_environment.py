@@ -1,4 +1,4 @@
-"""Variables of the environment are those of the moment."""
+"""Environment variables are read at each use."""
 
 from __future__ import annotations
 

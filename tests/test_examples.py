@@ -1,4 +1,4 @@
-"""The examples as a user starts them: the trainer alone, on several processes, and after its processes were killed."""
+"""Run the examples as a user does: the trainer alone, on several processes, and after its processes were killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL = ["--tokens", 701, "--width", 32, "--window", 64, "--sinks", 8]
 
 
 def train(folder: Path, processes: int, *options: object) -> list[dict[str, Any]]:
-    """A run to its end; its metrics."""
+    """Run a trainer to its end and return its metrics."""
     script, out = example(), folder / "metrics.jsonl"
     assert script is not None
     run(command(script, processes, *SMALL, "--out", out, *options), threads=1, until=time.monotonic() + 120)
@@ -39,13 +39,13 @@ def losses(lines: list[dict[str, Any]]) -> list[float]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Two processes on one sequence, undisturbed."""
+    """Run two processes that share each sequence, without a failure."""
     return train(tmp_path_factory.mktemp("shared"), 2, "--steps", STEPS)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one process left that had the same sequence alone: metrics, and a checkpoint of before its last steps."""
+    """Return the folder of a run that one process started alone: its metrics, and a checkpoint from before its last steps."""
     folder = tmp_path_factory.mktemp("alone")
     train(folder, 1, "--steps", STEPS, "--checkpoint", folder / "lm.pt", "--every", SAVED)
     return folder
@@ -68,7 +68,7 @@ def test_two_processes_go_on_where_one_ended(shared: list[dict[str, Any]], folde
     more = STEPS + 2
     lines = train(tmp_path, 2, "--steps", more, "--checkpoint", tmp_path / "lm.pt", "--every", SAVED)
     assert [line["step"] for line in lines] == list(range(more))
-    # the steps after the checkpoint are done again
+    # the steps after the checkpoint are repeated
     assert [line["received"] > 0 for line in lines] == [False] * SAVED + [True] * (more - SAVED)
     assert losses(lines)[:STEPS] == pytest.approx(losses(shared), abs=1e-4)
 
@@ -85,7 +85,7 @@ def test_sequences_side_by_side(tmp_path: Path) -> None:
 
 
 def workers(torchrun: int) -> dict[int, psutil.Process]:
-    """The worker processes of a torchrun, by rank."""
+    """Return the worker processes of a torchrun, by rank."""
     found = {}
     for process in psutil.Process(torchrun).children(recursive=True):
         try:
@@ -103,7 +103,7 @@ def log() -> Iterator[Any]:
         yield file
 
 
-# the library's trainer below loses a worker in every run
+# the library's trainer, tested below, loses a worker in every run
 @pytest.mark.long
 def test_killed_workers_go_on_from_the_checkpoint(shared: list[dict[str, Any]], tmp_path: Path, log: Any) -> None:
     script, out, every = example(), tmp_path / "metrics.jsonl", 6
@@ -111,7 +111,7 @@ def test_killed_workers_go_on_from_the_checkpoint(shared: list[dict[str, Any]], 
     options = [*SMALL, "--steps", STEPS, "--checkpoint", tmp_path / "lm.pt", "--every", every, "--out", out]
     until = time.monotonic() + 150
     seen: dict[int, psutil.Process] = {}
-    # the rank to kill, once this many steps are done
+    # the rank to kill after this many steps
     kills = [(1, 8), (0, 22)]
     with started(command(script, 2, *options, restarts=3), threads=1, log=log.fileno()) as process:
         while process.poll() is None:
@@ -169,7 +169,7 @@ def test_a_patched_llama(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 def test_the_librarys_trainer_goes_on_when_a_process_is_killed(tmp_path: Path, log: Any) -> None:
-    """What two processes that share sequences learn, one killed on the way, is what one learns that has them alone."""
+    """Two processes that share sequences learn what one alone does, although one of them is killed on the way."""
     steps, until = 8, time.monotonic() + 200
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     said = {"model": "gpt_oss", "steps": steps, "every": 2}
@@ -189,7 +189,7 @@ def test_the_librarys_trainer_goes_on_when_a_process_is_killed(tmp_path: Path, l
     assert process.returncode == 0, printed
     assert killed
     assert "continues from checkpoint-" in printed
-    # steps after the checkpoint were taken again
+    # the steps after the checkpoint were repeated
     found = {line["step"]: line for line in metrics(shared / "metrics.jsonl")}
     assert list(found) == list(range(1, steps + 1))
     assert [found[line["step"]]["loss"] for line in wanted] == pytest.approx(losses(wanted), abs=1e-4)

@@ -1,4 +1,4 @@
-"""explain(): its numbers are those of the plans, and its reasons those of the dispatch."""
+"""The numbers of explain() are those of the plans, and its reasons those of the dispatch."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_memory_and_flops() -> None:
 
 
 def test_backends_and_why_not_the_others() -> None:
-    # float64, which the native kernel does not compute: the same choice with and without it
+    # float64, which the native kernel does not compute, so the choice is the same without it
     facts = explain(rw.Causal(), 1000, dtype=torch.float64, as_dict=True)
     assert facts["backend"]["chosen"] == [{"backend": "sdpa", "branches": 1}]
     assert facts["pairs"]["allowed"] == facts["pairs"]["computed"] == 1000 * 1001 // 2
@@ -134,7 +134,7 @@ def test_scratch_counts_what_a_tables_gradient_is_summed_in() -> None:
     for learns in (False, True):
         terms = rw.DistanceBias(torch.zeros(4, 2**16 + 1, requires_grad=learns))
         held.append(explain(rw.Causal(), 256, heads=4, backend="cpu", terms=terms, as_dict=True)["memory"]["scratch"])
-    # 64 bits for each entry, at the least
+    # at least 64 bits an entry
     assert held[1] - held[0] >= 8 * 4 * 2**16
 
 

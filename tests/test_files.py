@@ -1,4 +1,4 @@
-"""Files are data: whatever the files hold that the library reads, nothing is executed, and a call computes."""
+"""A file of any contents that the library reads executes nothing, and calls still compute."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ringweave.memory import numa, pressure
 
 
 class Executed:
-    """A pickle of it makes a folder where it is loaded."""
+    """Create a folder when a pickle of this object is loaded."""
 
     def __init__(self, mark: Path):
         self.mark = mark
@@ -34,7 +34,7 @@ class Executed:
 
 
 def harms(right: bytes, mark: Path, large: bool = False, flips: int = 100) -> Iterator[bytes]:
-    """Contents that a file may have by accident or malice, made of a right one."""
+    """Return accidental or malicious contents of a file, made from valid ones."""
     draw = random.Random(0)
     yield from (b"", b"\n", b"\0" * 64, b"\xff\xfe\x00", b"null", b"3", b"[]", b"{}", b'"\\ud800"', b"1" * 5000)
     yield from (b"[" * 100_000, b'{"format":' * 100_000, b"[" * 100_000 + b"\n" + right, b"1e999999999", b"NaN")
@@ -143,7 +143,7 @@ def test_a_baseline_of_any_content(tmp_path: Path) -> None:
 
 
 def test_what_the_system_says(tmp_path: Path) -> None:
-    """Numbers of memory and of its nodes, from files of any content."""
+    """Memory and its nodes are reported as numbers, whatever the system's files contain."""
     node = tmp_path / "sys/devices/system/node/node0"
     texts = {
         tmp_path / "proc/meminfo": b"MemTotal: 1000 kB\nMemAvailable: 500 kB\n",
@@ -168,7 +168,7 @@ def test_what_the_system_says(tmp_path: Path) -> None:
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure at any step leaves the old content, and no other file."""
+    """A failure at any step of writing leaves the old content, and no other file."""
     path = tmp_path / "a.json"
     files.replace(path, "old")
 

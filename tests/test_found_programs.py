@@ -33,7 +33,7 @@ from .options import VALUES
 
 pytest.importorskip("ringweave._cpu", exc_type=ImportError)
 
-# queries at the first positions, on purpose
+# queries are at the first positions on purpose, which warns
 pytestmark = pytest.mark.filterwarnings("ignore:q_offset:UserWarning")
 PATTERN = (rw.SlidingWindow(9) | rw.Sinks(2)) & rw.Causal()
 
@@ -343,7 +343,7 @@ def test_nothing_stale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def runs_and_others() -> tuple[int, int]:
-    """Programs that serve a run of decoding steps, and those of one length."""
+    """Return the number of programs for a run of decoding steps, and for one length."""
     steps = [key[1] for key in program_cache.PROGRAMS._entries if isinstance(key[0], tuple) and len(key) == 2]  # type: ignore[index, arg-type]
     keys = [parts for parts in steps if isinstance(parts, tuple)]
     alone = sum(any("alone" in run for *_, run in parts) for parts in keys)
@@ -373,7 +373,7 @@ def test_steps_of_decoding(pattern: rw.Pattern) -> None:
 @pytest.mark.parametrize("left", [5, 100, 127, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_in_a_window(left: int, dtype: torch.dtype) -> None:
-    """A window that has begun in every place of a tile plans nothing any more, and has the bits of the whole cache."""
+    """A window that has begun at every place of a tile plans nothing more, and has the bits of a call over the whole cache."""
     pattern = rw.SlidingWindow(left) & rw.Causal()
     q, k, v = (torch.randn(1, heads, n, 16).to(dtype) for heads, n in ((4, 700), (2, 700), (2, 700)))
     whole = rw.attention_with_lse(q, k, v, pattern, backend="cpu")
@@ -398,7 +398,7 @@ def test_steps_in_a_window(left: int, dtype: torch.dtype) -> None:
     assert runs_and_others()[0] == runs + (left > 128)
 
 
-#: Kinds of decoding steps: dense, by residue, a union with such a part, by head, a mixture, and with terms.
+#: Kinds of decoding steps: dense, by residue, a union with such a part, patterns per head, a mixture, and terms.
 KINDS: dict[str, tuple[rw.Pattern, dict[str, Any]]] = {
     "causal": (rw.Causal(), {}),
     "dilated": (rw.Dilated(8, 4), {}),
@@ -417,7 +417,7 @@ KINDS: dict[str, tuple[rw.Pattern, dict[str, Any]]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_of_step_is_checked_once(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of a kind that was checked are neither checked nor compiled, and have the answers of new calls."""
+    """Steps of a known kind are neither checked nor compiled, and have the results of new calls."""
     pattern, options = KINDS[kind]
     q, k, v = (torch.randn(2, heads, n, 16).to(dtype) for heads, n in ((4, 1), (2, 700), (2, 700)))
     program_cache.PROGRAMS.clear()
@@ -433,7 +433,7 @@ def test_a_kind_of_step_is_checked_once(kind: str, dtype: torch.dtype, monkeypat
     assert not checks
     program_cache.PROGRAMS.clear()
     for n, found in got.items():
-        # a batch of two queries does not decode a step
+        # a batch of two queries is no decoding step
         want = rw.attention_with_lse(
             q.expand(-1, -1, 2, -1), k[:, :, :n], v[:, :, :n], pattern & rw.Full() if kind != "mixture" else pattern,
             q_offset=n - 1, **options,
@@ -446,7 +446,7 @@ def test_a_kind_of_step_is_checked_once(kind: str, dtype: torch.dtype, monkeypat
 
 
 def test_a_step_that_does_not_fit_is_refused_as_a_new_call() -> None:
-    """A known kind raises the error of a new call where its pattern does not fit the number of keys."""
+    """A step of a known kind raises the error of a new call if its pattern does not fit the number of keys."""
     q, k = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 100, 8)
     pattern = rw.KeyPadding(60) & rw.Causal()
     rw.attention(q, k, k, pattern, q_offset=99)
@@ -456,7 +456,7 @@ def test_a_step_that_does_not_fit_is_refused_as_a_new_call() -> None:
 
 @pytest.mark.parametrize("pattern", [PATTERN, rw.SlidingWindow(50) | rw.Strided(16) & rw.Causal(), rw.Dilated(3, 7)])
 def test_a_kind_of_paged_step_is_checked_once(pattern: rw.Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps over pages of a kind that was checked are not checked again, and have the bits of one tensor."""
+    """Paged steps of a known kind are not checked again, and have the bits of contiguous keys."""
     q, k, v = (torch.randn(2, heads, n, 16) for heads, n in ((4, 1), (2, 300), (2, 300)))
     cache = rw.PagedCache.empty(2, 300, 2, 16, page=16)
     cache.append(k[:, :, :100], v[:, :, :100])
@@ -468,7 +468,7 @@ def test_a_kind_of_paged_step_is_checked_once(pattern: rw.Pattern, monkeypatch: 
         assert torch.equal(got, rw.attention(q, k[:, :, : n + 1], v[:, :, : n + 1], pattern, q_offset=n))
 
 
-#: Spellings of arguments that mean a call that was made before.
+#: Arguments in other types that equal those of an earlier call.
 SPELLINGS: dict[str, dict[str, Any]] = {
     "an int for a float": {"scale": 1, "dropout": 0},
     "numpy's numbers": {
@@ -484,7 +484,7 @@ SPELLINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_equal_arguments_find_the_program(spelling: str) -> None:
-    """A call that differs from a known one in the types of its arguments finds the known program."""
+    """A call with equal arguments of other types finds the known program."""
     q, k, v = tensors()
     usual = {"scale": 1.0, "q_offset": 3}
     want = rw.attention(q, k, v, PATTERN, **usual)
@@ -495,7 +495,7 @@ def test_equal_arguments_find_the_program(spelling: str) -> None:
 
 @pytest.mark.parametrize("scale", [True, "1", 10**400, torch.tensor(1.0), float("nan"), np.float64("inf"), 1 + 0j])
 def test_a_wrong_number_is_refused_after_a_right_one(scale: Any) -> None:
-    """A number that a call refuses is refused too after a call with an equal or similar number."""
+    """A number that a call refuses is also refused after a valid call with an equal or similar number."""
     q, k, v = tensors()
     for _ in range(2):
         rw.attention(q, k, v, PATTERN, scale=1.0)
@@ -504,7 +504,7 @@ def test_a_wrong_number_is_refused_after_a_right_one(scale: Any) -> None:
 
 
 def test_parameters_and_constant_bounds_are_known() -> None:
-    """Calls with parameters as tensors, and with bounds that are numbers, find their programs."""
+    """Calls with parameters as tensors, and with constant bounds, find their programs."""
     q, k, v = tensors()
     of_parameters = [torch.nn.Parameter(x) for x in (q, k, v)]
     for given, pattern in ((of_parameters, PATTERN), ([q, k, v], rw.KeyPadding(40))):
@@ -690,7 +690,7 @@ def test_programs_are_found_by_identity_and_by_equal_patterns(name: str) -> None
     for pattern in (PATTERN, equal, PATTERN):
         _, found = program_cache.find(Arguments(q, k, v, pattern, **given))
         assert found is first is not None
-    # tables and functions may be written to
+    # the owner may write to tables, and functions may change
     table = rw.BlockTable(torch.ones(1, 1, dtype=torch.bool), 64)
     assert program_cache.find(Arguments(q, k, v, table, **given)) == (None, None)
 

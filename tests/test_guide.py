@@ -25,7 +25,7 @@ BLOCK = re.compile(
 
 
 class Block(NamedTuple):
-    """A block of a guide: where it stands, and its lines."""
+    """A block of a guide: its place and its lines."""
 
     file: str
     how: str | None  # None: a new file
@@ -35,7 +35,7 @@ class Block(NamedTuple):
     code: str
 
     def apply(self, root: Path) -> None:
-        """Write it into a copy of the repository."""
+        """Apply the block to a copy of the repository."""
         path = root / self.file
         if self.how is None:
             assert not path.exists(), f"{self.file} is there already"
@@ -50,7 +50,7 @@ class Block(NamedTuple):
         path.write_text("".join(lines), "utf-8")
 
     def place(self, lines: list[str], scope: str | None) -> int:
-        """The line that the block names: the only one, in a function or class if it names one."""
+        """Return the index of the line that the block names; it must be unique, within a function or class if it names one."""
         begin, end = 0, len(lines)
         if scope is not None:
             heads = [i for i, line in enumerate(lines) if re.match(rf"(?:def|class) {scope}\b", line)]
@@ -64,7 +64,7 @@ class Block(NamedTuple):
 
 
 def guides(page: str) -> dict[str, list[Block]]:
-    """The blocks of each guide, by its heading."""
+    """Return the blocks of each guide, by its heading."""
     found = {}
     for section in page.partition("\n## Guides\n")[2].partition("\n## ")[0].split("\n### ")[1:]:
         blocks = [
@@ -345,7 +345,7 @@ TESTS = {
     ),
     "Add an option of a call": ("tests/test_options.py", "logit_scale or every_function"),
 }
-#: Imports the copy: an editable installation would lead to the sources that it was made of.
+#: Imports the copy; an editable installation would import its own sources.
 PYTEST = """
 import sys
 from importlib.machinery import PathFinder
@@ -358,7 +358,7 @@ sys.exit(pytest.main([sys.argv[2], "-q", "-k", sys.argv[3], "--tb=short", "-p", 
 
 
 def copied(to: Path) -> Path:
-    """A copy of what guides change, with the compiled kernel of this installation."""
+    """Return a copy of the files that guides change, with this installation's compiled kernel."""
     for folder in ("src/ringweave", "src/ringweave_command", "tests", "docs/api"):
         shutil.copytree(ROOT / folder, to / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (to / "csrc").mkdir()
@@ -406,7 +406,7 @@ def test_every_guide_is_checked() -> None:
 
 
 def test_a_guide_without_its_anchor_fails(tmp_path: Path) -> None:
-    """For each block of each guide: where its line is gone, or there twice."""
+    """Each block of each guide fails if its line is missing or exists twice."""
     for blocks in GUIDES.values():
         for block in blocks:
             if block.how is None:

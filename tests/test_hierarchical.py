@@ -1,4 +1,4 @@
-"""Attention at two scales, held against its definition spelled by rows, and against dense attention."""
+"""Attention at two scales equals its definition, written row by row, and is close to dense attention."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tensors(nq: int, nk: int, dtype: torch.dtype = torch.float64, heads: int = 4
 def spelled(
     q: Tensor, k: Tensor, v: Tensor, *, pool: int, top_k: int, window: int, causal: bool, q_offset: int
 ) -> Tensor:
-    """Row by row: means of blocks, weights of means summed over a tile, softmax over tokens and means together."""
+    """Compute row by row: means of blocks, their weights summed over a tile, then one softmax over tokens and means."""
     nk, ratio = k.shape[2], q.shape[1] // k.shape[1]
     blocks = [list(range(start, min(start + pool, nk))) for start in range(0, nk, pool)]
     counts = torch.tensor([len(block) for block in blocks], dtype=q.dtype)
@@ -110,7 +110,7 @@ def test_all_chosen_is_dense_attention(causal: bool, n: int, q_offset: int, dtyp
 
 def test_the_error_falls_as_more_blocks_are_chosen() -> None:
     n, pool = 512, 16
-    # keys that resemble their neighbours', and some queries that look for one of them
+    # keys that resemble their neighbours, and some queries similar to one of them
     topics = torch.randn(1, 2, n // 32, 16).repeat_interleave(32, 2)
     k, v = topics + 0.5 * torch.randn(1, 2, n, 16), torch.randn(1, 2, n, 16)
     q = 2 * topics[:, :, torch.randperm(n // 32).repeat_interleave(32) * 32] + torch.randn(1, 2, n, 16)
@@ -144,7 +144,7 @@ def test_gates_of_one_scale_alone() -> None:
     past = rw.from_mask_mod(lambda b, h, i, j: ends[j] <= i, tables=[ends])
     bias = rw.Bias(torch.tensor([8.0] * 5 + [5.0], dtype=q.dtype).log().expand(1, 1, 45, 6))
     torch.testing.assert_close(means, rw.attention(q, mean_k, mean_v, past, terms=bias))
-    # with so few blocks before them, the first tiles choose all
+    # the first tiles choose all of the few blocks before them
     torch.testing.assert_close(chosen[:, :, :24], rw.attention(q, k, v, rw.Causal())[:, :, :24])
     mixed = torch.rand(2, 4, 45, 3, dtype=q.dtype)
     want = sum(mixed[..., i, None] * part for i, part in enumerate((means, chosen, window)))
@@ -155,7 +155,7 @@ def test_decoding_gives_the_rows_of_the_whole() -> None:
     q, k, v = tensors(64, 64)
     options: dict[str, Any] = {"pool": 8, "top_k": 2, "window": 8, "causal": True}
     whole = rw.hierarchical_attention(q, k, v, **options)
-    # a whole tile chooses together: rows of a step alone may choose others, whole tiles may not
+    # a whole tile chooses blocks together: single rows may choose others, whole tiles may not
     part = rw.hierarchical_attention(q[:, :, 40:], k, v, q_offset=40, **options)
     torch.testing.assert_close(part, whole[:, :, 40:])
     step = rw.hierarchical_attention(q[:, :, 63:], k, v, q_offset=63, **options)
@@ -171,7 +171,7 @@ def test_no_future_reaches_a_row() -> None:
 
 
 def test_memory_does_not_grow_with_all_pairs() -> None:
-    """What autograd keeps grows with N: the scores of pieces are made again in backward."""
+    """Memory grows with N, not N^2: backward recomputes the scores piece by piece."""
     kept: dict[int, int] = {}
     for n in (1024, 4096):
         q, k, v = (torch.randn(1, 2, n, 8, requires_grad=True) for _ in range(3))
@@ -185,7 +185,7 @@ def test_memory_does_not_grow_with_all_pairs() -> None:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             rw.hierarchical_attention(q, k, v, pool=16, top_k=2, window=16, causal=True)
         kept[n] = size
-    # four times the tokens, with means of all blocks before a piece; scores of all pairs would be sixteen times
+    # four times the tokens, with means of all blocks before a piece; scores of all pairs would take sixteen times
     assert kept[4096] < 6 * kept[1024]
 
 
@@ -259,7 +259,7 @@ def test_the_module(combine: str) -> None:
     out.square().mean().backward()
     assert all(p.grad is not None and p.grad.any() for p in layer.parameters())
     torch.testing.assert_close(layer(x, x, x)[0][:, :64], layer(x[:, :64], x[:, :64], x[:, :64])[0])
-    # in torch's order of dimensions too
+    # also in torch's order of dimensions
     layer.batch_first = False
     torch.testing.assert_close(layer(*[x.transpose(0, 1)] * 3)[0].transpose(0, 1), out)
     layer.batch_first = True

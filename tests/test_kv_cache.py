@@ -1,4 +1,4 @@
-"""Attention over pages: each row is its sequence's alone, whatever else is in the pool; and who holds which pages."""
+"""A row of attention over pages depends only on its own sequence, and each page belongs to the right sequences."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PATTERNS: dict[str, Pattern] = {
     "per head": rw.PerHead([rw.Causal(), WINDOW, rw.Strided(7), rw.SlidingWindow(300)]),
     "function": rw.from_mask_mod(lambda b, h, q, k: (k <= q) & ((k + h) % 3 != 1)),
 }
-#: One less than a page, one more, none, and more than a tile.
+#: Lengths one less than a page, one more, zero, and more than a tile.
 LENGTHS = [65, 0, 300, 256, 127]
 
 
@@ -44,7 +44,7 @@ def drawn(lengths: list[int], nq: int, dtype: torch.dtype = torch.float32, seed:
 
 
 def cached(rows: list[Inputs], page: int = 64, length: int = 320) -> rw.PagedCache:
-    """A cache of sequences, written in turn and in pieces, so that their pages lie among each other."""
+    """Return a cache with sequences written in turn and in pieces, so that their pages are interleaved."""
     cache = rw.PagedCache.empty(
         len(rows), length, KV_HEADS, DIM, value_dim=VALUE_DIM, page=page, dtype=rows[0].k.dtype,
         pages=len(rows) * -(-length // page) + 2,
@@ -72,7 +72,7 @@ def alone(x: Inputs, pattern: Pattern, backend: str, **options: Any) -> Tensor:
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 @pytest.mark.parametrize("name", list(PATTERNS))
 def test_a_row_is_its_sequence_alone(name: str, backend: str) -> None:
-    """In any batch, over pages of any size; on a CPU to the bit."""
+    """A row has the result of its sequence alone, in any batch and for any page size; on a CPU to the bit."""
     sizes = [(1, 16, "fp32"), (40, 128, "fp16"), (3, 64, "bf16"), (1, 256, "bf16"), (16, 32, "fp32")]
     for nq, page, dtype in sizes if backend == "cpu" else sizes[:2]:
         rows = drawn(LENGTHS, nq, DTYPES[dtype])
@@ -80,10 +80,10 @@ def test_a_row_is_its_sequence_alone(name: str, backend: str) -> None:
         got = rw.paged_attention(queries(rows), cache, PATTERNS[name], backend=backend)
         for b, x in enumerate(rows):
             want = alone(x, PATTERNS[name], backend)[0]
-            # keys side by side are read as residues there, which pages are not cut into
+            # a dilated pattern reads contiguous keys by residue but pages whole, so bits may differ
             if backend == "cpu" and name != "dilated":
                 assert torch.equal(got[b], want), (nq, page, dtype, b)
-            elif backend != "cpu" or dtype != "bf16":  # which rounds weights: the next test holds it to the definition
+            elif backend != "cpu" or dtype != "bf16":  # it rounds weights, see below
                 torch.testing.assert_close(got[b], want)
 
 
@@ -103,14 +103,14 @@ def test_within_twice_the_error_of_torch(dtype: str, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_pages_in_which_nothing_is_allowed_are_not_touched(backend: str) -> None:
-    """NaN in every other page of the pool, numbers of no page behind the end, pages of the past given to others."""
+    """NaN in other sequences' pages, page numbers past the end, and reused pages of the past change nothing."""
     rows = drawn([300, 200, 0], 1)
     cache = cached(rows, 16)
     want = rw.paged_attention(queries(rows), cache, WINDOW, backend=backend)
     used = torch.zeros(len(cache.k), dtype=torch.bool)
     for b, n in enumerate([300, 200]):
         for first in range(0, n, 16):
-            # a tile is touched as a whole
+            # a whole tile is read
             if first < 128 or first >= (n - 41) // 128 * 128:
                 used[cache.table[b, first // 16]] = True
     assert 0 < int(used.sum()) < len(used)
@@ -142,7 +142,7 @@ def test_a_call_that_touches_no_page(backend: str) -> None:
     ids=["softcap", "alibi", "distance, softcap", "bias"],
 )
 def test_terms_and_sinks(terms: Term | list[Term] | str, backend: str) -> None:
-    """Positions are those of the sequence; a bias has a column for each token."""
+    """Terms use positions in the sequence; a bias has a column for each of its tokens."""
     logits = torch.randn(HEADS)
     for nq in (1, 20):
         rows = drawn([300, 65], nq)
@@ -169,7 +169,7 @@ def test_terms_and_sinks(terms: Term | list[Term] | str, backend: str) -> None:
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
 @pytest.mark.parametrize("terms", [None, rw.Softcap(3.0)], ids=["plain", "softcap"])
 def test_scores_out_of_range(terms: Term | None, backend: str) -> None:
-    """A sum that overflows to -inf makes its row NaN, as ever; in a page that is not attended it does nothing."""
+    """A score sum that overflows to -inf makes its row NaN; in an unattended page it changes nothing."""
     rows = drawn([300, 200], 1)
     cache = cached(rows, 16)
     want = rw.paged_attention(queries(rows), cache, WINDOW, terms=terms, backend=backend)
@@ -185,7 +185,7 @@ def test_scores_out_of_range(terms: Term | None, backend: str) -> None:
 
 
 def test_strided_pages() -> None:
-    """Pages as another library has them, tokens before heads: read in place."""
+    """Pages in another library's layout, tokens before heads, are read in place."""
     rows = drawn([300, 65], 1)
     cache = cached(rows, 16)
     k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (cache.k, cache.v))
@@ -197,7 +197,7 @@ def test_strided_pages() -> None:
 
 
 def test_block_tables() -> None:
-    """A table of blocks of a side that no page has."""
+    """A block table works with block sides that no page has."""
     rows = drawn([300, 300], 16)
     cache = cached(rows, 32, 300)
     pattern = rw.patterns.random_blocks(320, 0.5, block_size=48) & rw.Causal()
@@ -208,7 +208,7 @@ def test_block_tables() -> None:
         torch.testing.assert_close(got[b], want[0])
 
 
-# ---- who holds which pages -------------------------------------------------------------------------------------------
+# ---- ownership of pages ----------------------------------------------------------------------------------------------
 
 
 def held(cache: rw.PagedCache, b: int) -> list[float]:
@@ -224,7 +224,7 @@ def held(cache: rw.PagedCache, b: int) -> list[float]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_appending_forking_and_freeing(seed: int) -> None:
-    """Against lists of numbers; no page is lost, and one that is refused changes nothing."""
+    """Appending, forking and freeing in any order matches lists of numbers; no page is lost, and a refused call changes nothing."""
     generator = torch.Generator().manual_seed(seed)
 
     def pick(n: int) -> int:
@@ -289,14 +289,14 @@ def test_a_shared_prefix_is_stored_once() -> None:
     assert torch.equal(before[0], before[1])
     new = torch.randn(1, KV_HEADS, 1, DIM), torch.randn(1, KV_HEADS, 1, VALUE_DIM)
     cache.append(*new, rows=[1])
-    # the last page alone was copied
+    # only the last page was copied
     assert cache.free_pages == 3
     assert torch.equal(cache.table[0, :3], cache.table[1, :3])
     after = rw.paged_attention(q, cache)
     assert torch.equal(after[::2], before[::2])
     keys, values = torch.cat([rows[0].k, new[0]], 2), torch.cat([rows[0].v, new[1]], 2)
     torch.testing.assert_close(after[1:2], rw.attention(rows[0].q, keys, values, rw.Causal(), q_offset=100))
-    # whoever is the last to hold a page writes to it
+    # the last holder of a page writes in place
     cache.append(*new, rows=[2])
     cache.append(*new, rows=[0])
     assert cache.free_pages == 2
@@ -315,7 +315,7 @@ def test_a_copy_is_another_cache() -> None:
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_lengths_on_the_host_are_those_that_attention_reads(shared: bool) -> None:
-    """Also where the book is a copy, as on a GPU: it does not stand for lengths that were written by hand."""
+    """The lengths on the host equal those that attention reads, also as a copy for a GPU; manual writes to lengths are noticed."""
     cache = rw.PagedCache.empty(3, 64, KV_HEADS, DIM, page=16)
     token = torch.randn(3, KV_HEADS, 1, DIM)
     assert cache._host_lengths is not None
@@ -344,7 +344,7 @@ def test_lengths_on_the_host_are_those_that_attention_reads(shared: bool) -> Non
 
 
 def test_many_steps_hold_no_more() -> None:
-    """Sequences that end and begin again: the pages in use are those of the tokens, and no plan is kept for ever."""
+    """Sequences that end and begin again use no more pages than their tokens need, and no plan stays forever."""
     cache = rw.PagedCache.empty(2, 64, 1, 8, page=16, pages=8)
     token = torch.randn(2, 1, 1, 8)
     for step in range(150):
@@ -357,7 +357,7 @@ def test_many_steps_hold_no_more() -> None:
         assert cache.free_pages == 8 - sum(-(-n // 16) for n in cache.lengths.tolist())
 
 
-# ---- tensors that their owner replaces -------------------------------------------------------------------------------
+# ---- replaced tensors ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["k", "v", "table", "lengths", "scales"])
@@ -372,7 +372,7 @@ def test_the_tensors_of_a_cache_cannot_be_replaced(name: str) -> None:
 
 @pytest.mark.parametrize("stored", [None, torch.int8])
 def test_a_prepared_step_notices_tensors_with_other_storages(stored: torch.dtype | None) -> None:
-    """A step over tensors that got another storage through `.data` gives the right answer or a ShapeError."""
+    """If the storage of a cache's tensors is replaced through `.data`, a step is right or raises ShapeError."""
     cache = rw.PagedCache.empty(2, 96, 2, 16, page=16, precision=rw.Precision(kv=stored))
     cache.append(torch.randn(2, 2, 50, 16), torch.randn(2, 2, 50, 16))
     q = torch.randn(2, 2, 1, 16)
@@ -397,7 +397,7 @@ def test_a_prepared_step_notices_tensors_with_other_storages(stored: torch.dtype
         assert torch.equal(rw.paged_attention(q, cache), want)
 
 
-# ---- compiled --------------------------------------------------------------------------------------------------------
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
 
 
 def test_growing_lengths_compile_nothing_anew() -> None:
@@ -494,7 +494,7 @@ def test_refusals_say_what_to_do(number: int) -> None:
 
 
 def test_a_gradient_of_the_operator_is_refused() -> None:
-    """Where the boundary did not see it: a graph that was made without gradients."""
+    """The operator refuses a gradient that the boundary could not see: in a graph that was made without gradients."""
     rows = drawn([40], 1)
     cache = cached(rows)
     q = queries(rows).requires_grad_()

@@ -1,4 +1,4 @@
-"""Imports: the list of layers in DESIGN.md is the one of pyproject.toml, and no imports lead in a circle.
+"""DESIGN.md lists the layers of pyproject.toml, and no imports form a circle.
 
 ``python -m tests.test_layers`` writes the list of layers, ``python -m tests.test_layers circles`` prints the circles.
 """
@@ -19,14 +19,14 @@ BEGIN, END = "<!-- layers -->\n", "<!-- /layers -->\n"
 
 
 def layers() -> str:
-    """The first contract of import-linter as a block of text, uppermost first."""
+    """Return the first contract of import-linter as a block of text, topmost layer first."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]["contracts"]
     lines = [row.replace("ringweave.", "").replace(" | ", "   ") for row in contracts[0]["layers"]]
     return "```text\n" + "\n".join(lines) + "\n```\n"
 
 
 def parts() -> tuple[str, str, str]:
-    """DESIGN.md before the list, the list, and the rest."""
+    """Return DESIGN.md's text before the list, the list, and the rest."""
     before, _, rest = (ROOT / "DESIGN.md").read_text("utf-8").partition(BEGIN)
     middle, _, after = rest.partition(END)
     return before, middle, after
@@ -43,7 +43,7 @@ def test_the_list_of_layers_is_the_linters() -> None:
 )
 def test_a_folders_page_names_its_files(page: Path) -> None:
     said = page.read_text("utf-8")
-    # folders below have pages of their own, or a line in the root's
+    # folders below have their own pages, or a line in the root's
     whole = page.parent == ROOT / "src/ringweave"
     files = page.parent.glob("*.py") if whole else page.parent.rglob("*.py")
     names = [file.name for file in files if file.name != "__init__.py"]
@@ -81,7 +81,7 @@ def _package(name: str, file: Path) -> str:
 
 
 def _imported(node: ast.AST, package: str, runs: bool = True) -> Iterator[tuple[str, bool]]:
-    """Yield each imported name with its module's, and whether the import runs."""
+    """Yield each imported name with its module, and whether the import runs."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return
     if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
@@ -101,7 +101,7 @@ def _imported(node: ast.AST, package: str, runs: bool = True) -> Iterator[tuple[
 
 
 def circles(graph: dict[str, set[str]]) -> list[set[str]]:
-    """The sets of modules that lead to each other."""
+    """Return the sets of modules that import each other in circles."""
     reached = {name: _reached(graph, name) for name in graph}
     found = [{other for other in reached[name] if name in reached[other]} for name in graph if name in reached[name]]
     return [each for i, each in enumerate(found) if each not in found[:i]]
@@ -122,7 +122,7 @@ def test_no_imports_lead_in_a_circle() -> None:
 
 
 def test_circles_are_found(tmp_path: Path) -> None:
-    """Circles through a package that re-exports, of a file with itself, and for type checking; not in functions."""
+    """Circles are found through re-exporting packages, of a module with itself, and under TYPE_CHECKING, but not in functions."""
     package = tmp_path / "house"
     (package / "room").mkdir(parents=True)
     for name, text in {

@@ -1,4 +1,4 @@
-"""No backend but the reference holds N x N: peak memory of a process that attends over 32,768 tokens, both ways."""
+"""No backend but the reference allocates N x N: a process that attends over 32,768 tokens, forward and backward, bounds its peak."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def grown(backend: str, pattern: rw.Pattern) -> int:
     ids=str,
 )
 def test_peak_memory(backend: str, pattern: rw.Pattern) -> None:
-    # one bit per pair would be 134 MB, one float 4.3 GB; inputs, gradients and a budget of scores take less than half
+    # one bit a pair would be 134 MB, one float 4.3 GB; inputs, gradients and the budget of scores take less than half of 134 MB
     assert forked(grown, backend, pattern) < 0.06 * 4 * 32768**2
 
 
 def test_every_backend_is_covered() -> None:
-    # these need a GPU: tests/ops
+    # these backends need a GPU: see tests/backends
     assert set(BACKENDS) - {"reference", "triton", "flex", "flash"} <= {"dense_batched", "sdpa", "cpu", "torch_sparse"}

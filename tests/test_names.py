@@ -1,4 +1,4 @@
-"""Public names: a misspelt one raises AttributeError with the name that it resembles."""
+"""A misspelt public name raises AttributeError with the name that it resembles."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_name_that_resembles_no_other_raises_with_the_list(module: object) -> 
     for name in ("qqqq", "x" * 10_000):
         with pytest.raises(AttributeError, match=listed):
             getattr(module, name)
-    # private names, for which libraries ask, are compared with no name
+    # private names, which libraries probe for, get no suggestion
     with pytest.raises(AttributeError, match=listed):
         module._attention  # type: ignore[attr-defined]  # noqa: B018
     assert nearest("x" * 10_000, ["x" * 10_000]) is None

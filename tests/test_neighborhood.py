@@ -1,4 +1,4 @@
-"""Neighborhood attention against NATTEN's definition in plain Python, and its module against the function."""
+"""Neighborhood attention equals NATTEN's definition in plain Python, and the module equals the function."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | float = 
 
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Make q, k and v with heads beside the channels, as projections do: their strides are not contiguous."""
+    """Return q, k and v with heads beside the channels, as projections give them: their strides are not contiguous."""
     generator = torch.Generator().manual_seed(len(shape))
     made = [torch.randn(B, *shape, heads, D, generator=generator, dtype=dtype) for heads in (H, KV, KV)]
     return [x.movedim(-2, 1).requires_grad_() for x in made]
@@ -153,7 +153,7 @@ def test_errors(call: Callable[..., object], kind: type[Exception], text: str) -
 
 
 def weighted() -> type[Term]:
-    """A kind with a number, a constant of each query and a table of all pairs."""
+    """Declare a kind with a number, a constant for each query, and a table of all pairs."""
 
     @dataclass(frozen=True, eq=False)
     class Weighted(Term):
@@ -184,7 +184,7 @@ def kind() -> Iterator[type[Term]]:
 
 
 def test_tables_of_queries_and_keys_follow_the_order_of_the_grid(kind: type[Term]) -> None:
-    """Tables of any kind are in row-major order, as those of a Bias."""
+    """Tables of any kind are in row-major order of the grid, as those of a Bias are."""
     q, k, v = inputs((12, 9))
     term = kind.example(B, H, 108, 108, torch.Generator().manual_seed(2))
     rows, table = term.tables

@@ -1,4 +1,4 @@
-"""Modules against torch's own, from its state_dict, and against the functions that they call."""
+"""Modules equal torch's own after loading its state_dict, and equal the functions that they call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pair(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Multihe
     for (name, wanted), (other, got) in zip(theirs.named_parameters(), ours.named_parameters(), strict=True):
         assert name == other
         assert torch.equal(wanted, got), name
-    # biases are 0 at first: others show more
+    # biases are 0 at first, which would hide errors
     for parameter in theirs.parameters():
         nn.init.normal_(parameter, std=0.2)
     ours.load_state_dict(theirs.state_dict())
@@ -33,7 +33,7 @@ def pair(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Multihe
 
 
 def close(got: Tensor, wanted: Tensor, exact: Tensor) -> None:
-    """At most twice as far from float64 as torch's module is, or two units of the dtype."""
+    """Check that results are at most twice as far from float64 as torch's module, or within two units of the dtype."""
     bound = 2 * (wanted.double() - exact).norm() + 4 * torch.finfo(got.dtype).eps * exact.norm()
     assert (got.double() - exact).norm() <= bound
 
@@ -110,7 +110,7 @@ def test_patterns() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_an_encoder_layer_does_not_go_round_it(training: bool) -> None:
-    # its fast path in eval would compute dense attention from the module's weights
+    # in eval its fast path would compute dense attention from the module's weights
     pattern = rw.SlidingWindow(2)
     layer = nn.TransformerEncoderLayer(E, H, 48, dropout=0.0, batch_first=True).train(training)
     layer.self_attn = rw.nn.MultiheadAttention(E, H, batch_first=True, pattern=pattern)
@@ -160,7 +160,7 @@ def test_fewer_key_heads_norms_rotation_and_sinks() -> None:
         turned(q, module.q_norm), turned(k, module.k_norm), v, rw.Causal(), sink_logits=module.sink_logits
     )
     torch.testing.assert_close(module(x, x, x)[0], module.out_proj(out.transpose(1, 2).flatten(2)))
-    # a step over a cache
+    # a step over cached keys
     step = module(x[:, -1:], x, x, q_offset=N - 1)[0]
     torch.testing.assert_close(step, module(x, x, x)[0][:, -1:])
 
@@ -178,7 +178,7 @@ def test_rows_of_a_batch_decode_at_positions_of_their_own() -> None:
 def test_rotation_in_bfloat16_is_exact_far_out() -> None:
     module = rw.nn.MultiheadAttention(E, H, rotary_base=10000.0, batch_first=True).bfloat16()
     x = torch.randn(1, N, E).bfloat16()
-    # only differences of positions count
+    # only differences of positions matter
     near = module(x, x, x, positions=torch.arange(N))[0]
     far = module(x, x, x, positions=torch.arange(N) + 100_000)[0]
     torch.testing.assert_close(near, far, rtol=2e-2, atol=2e-2)

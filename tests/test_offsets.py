@@ -1,4 +1,4 @@
-"""Offsets of queries and keys, for each batch element its own: patterns, terms and dropout by position, pair by pair."""
+"""Offsets of queries and keys for each batch element give patterns, terms and dropout by position, pair by pair."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PATTERNS_OF_ROWS = {
 
 
 def allowed(pattern: Pattern, nq: int, nk: int, first_q: Tensor, first_k: Tensor) -> Tensor:
-    """(B, heads, nq, nk), pair by pair."""
+    """Return the allowed pairs (B, heads, nq, nk) by the definition."""
     q, k = torch.arange(nq)[:, None], torch.arange(nk)[None, :]
     return torch.stack([
         torch.stack([pattern.select(b, h).allows(q + i, k + j).expand(nq, nk) for h in range(HEADS)])
@@ -70,7 +70,7 @@ def test_positions_are_those_of_the_offsets(name: str, nq: int) -> None:
 
 @pytest.mark.parametrize("name", sorted(PATTERNS))
 def test_one_offset_is_that_of_every_row(name: str) -> None:
-    """An int, a tensor () and a tensor (B,) of it, and a cache cut at a key."""
+    """An int, a tensor () and a tensor (B,) of one offset are equal, and so is a cache without its first keys."""
     n, cut = 97, 32
     pattern = PATTERNS[name](n)
     x = Inputs.random(9, n, batch=2, heads=HEADS)
@@ -117,7 +117,7 @@ def formula(
     keep: Tensor | None = None,
     order: int = 0,
 ) -> dict[str, Tensor]:
-    """The definition by batch element, in a dtype."""
+    """Compute the definition for each batch element, in one dtype."""
     q, k, v = x.leaves(dtype)
     tables = [table.detach().to(dtype).requires_grad_() for term in terms for table in term.tables]
     channels, group = torch.arange(q.shape[3]).roll(order), q.shape[1] // k.shape[1]
@@ -168,7 +168,7 @@ def test_terms_count_positions(backend: str, names: tuple[str, ...], nq: int) ->
     terms = make(names, nk, torch.float32)
     dense = allowed(pattern, nq, nk, FIRST_Q, FIRST_K)
     got = results(x, pattern, terms, backend, FIRST_Q, FIRST_K)
-    if "distance" in names:  # the only table that learns
+    if "distance" in names:  # the only learned table
         got["table 0"] = got.pop("table 0")
     check(got, lambda kind, order: formula(x, dense, names, terms, kind, order=order), torch.float32)
 

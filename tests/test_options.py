@@ -49,7 +49,7 @@ def cache(name: str = "k") -> rw.PagedCache:
 
 LISTS = {"segments": [16, 64], "rates": [1, 2]}
 MEANS = {"pool": 8, "top_k": 1, "window": 0}
-#: For each attention function the arguments of a call.
+#: The arguments of a call for each attention function.
 FUNCTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "attention": lambda: qkv() | {"pattern": rw.Causal()},
     "attention_with_lse": lambda: qkv() | {"pattern": rw.Causal()},
@@ -68,7 +68,7 @@ def whole(**options: Any) -> dict[str, Any]:
     return {"query": x, "key": x, "value": x, **made}
 
 
-#: For each module the arguments of its constructor and of a call.
+#: The arguments of the constructor and of a call for each module.
 MODULES: dict[str, Callable[[], dict[str, Any]]] = {
     "MultiheadAttention": lambda: whole(pattern=rw.Causal()),
     "LongNetAttention": lambda: whole(**LISTS),
@@ -78,7 +78,7 @@ MODULES: dict[str, Callable[[], dict[str, Any]]] = {
     },
 }  # fmt: skip
 CALLS = FUNCTIONS | MODULES
-#: Tensors that are computed with, which are no options.
+#: Input tensors, which are no options.
 INPUTS = {"q", "k", "v", "x", "query", "key", "value"}
 
 
@@ -102,7 +102,7 @@ def options_of(name: str) -> list[str]:
 
 @dataclass
 class Measured:
-    """The result of a call, and its gradients by the names of tensors."""
+    """The result of a call, and its gradients by tensor name."""
 
     out: Tensor
     grads: dict[str, Tensor]
@@ -111,7 +111,7 @@ class Measured:
 
 
 def measured(name: str, given: Mapping[str, Any]) -> Measured:
-    """Call a function, or make a module and call it, with the gradients of a fixed sum of the results."""
+    """Call a function, or construct and call a module, and differentiate a fixed sum of the results."""
     torch.manual_seed(0)
     module = None
     if name in FUNCTIONS:
@@ -146,12 +146,12 @@ def measured(name: str, given: Mapping[str, Any]) -> Measured:
 
 
 def usual(name: str, option: str) -> dict[str, Any]:
-    """Return the arguments of a call that another value of the option changes."""
+    """Return the arguments of the call without the option's other value."""
     beside = BESIDE.get(option, {}) if name == "MultiheadAttention" or option == "positions" else {}
     return CALLS[name]() | beside
 
 
-# ---- what changes ------------------------------------------------------------------------------------------------
+# ---- effects -----------------------------------------------------------------------------------------------------
 
 
 def differ(one: Tensor, other: Tensor, least: float = 1e-3) -> bool:
@@ -159,7 +159,7 @@ def differ(one: Tensor, other: Tensor, least: float = 1e-3) -> bool:
 
 
 def changes(name: str, option: str, value: Mapping[str, Any], least: float = 1e-3, result: bool = True) -> None:
-    """The result and the gradient of an input differ, and every tensor of the option that learns gets a gradient."""
+    """The result and an input's gradient change, and every learned tensor of the option gets a gradient."""
     before, after = measured(name, usual(name, option)), measured(name, usual(name, option) | value)
     assert differ(before.out, after.out, least) == result, "the result"
     inputs = INPUTS & {*before.grads}
@@ -170,7 +170,7 @@ def changes(name: str, option: str, value: Mapping[str, Any], least: float = 1e-
 
 
 def computes(name: str, option: str, value: Mapping[str, Any]) -> None:
-    """Another backend computes the same, with other roundings."""
+    """Another backend gives the same result with other rounding."""
     before, after = measured(name, usual(name, option)), measured(name, usual(name, option) | value)
     assert not torch.equal(before.out, after.out)
     torch.testing.assert_close(before.out, after.out, rtol=1e-4, atol=1e-4)
@@ -179,7 +179,7 @@ def computes(name: str, option: str, value: Mapping[str, Any]) -> None:
 
 
 def shares(name: str, option: str, value: Mapping[str, Any]) -> None:
-    """One rank computes the same; a context for another length is refused."""
+    """A context of one rank gives the same result, and one for another length raises."""
     before, after = measured(name, usual(name, option)), measured(name, usual(name, option) | value)
     torch.testing.assert_close(before.out, after.out)
     for each, grad in before.grads.items():
@@ -189,7 +189,7 @@ def shares(name: str, option: str, value: Mapping[str, Any]) -> None:
 
 
 def retries(name: str, option: str, value: Mapping[str, Any]) -> None:
-    """Where memory is short, the default computes in pieces, and "raise" raises."""
+    """When memory is short, the default computes in pieces and "raise" raises."""
     with short_of(TOKENS), torch.no_grad():
         measured(name, usual(name, option))
         with pytest.raises(torch.OutOfMemoryError):
@@ -197,7 +197,7 @@ def retries(name: str, option: str, value: Mapping[str, Any]) -> None:
 
 
 def detaches(name: str, option: str, value: Mapping[str, Any]) -> None:
-    """The result stays, and the gradient changes."""
+    """The result stays equal, and the gradient changes."""
     changes(name, option, value, result=False)
 
 
@@ -232,13 +232,13 @@ def is_refused(name: str, option: str, value: Mapping[str, Any]) -> None:
 
 
 Check = Callable[[str, str, Mapping[str, Any]], None]
-#: Effects other than another result.
+#: Effects other than a changed result.
 EFFECTS: dict[str, Check] = {
     "backend": computes, "context": shares, "on_oom": retries, "detach_weights": detaches, "device": places,
     "dtype": places, "need_weights": returns_weights, "average_attn_weights": is_ignored,
 }  # fmt: skip
 GATES = {"combine": "gates", "gates": lambda: learned(BATCH, HEADS, TOKENS, 3)}
-#: Another value of the options that only some functions or modules have.
+#: Other values of options that only some functions or modules have.
 OWN: dict[str, Any] = {
     "cu_seqlens_q": [0, 30, TOKENS], "cu_seqlens_k": lambda: {"cu_seqlens_k": [0, 28, 80]} | dict(list(qkv(80, HEADS, DIM).items())[1:]),
     "cache": lambda: cache("another"),
@@ -251,7 +251,7 @@ OWN: dict[str, Any] = {
     "attn_mask": lambda: torch.ones(TOKENS, TOKENS).tril(-5).bool(),
     "positions": lambda: torch.arange(TOKENS) ** 2,
 }  # fmt: skip
-#: By function or module, and option: a value of their own.
+#: Other values for one function or module, by name and option.
 SPECIAL: dict[tuple[str, str], Any] = {
     ("hierarchical_attention", "window"): 16,
     ("HierarchicalAttention", "window"): 16,
@@ -260,10 +260,10 @@ SPECIAL: dict[tuple[str, str], Any] = {
         for name in ("neighborhood_attention", "NeighborhoodAttention")
     },
 }
-#: Options of both calls, with and without the other value.
+#: Options that both calls need, with and without the other value.
 BESIDE: dict[str, dict[str, Any]] = {"positions": {"rotary_base": 100.0}, "is_causal": {"pattern": rw.Full()}}
 MODULES_REFUSE = {"add_bias_kv", "add_zero_attn", "embed_dim", "kdim", "vdim"}
-#: Options that are refused, by function or module.
+#: Options that raise, by function or module.
 REFUSED: dict[str, set[str]] = {
     "MultiheadAttention": MODULES_REFUSE,
     "LongNetAttention": MODULES_REFUSE | {"pattern", "need_weights", "is_causal"},
@@ -275,7 +275,7 @@ REFUSED: dict[str, set[str]] = {
 
 
 def value_of(name: str, option: str) -> dict[str, Any]:
-    """Return the other value, with the options that it needs beside it."""
+    """Return the other value of an option, with options that it needs."""
     if (name, option) in SPECIAL:
         value = SPECIAL[name, option]
     elif option in OWN:
@@ -322,7 +322,7 @@ def on_one(option: str, value: Any) -> dict[str, Tensor]:
 
 
 def on_ranks(option: str, make: Callable[[], dict[str, Any]]) -> dict[str, Tensor]:
-    """Return the results of ranks, put together, with the sum of their gradients of the option's tensors."""
+    """Return the joined results of all ranks, and the summed gradients of the option's tensors."""
 
     def job(mesh: Any) -> tuple[Tensor, dict[str, Tensor]]:
         ctx = rw.ContextParallel(mesh, rw.Causal(), _LONG, heads=(HEADS, HEADS), placement="striped")
@@ -352,7 +352,7 @@ def on_ranks(option: str, make: Callable[[], dict[str, Any]]) -> dict[str, Tenso
 
 @pytest.fixture
 def _one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks are threads of one random generator, so a seed drawn by rank 0 would depend on their order."""
+    """Fix the seed: ranks are threads of one random generator, so a seed drawn by rank 0 would depend on their order."""
 
     def fixed(*args: Any) -> tuple[str, list[Tensor]]:
         text, tensors = pack(*args)

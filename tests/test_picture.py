@@ -1,4 +1,4 @@
-"""Pictures: every cell is the share of allowed pairs that the dense relation has there."""
+"""Every cell of a picture shows the share of allowed pairs of the dense relation."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_cells_that_are_cut_finer_hold_the_same(pattern: rw.Pattern, monkeypatch
 
 
 def test_a_dilation_is_visible_or_named() -> None:
-    """Cells are smaller than a rate where that is possible; else the caption names the rate."""
+    """A picture's cells are smaller than the dilation rate if possible; otherwise the caption names the rate."""
     pattern = rw.LongNet([64, 256], [1, 4])
     drawn = picture(pattern, 256, heads=4)
     assert (drawn.side, "hide" in drawn.caption) == (2, False)

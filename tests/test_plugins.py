@@ -1,4 +1,4 @@
-"""Commands and attributes of other distributions, present and absent."""
+"""Test commands and attributes of other distributions, installed and not installed."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ WINDOW = (rw.SlidingWindow(100) | rw.Sinks(3)) & rw.Causal()
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A backend, the native kernel in one of its variants."""
+    """Return a backend, with the native kernel in one of its variants."""
     given: str = request.param
     name, _, variant = given.partition(" ")
     if variant:
@@ -55,7 +55,7 @@ def test_the_fast_order_is_exact_too(pattern: Pattern) -> None:
 
 
 def kept(x: Inputs, dtype: torch.dtype) -> Inputs:
-    """The numbers that are stored, in float32."""
+    """Return the stored numbers in float32."""
     k, v = (widened(*store(side, dtype)) for side in (x.k, x.v))
     return Inputs(x.q.float(), k, v, x.dout.float(), x.dlse)
 
@@ -63,7 +63,7 @@ def kept(x: Inputs, dtype: torch.dtype) -> Inputs:
 def stored_conforms(
     x: Inputs, pattern: Pattern, kv: torch.dtype, q_offset: int = 0, scale: float | None = None
 ) -> None:
-    """Hold the Triton kernel to what PyTorch's own attention makes of the stored numbers, converted to the type of q."""
+    """Compare the Triton kernel with PyTorch's own attention over the stored numbers, converted to the dtype of q."""
     call: dict[str, Any] = {"q_offset": q_offset, "scale": scale}
     got = rw.attention_with_lse(x.q, x.k, x.v, pattern, precision=rw.Precision(kv=kv), backend="triton", **call)
     stored, sizes = kept(x, kv), (x.q.shape[2], x.k.shape[2], x.q.shape[1])
@@ -81,7 +81,7 @@ def stored_conforms(
 @pytest.mark.parametrize("kv", list(KV))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_oracle_of_what_is_stored(dtype: torch.dtype, kv: str, backend: str) -> None:
-    """Few queries and many, heads that share keys or not, dims that fill no vector; strided views of a LongNet."""
+    """Results over 8-bit keys follow the oracle, for few and many queries, shared heads, odd dims, and strided LongNet views."""
     shapes = [(1, 4, 1, 32, 32), (2, 3, 3, 24, 40), (3, 4, 2, 16, 8), (70, 4, 2, 32, 16)]
     for nq, heads, kv_heads, dim, value_dim in shapes:
         x = Inputs.random(
@@ -96,7 +96,7 @@ def test_the_oracle_of_what_is_stored(dtype: torch.dtype, kv: str, backend: str)
         found, theirs = errors(got._asdict(), want), torch_errors(stored, counts, exact(stored, counts))
         floor = rounding(stored, counts, want)
         for name in want:
-            # float32 arithmetic, and the output's own rounding
+            # float32 arithmetic, and rounding of the output
             ulp = torch.finfo(dtype).eps if name == "out" and dtype != torch.float32 else 0.0
             assert found[name] <= max(2 * theirs[name], floor[name]) + ulp, (name, nq)
     x = Inputs.random(256, heads=4, dim=16, dtype=dtype)
@@ -110,7 +110,7 @@ def test_the_oracle_of_what_is_stored(dtype: torch.dtype, kv: str, backend: str)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dim", [16, 8])
 def test_every_code_is_what_torch_says(variant: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one key the output is its value: by few queries and by many, in place and widened."""
+    """With one key the output is its value: every 8-bit code is decoded as by torch, for few and for many queries."""
     monkeypatch.setenv("RINGWEAVE_CPU_VARIANT", variant)
     rows = 256 // dim
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(rows, 1, 1, dim)
@@ -131,7 +131,7 @@ def test_every_code_is_what_torch_says(variant: str, dim: int, monkeypatch: pyte
 @pytest.mark.parametrize("kv", list(KV))
 @pytest.mark.parametrize("backend", ["reference", "dense_batched", *(["cpu"] if VARIANTS else [])], indirect=True)
 def test_a_cache_holds_what_a_call_stores(kv: str, backend: str) -> None:
-    """However it was appended, over any pages, after a copy of a shared page; to the bit where a tile is a tile."""
+    """A cache stores the bits that a call stores, for any appends and pages, also after a shared page was copied."""
     x = Inputs.random(5, 300, batch=2, heads=4, kv_heads=2, dim=32, dtype=torch.bfloat16)
     policy = rw.Precision(kv=KV[kv])
     want = rw.attention(x.q, x.k, x.v, WINDOW, q_offset=295, precision=policy, backend=backend)
@@ -150,7 +150,7 @@ def test_a_cache_holds_what_a_call_stores(kv: str, backend: str) -> None:
 
 @pytest.mark.parametrize("kv", list(KV))
 def test_how_well_it_stores(kv: str) -> None:
-    """Half a unit of a row's largest element for integers, of each element for floats; zeros and extremes too."""
+    """Stored integers are within half a unit of their row's largest element, floats within half a unit of each element."""
     rows = torch.randn(64, 128) * torch.logspace(-30, 30, 64)[:, None]
     codes, scale = store(rows, KV[kv])
     lost = (widened(codes, scale) - rows).abs() / rows.abs().amax(-1, keepdim=True)
@@ -183,7 +183,7 @@ def test_what_is_not_finite_reaches_nobody_else(backend: str) -> None:
 
 
 def test_scores_out_of_range_are_seen() -> None:
-    """By the bound of scales, with terms too: an overflow is NaN and no key that is not there."""
+    """A score out of range is noticed by the bound of its scales, also with terms, and gives NaN, unless no query attends its key."""
     q = torch.full((1, 1, 1, 16), 1e30)
     k, v = torch.ones(1, 1, 20, 16) * -1e30, torch.randn(1, 1, 20, 16)
     for terms in ((), rw.ALiBi([0.5])):

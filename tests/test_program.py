@@ -1,4 +1,4 @@
-"""Which backend runs a branch, and that the choice changes speed, never meaning."""
+"""Test which backend computes a branch, and that the choice changes speed, never results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_auto_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "installed", lambda: True)
     for pattern, name in ((rw.Causal(), "flash"), (rw.Full(), "flash"), (rw.SlidingWindow(9), "triton")):
         assert chosen(pattern, case(device="cuda")) == name
-    # PyTorch's fused kernels want Dv == D
+    # PyTorch's fused kernels need Dv == D
     assert chosen(rw.Causal(), dataclasses.replace(case(device="cuda"), value_dim=8)) == "triton"
     assert chosen(rw.Causal(), case(dtype=torch.float64, device="cuda")) == "dense_batched"
     monkeypatch.setattr(triton, "installed", lambda: False)
@@ -80,7 +80,7 @@ def test_auto_never_changes_meaning(name: str) -> None:
     exact = rw.attention(q, k, v, pattern, backend="reference")
     for backend in program.PREFERENCE:
         if backend not in ("cpu", "dense_batched") or (backend == "cpu" and cpu.module() is None):
-            continue  # for dense branches or GPUs alone
+            continue  # backends for dense branches or GPUs only
         torch.testing.assert_close(rw.attention(q, k, v, pattern, backend=backend), exact)
     torch.testing.assert_close(rw.attention(q, k, v, pattern), exact)
 
@@ -100,7 +100,7 @@ def test_delta(shape: tuple[int, ...]) -> None:
     dead = torch.rand(shape[:3]) < 0.2
     lse[dead], dout[dead] = -torch.inf, torch.nan
     products = (dout.double() * out.double()).sum(-1)
-    # a row that attends nothing has none, whatever its slopes hold
+    # a row without keys has gradient 0, whatever its upstream gradient contains
     want, sloped = (x.float().masked_fill(dead, 0.0) for x in (products, products - dlse))
     torch.testing.assert_close(delta_in_chunks(dout, out, lse, dlse), sloped)
     if cpu.module() is not None and shape[3] <= 256:

@@ -36,7 +36,7 @@ def test_files_take_as_long_as_last_time() -> None:
     assert progress.line(0.0) == "0 % of 4 tests, about 5 min left"
     run(progress, NODES[0], 100.0)
     assert progress.left(0.0) == 200.0
-    # what runs now counts as it goes, and a file that takes longer than it did is not less than nothing
+    # a running test counts for its elapsed time, and a file that is late never counts negatively
     progress.started(NODES[1], 1000.0)
     assert progress.left(1050.0) == 150.0
     assert progress.left(9999.0) == 100.0
@@ -59,7 +59,7 @@ def test_processes_share_files_and_not_tests() -> None:
 
 
 def test_what_is_remembered() -> None:
-    """The tests of files that were run to their end; others stay as they were known."""
+    """The times of files that ran to their end are stored; others keep their earlier times."""
     progress = begun({"a.py": 7.0, "gone.py": 1.0})
     run(progress, NODES[0], 90.0)
     run(progress, NODES[3], 2.0)
@@ -106,7 +106,7 @@ def test_lines_come_now_and_then_and_failures_at_once(isatty: bool, monkeypatch:
     monkeypatch.setattr("time.monotonic", lambda: now)
     made.pytest_runtest_logreport(report(NODES[0], "call", "failed"))
     assert [line.strip() for line in terminal.said] == ["failed: a.py::one"]
-    # and a little: clocks are rounded
+    # with some slack: clocks are rounded
     now = made.last + period * 1.01
     for node in NODES[:2]:
         for when in ("call", "teardown"):

@@ -1,4 +1,4 @@
-"""The public surface: names, signatures, docstrings, and what importing costs."""
+"""Test the public surface: names, signatures, docstrings, and the cost of importing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ringweave.patterns.declared import DECLARED
 from ringweave.terms import KINDS
 
 API = Path(__file__).with_name("api.txt")
-#: Public names: those that ``dir(rw)`` lists, and those that calls return and raise.
+#: Public names: those in ``dir(rw)``, and types that calls return or raise.
 EVERY = sorted([*rw.__all__, *rw._UNLISTED])
 
 
@@ -56,7 +56,7 @@ def test_modules_list_their_public_names(name: str) -> None:
 
 
 def api() -> list[str]:
-    """Every public function and class, and the members that are described, with their parameters and defaults."""
+    """Return every public function and class, and their documented members, with parameters and defaults."""
     lines = []
     for name in documented():
         thing = operator.attrgetter(name)(rw)
@@ -65,7 +65,7 @@ def api() -> list[str]:
             for member in sorted(vars(thing)):
                 value = inspect.getattr_static(thing, member)
                 value = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-                # others' are described where they are declared: a base class lists them
+                # inherited members are documented in their base class
                 if not member.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
                     if not value.__doc__:
                         continue
@@ -83,7 +83,7 @@ def _parameters(thing: object) -> str:
 
 
 def test_nothing_public_changed_unseen() -> None:
-    """python -m tests.test_public writes the file, and a change of it is for the changelog."""
+    """The public surface equals tests/api.txt; `python -m tests.test_public` writes it, and a change belongs in the changelog."""
     assert api() == API.read_text("utf-8").splitlines()
 
 
@@ -98,7 +98,7 @@ def test_the_version_stands_in_one_place() -> None:
 
 @pytest.mark.parametrize("name", documented())
 def test_docstrings(name: str) -> None:
-    """One sentence first; every parameter described, none that is not there; an example for what users call."""
+    """A docstring starts with a sentence, describes exactly its parameters, and has an example if users call the object."""
     thing = operator.attrgetter(name)(rw)
     text = inspect.getdoc(thing)
     assert text
@@ -117,7 +117,7 @@ def test_docstrings(name: str) -> None:
 
 
 def _measure(code: str) -> str:
-    # with bytecode written, as an installed package has it
+    # with cached bytecode, as an installed package has it
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     command = [sys.executable, "-c", code]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=env).stdout
@@ -129,7 +129,7 @@ def test_import_pulls_in_nothing_optional() -> None:
     assert not [name for name in loaded if name.startswith(("ringweave.cli", "ringweave_audit", "ringweave_lab"))]
 
 
-#: prints the CPU seconds of importing, over `import torch`, and of a yardstick round it
+#: prints the CPU seconds of importing beyond `import torch`, and of a yardstick before and after it
 IMPORT = """
 import dataclasses, gc, time, torch
 
@@ -151,7 +151,7 @@ YARDSTICK = 0.034
 
 @pytest.mark.measures
 def test_import_is_quick() -> None:
-    """In CPU seconds of the process; the least of up to ten runs."""
+    """Importing takes at most the allowed CPU seconds in the best of up to ten runs."""
     found = []
     for _ in range(10):
         seconds, yardstick = map(float, _measure(IMPORT).split())

@@ -1,4 +1,4 @@
-"""Numbers over the whole range of each dtype: every backend by the rule of docs/concepts.md, forward and backward."""
+"""Over the whole range of each dtype, every backend follows the rule of docs/concepts.md, forward and backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .test_conformance import DTYPES, RUNNABLE
 
 MOST = torch.finfo(torch.float32).max
 TINY = torch.finfo(torch.float32).tiny
-#: the native kernel once for each instruction set
+#: the native kernel, once for each instruction set
 PLACES = [(name, None) for name in RUNNABLE if name != "cpu"]
 PLACES += [("cpu", variant) for variant in (cpu.module().variants() if "cpu" in RUNNABLE else [])]  # type: ignore[union-attr]
 everywhere = pytest.mark.parametrize(("backend", "variant"), PLACES)
@@ -30,12 +30,12 @@ def _instructions(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReques
 
 @st.composite
 def calls(draw: st.DrawFn, backend: str) -> dict[str, object]:
-    """Powers of ten of q, k, v, scale and one term; sizes; a pattern."""
+    """Draw powers of ten of q, k, v, scale and one term; sizes; a pattern."""
     dtype = draw(st.sampled_from(["fp32", "fp32", "bf16", "fp16"]))
     low, high = (-6, 4) if dtype == "fp16" else (-37, 37)
     power = st.integers(low, high)
     q, k = draw(power), draw(power)
-    # most products of the three are of middling size, as those that users have
+    # most products of the three are of ordinary size
     scale = draw(
         st.sampled_from([0, -q - k, 1 - q - k, 25 - q - k, 37 - q - k, 39 - q - k, draw(st.integers(-37, 37))])
     )
@@ -55,7 +55,7 @@ def calls(draw: st.DrawFn, backend: str) -> dict[str, object]:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_the_whole_range(backend: str, variant: str | None, data: st.DataObject) -> None:
-    """Finite and right where sums of absolute products are in range; NaN where scores are not; else one of both."""
+    """Results are right if sums of absolute products are in range, NaN if scores are not, and otherwise right or NaN."""
     hold(backend, **data.draw(calls(backend)))  # type: ignore[arg-type]
 
 
@@ -63,7 +63,7 @@ def hold(
     backend: str, dtype: str, powers: tuple[int, int, int], scale: int, sign: int, term: str | None, size: int,
     pattern: str, tokens: int, seed: int,
 ) -> None:  # fmt: skip
-    """Run one call, and hold it against float64."""
+    """Run one call and compare it with float64."""
     n, dim, generator = tokens, 16, torch.Generator().manual_seed(seed)
     kind = {"full": rw.Full(), "causal": rw.Causal(), "window": rw.SlidingWindow(9)}[pattern]
     leaves = [
@@ -73,7 +73,7 @@ def hold(
     factor, number = sign * 10.0**scale, 10.0**size
     q, k, v = (x.detach().double().expand(1, 2, n, dim) for x in leaves)
     scores, sizes = q @ k.mT * factor, q.abs() @ k.abs().mT * abs(factor)
-    # what float32, or the processor's products of 16 bits, takes for 0
+    # the size below which float32, or the processor's 16-bit products, flush to 0
     before, after = min(abs(factor), 1.0), max(abs(factor), 1.0)
     lost = dim * TINY * after * (1 + 2 * k.abs().max() + 2 * before * q.abs().max())
     off = sizes * 2**-19 + float(lost)
@@ -91,7 +91,7 @@ def hold(
         table = (torch.randn(1, 2, n, n, generator=generator).clamp(-3, 3) * number).float()
         terms = [rw.Bias(table)]
         scores, off = scores + table.double(), off + table.abs().double() * 2**-20
-    # a sum below the range has no weight, one above it breaks its row
+    # a sum below the range has no weight; one above it makes its row NaN
     bad = (bad | (scores > MOST * (1 + 1e-6))) & allowed
     doubtful = (doubtful | (scores.abs() > MOST / 4)) & allowed
     scores = scores.masked_fill(~allowed | (scores < -MOST), -torch.inf)
@@ -104,7 +104,7 @@ def hold(
     assert (lse.isnan() | lse.isposinf())[broken].all()
     sure = ~broken & ~unsure
     assert out[sure].isfinite().all()
-    # a difference of exponents that is known, or so large that one key has all the weight
+    # a known difference of exponents, or one so large that one key has all the weight
     off = off.masked_fill(~allowed, 0.0).amax(-1)
     weights = torch.softmax(scores, -1).nan_to_num(0.0)
     two = torch.cat([scores, torch.full_like(scores[..., :1], -torch.inf)], -1).topk(2, -1).values
@@ -113,18 +113,18 @@ def hold(
     largest = float(v.abs().max())
     slack = largest * (4 * unit + 4 * off.clamp(max=1e-3)) + float(torch.finfo(DTYPES[dtype]).smallest_normal)
     near = ((out.double() - weights @ v).abs() <= slack[..., None]).all(-1)
-    # where it may be NaN it is never another number
+    # where NaN is allowed, a finite value must still be right
     assert (near | ~known | (unsure & out.isnan().any(-1)) | broken).all()
     want = torch.logsumexp(scores, -1)
-    # PyTorch's kernel sums weights of 16 bits
+    # PyTorch's kernel sums weights in 16 bits
     summed = 4 * unit if backend == "sdpa" and unit > 1e-5 else 1e-5
     near = ((lse.double() - want).abs() <= 2 * off + summed + 1e-6 * want.abs()) | (lse == want)
     assert (near | ~sure).all()
 
-    # sums that gradients are made of, before they are scaled
+    # the sums in gradients before they are scaled
     slopes = largest * dim * n * 4
     most = slopes * max(1.0, abs(factor)) * max(1.0, float(q.abs().max()), float(k.abs().max())) * n
-    # in backward PyTorch's kernel rounds scores otherwise than in forward, and large ones then overflow an exponential
+    # PyTorch's kernel rounds scores differently in backward than in forward; large ones then overflow an exponential
     if sure.all() and most < torch.finfo(DTYPES[dtype]).max / 4 and (backend != "sdpa" or off.max() < 10):
         for gradient in gradients:
             assert gradient.isfinite().all()
@@ -144,7 +144,7 @@ def hold(
             sums = (parts @ k.abs(), (parts.mT @ q.abs()).sum(1, keepdim=True), dv)
             others = (float(k.abs().max()), float(q.abs().max()), 0.0)
             for got, want, most_of, other in zip(gradients, wanted, sums, others, strict=True):
-                # the gradients of PyTorch's own kernel were seen 18 units off
+                # PyTorch's own kernel had gradients up to 18 units off
                 units = 32 if backend == "sdpa" else 16
                 slack = most_of * (units * unit + 8 * float(off.clamp(max=1e-3).max()))
                 # values too small for float32: slopes of scores, and sums of them before scaling

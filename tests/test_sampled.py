@@ -1,4 +1,4 @@
-"""Which cases a short run has: those that differ in one argument stay together where that is asked for."""
+"""A short run samples cases, and keeps together those that differ in one named argument."""
 
 from __future__ import annotations
 

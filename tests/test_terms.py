@@ -1,4 +1,4 @@
-"""Score terms, sinks and dropout against their formulas, written here once more for dense float64 tensors."""
+"""Score terms, sinks and dropout equal their formulas, written here again for dense float64 tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HEADS = 4
 
 
 def made(kind: type[Term], n: int, dtype: torch.dtype, g: torch.Generator, *, shared: bool = False) -> Term:
-    """A term of a kind: its oracle's numbers, and tables of n queries and keys that learn if the kind's do."""
+    """Return a term of a kind with its oracle's numbers, and tables for n queries and keys that learn if the kind's do."""
     sizes = {"batch": 2, "heads": HEADS, "distance": 23, "queries": n, "keys": n}
     tables = []
     for name, axes in kind.axes.items():
@@ -48,7 +48,7 @@ def made(kind: type[Term], n: int, dtype: torch.dtype, g: torch.Generator, *, sh
     return kind(*ORACLES[kind.__name__].some, *tables)
 
 
-#: What makes a term, and the formula of its kind, by the kernel's name.
+#: A term's constructor and formula, by the kernel's name of its kind.
 KINDS = {
     kind.kernel: (functools.partial(made, kind), ORACLES[name].formula) for name, kind in declarations.KINDS.items()
 }
@@ -71,7 +71,7 @@ def dense(
     order: int = 0,
     most: float = torch.inf,
 ) -> dict[str, Tensor]:
-    """The formula, in one dtype, with the gradients of everything that learns; scores above ``most`` are infinite."""
+    """Compute the formula in one dtype, with the gradients of every learned tensor; scores above ``most`` become infinite."""
     q, k, v = x.leaves(dtype)
     tables = [table.detach().to(dtype).requires_grad_() for term in terms for table in term.tables]
     sink = None if sinks is None else sinks.detach().to(dtype).requires_grad_()
@@ -98,7 +98,7 @@ def dense(
     named = {"out": out, "lse": lse, "dq": found[0], "dk": found[1], "dv": found[2]}
     named |= {f"table {i - 3}": found[i] for i in range(3, 3 + len(tables))}
     if tables:
-        # the addends of their sums, each off by as many units as its exponent is large
+        # the summands of exponents, each with as many units of error as it is large
         alive = lse.masked_fill(torch.isneginf(lse), 0.0)[..., None].abs()
         of_weights = (x.dout.to(dtype) @ v.repeat_interleave(group, 1).mT).abs()
         of_row = (x.dlse.abs() + (x.dout.to(dtype) * out).abs().sum(-1))[..., None]
@@ -107,7 +107,7 @@ def dense(
         named |= {f"sizes of table {i}": size for i, size in enumerate(sizes)}
     if sink is not None:
         named["sinks"] = found[len(leaves) - 1]
-        # the addends of its sum, which cancel
+        # the summands of its sum, which cancel
         addends = (x.dlse.abs() + (x.dout.to(dtype) * out).abs().sum(-1)) * (sink[:, None] - lse).exp()
         named["sizes of sinks"] = addends.sum((0, 2))
     return {name: x.detach().double() for name, x in named.items() if x is not None}
@@ -147,7 +147,7 @@ def error(got: Tensor, wanted: Tensor) -> float:
 
 
 def check(got: dict[str, Tensor], formula: Callable[[torch.dtype, int], dict[str, Tensor]], dtype: torch.dtype) -> None:
-    """Within twice the error of the formula in the dtype's own arithmetic, or a few units of it.
+    """Check that errors are within twice those of the formula in the dtype's own arithmetic, or a few units.
 
     That error is partly chance: the largest of some orders in which the channels of a score are added counts.
     """
@@ -197,7 +197,7 @@ def test_formula(backend: str, names: tuple[str, ...], dtype: torch.dtype) -> No
 
 
 def drawn() -> list[tuple[tuple[str, str], str, torch.dtype, int]]:
-    """Every ordered pair of terms once, with a pattern, a type and key heads: each of these with terms of all kinds."""
+    """Draw every ordered pair of terms once, each with a pattern, a dtype and a number of key heads."""
     patterns, types = sorted(PATTERNS), [torch.float32, torch.bfloat16, torch.float16]
     pairs = itertools.product(KINDS, KINDS)
     return [
@@ -234,7 +234,7 @@ def test_every_pattern(backend: str, name: str) -> None:
 @pytest.mark.parametrize("backend", ABLE)
 @pytest.mark.parametrize("pattern", [rw.Causal(), rw.SlidingWindow(20) | rw.Dilated(8, 16)], ids=str)
 def test_offset(backend: str, pattern: rw.Pattern) -> None:
-    # positions count from the offset, places in a table do not
+    # positions count from the offset, a table's entries from 0
     x = Inputs.random(9, 60, batch=2, heads=HEADS, kv_heads=2)
     names = ("alibi", "distance")
     terms = make(names, 60, torch.float32)
@@ -255,7 +255,7 @@ def test_dropout_is_that_of_its_numbers(backend: str, sizes: tuple[int, int, int
         return dense(x, rw.Causal(), (), [], kind, keep=keep, q_offset=offset, order=order)
 
     check(got, formula, torch.float32)
-    # another call, other pairs
+    # another call drops other pairs
     assert not torch.equal(ours(x, rw.Causal(), [], backend, dropout=0.3, q_offset=offset)["out"], got["out"])
 
 
@@ -285,7 +285,7 @@ def test_dropout_does_not_depend_on_tiles_or_branches(tile: int) -> None:
     alone = dense_batched.forward(record, whole, torch.float32)
     for got, wanted in zip(alone, by("reference"), strict=True):
         torch.testing.assert_close(got, wanted)
-    # in strided views
+    # also in strided views
     for got, wanted in zip(by("dense_batched"), alone, strict=True):
         torch.testing.assert_close(got, wanted)
 
@@ -329,7 +329,7 @@ def test_sinks(backend: str, dtype: torch.dtype) -> None:
     pattern = rw.Causal() & ~rw.Segments(20)  # the first rows attend nothing
     got = ours(x, pattern, [], backend, sinks=sinks)
     finite = slice(0, 3)
-    # the logit of -inf is no sink
+    # a logit of -inf is no sink
     plain = ours(x, pattern, [], backend)
     assert torch.equal(got["out"][:, 3], plain["out"][:, 3])
     assert torch.equal(got["lse"][:, 3], plain["lse"][:, 3])
@@ -392,7 +392,7 @@ def test_a_masked_nan_stays_where_it_is(backend: str) -> None:
 @pytest.mark.parametrize("backend", ABLE)
 @pytest.mark.parametrize("size", [2e19, torch.inf])
 def test_scores_out_of_range_are_told_whatever_the_terms(backend: str, size: float) -> None:
-    # a cap would hide what went wrong before it
+    # a cap would hide an error before it
     x = inputs(70)
     x.q[:, :, 40] = size
     x.k[:, :, 12] = size
@@ -404,7 +404,7 @@ def test_scores_out_of_range_are_told_whatever_the_terms(backend: str, size: flo
 
 @pytest.mark.parametrize("backend", ABLE)
 def test_what_lies_past_the_last_query_has_no_gradient(backend: str) -> None:
-    # in a whole tile, where a score would be past every number
+    # in a full tile, where all scores would be out of range
     x, terms = inputs(5), [rw.ALiBi([-5.0] * HEADS)]
     pattern = rw.BlockTable(torch.ones(1, 1, dtype=torch.bool), 64)
     got = ours(x, pattern, terms, backend)
@@ -423,7 +423,7 @@ def test_tables_of_any_layout() -> None:
 
 def test_buckets_are_those_of_t5() -> None:
     def bucket(distance: int, both: bool, buckets: int, far: int) -> int:
-        # Raffel et al., as their code computes it: half of the buckets exact, then logarithmic up to `far`
+        # Raffel et al., as in their code: half of the buckets exact, the rest logarithmic up to `far`
         found = 0
         if both:
             buckets //= 2
@@ -466,7 +466,7 @@ def test_buckets_of_few_bits_learn_as_of_many() -> None:
 
 def test_alibi_of_the_paper() -> None:
     assert rw.ALiBi.of_heads(8).slopes.tolist() == [2.0**-i for i in range(1, 9)]
-    # twelve heads: those of eight, then every other one of sixteen
+    # twelve heads: the slopes of eight, then every other one of sixteen
     wanted = [2.0**-i for i in range(1, 9)] + [2 ** -(i / 2) for i in (1, 3, 5, 7)]
     torch.testing.assert_close(rw.ALiBi.of_heads(12).slopes, torch.tensor(wanted))
 
@@ -476,7 +476,7 @@ def test_alibi_far_from_the_start(backend: str) -> None:
     n, far = 64, 2**16
     x = Inputs.random(8, n, heads=HEADS, dtype=torch.bfloat16)
     terms = [rw.ALiBi.of_heads(HEADS)]
-    # every distance is large; what counts is how they differ
+    # every distance is large; only differences matter
     got = rw.attention(x.q, x.k, x.v, terms=terms, q_offset=far, backend=backend)
     near = rw.attention(x.q, x.k, x.v, terms=terms, q_offset=n, backend=backend)
     torch.testing.assert_close(got, near, rtol=2e-2, atol=2e-2)
@@ -484,7 +484,7 @@ def test_alibi_far_from_the_start(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "dense_batched"])
 def test_alibi_costs_no_accuracy_at_65536_tokens(backend: str) -> None:
-    """In bfloat16, over all of a long sequence: distances are computed in float32, whatever the inputs' type."""
+    """For bfloat16 inputs of 65,536 tokens ALiBi stays accurate, since distances are computed in float32."""
     n, rows = 2**16, 4
     x = Inputs.random(rows, n, heads=HEADS, dim=64, dtype=torch.bfloat16)
     slopes = torch.tensor([2.0**-4, 2.0**-8, 2.0**-12, 2.0**-16])
@@ -591,7 +591,7 @@ def test_a_drop_rate_that_a_trace_leaves_open() -> None:
             torch.manual_seed(3)
             found.append(call(x.q))
         assert torch.equal(*found)
-    # one with dropout, one without
+    # one graph with dropout, one without
     assert counter.frame_count == 2
 
 
@@ -658,7 +658,7 @@ def test_refusals(call: Callable[[], object], kind: type[Exception], text: str) 
 
 
 def test_every_kind_is_everywhere() -> None:
-    """A kind of ringweave.terms that one of these places left out."""
+    """Each of these places knows every kind of ringweave.terms."""
     kinds = set(declarations.KINDS)
     assert all(getattr(rw.terms, name) is kind for name, kind in declarations.KINDS.items())
     assert kinds == set(ORACLES)
@@ -679,7 +679,7 @@ def test_backends_name_what_they_compute(name: str) -> None:
 
 
 def test_the_kernels_know_every_kind() -> None:
-    """A kind that a kernel's own list left out would be refused, or left to slower backends."""
+    """The kernels' lists contain every kind: a missing one would be refused or left to slower backends."""
     native = cpu.module()
     if native is not None:
         assert set(native.term_kinds()) == {kind.kernel for kind in declarations.KINDS.values()}
@@ -690,12 +690,12 @@ def test_the_kernels_know_every_kind() -> None:
         assert len(set(extras.KINDS.values())) == len(extras.KINDS)
 
 
-#: Numbers and entries at the bounds of float32 and beyond them.
+#: Numbers and table entries at the bounds of float32 and beyond.
 HOSTILE = [0.0, 1e-300, -1e-39, 1e-37, 1.0, 1.0 + 1e-12, 1e30, -3e38, 1e39, -1e300, torch.inf, -torch.inf, torch.nan]
 
 
 def agrees(term: Term, backend: str, formula: Callable[..., Tensor], dtype: torch.dtype, dim: int = 8) -> None:
-    """A call with the term is right on a backend, or refused by a typed error."""
+    """A call with the term is right on a backend, or raises a typed error."""
     x = Inputs.random(24, batch=2, heads=HEADS, kv_heads=2, dim=dim, dtype=dtype)
     # a table is read in the dtype of sums
     tables = [t if dtype == torch.float64 else t.detach().float().requires_grad_(t.requires_grad) for t in term.tables]
@@ -703,11 +703,11 @@ def agrees(term: Term, backend: str, formula: Callable[..., Tensor], dtype: torc
     try:
         got = ours(x, rw.Causal(), [term], backend)
     except rw.UnsupportedError:
-        # the kernel computes up to 32 bits
+        # the kernel computes in up to 32 bits
         return
     name = next(name for name, (_, known) in KINDS.items() if known is formula)
     if any(bool((x.abs() > 1e3).any()) for x in read.tables):
-        # lse, of float32, has no digits left for the logarithm of a sum, which backward needs
+        # a float32 lse this large has no digits for the logarithm of the sum, which backward needs
         got = {each: got[each] for each in ("out", "lse")}
     most = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).max
 
@@ -717,7 +717,7 @@ def agrees(term: Term, backend: str, formula: Callable[..., Tensor], dtype: torc
         return found | {"lse": found["lse"].masked_fill(broken, torch.nan)}
 
     def wanted(kind: torch.dtype, order: int) -> dict[str, Tensor]:
-        # float16 does not have most of these numbers
+        # float16 cannot represent most of these numbers
         kind = torch.float32 if kind == torch.float16 else kind
         return told(dense(x, rw.Causal(), [name], [read], kind, order=order, most=most))
 
@@ -744,7 +744,7 @@ def test_hostile_numbers(name: str, backend: str) -> None:
 @pytest.mark.parametrize("backend", ABLE)
 @pytest.mark.parametrize("name", list(declarations.KINDS))
 def test_hostile_tables(name: str, backend: str) -> None:
-    """One entry of a table, or all of them, at the bounds of float32: the formula's results, on every backend."""
+    """With one entry of a table, or all, at the bounds of float32, every backend gives the formula's results."""
     kind = declarations.KINDS[name]
     for at, value, (dtype, stored) in itertools.product(
         range(len(kind.axes)), [-1e-39, 1e30, -3e38, 1e39, torch.inf, -torch.inf, torch.nan],
@@ -759,7 +759,7 @@ def test_hostile_tables(name: str, backend: str) -> None:
 
 
 def declared() -> type[Term]:
-    """A kind that no kernel knows: it adds a number, and a share of it."""
+    """A kind unknown to the kernels: it adds a number, and a multiple of the score."""
 
     @dataclass(frozen=True)
     class Raised(Term):
@@ -830,14 +830,14 @@ def mixed() -> type[Term]:
 
 
 def mixed_formula(t: Tensor, strength: float, gain: Tensor, ages: Tensor, table: Tensor) -> Tensor:
-    """The kind's formula once more, for scores of as many queries as keys."""
+    """The kind's formula again, for equally many queries and keys."""
     distance = torch.arange(t.shape[3]) - torch.arange(t.shape[2])[:, None]
     reach = ages.shape[1] // 2
     return gain[:, None, None] * t - ages[:, distance.clamp(-reach, reach) + reach] + strength * table[:, None]
 
 
 def of_a_test(declare: Callable[[], type[Term]]) -> Iterator[type[Term]]:
-    """Yield a kind that is declared until the test ends."""
+    """Declare a kind for the duration of a test."""
     known = dict(declarations.KINDS)
     yield declare()
     declarations.KINDS.clear()
@@ -857,7 +857,7 @@ def kind_of_tables() -> Iterator[type[Term]]:
 @pytest.mark.parametrize("backend", ["reference", "dense_batched", "auto"])
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_kind_with_a_number_and_tables(kind_of_tables: type[Term], backend: str, shared: bool) -> None:
-    """Results, and the gradient of each table that learns, are those of the formula; between other terms too."""
+    """Results and the gradients of learned tables are those of the formula, also between other terms."""
     x, g = inputs(40, torch.float64), torch.Generator().manual_seed(1)
     gain, ages, table = (
         torch.rand(shape, generator=g, dtype=torch.float64)
@@ -883,7 +883,7 @@ def test_a_kind_with_a_number_and_tables(kind_of_tables: type[Term], backend: st
 
 
 def test_a_kind_of_tables_in_a_graph_and_refused(kind_of_tables: type[Term]) -> None:
-    """Compiled code passes all tables; the kernel refuses the kind; a table that does not learn must be constant."""
+    """Compiled code passes all tables; the kernel refuses the kind; a constant table must not require gradients."""
     x, g = inputs(40), torch.Generator().manual_seed(1)
     example = kind_of_tables.example(2, HEADS, 40, 40, g)
     gain, ages, table = example.tables
@@ -912,7 +912,7 @@ def test_a_kind_of_tables_in_a_graph_and_refused(kind_of_tables: type[Term]) -> 
 
 @pytest.mark.parametrize("warm", [False, True])
 def test_slopes_that_learn_later_are_refused(warm: bool) -> None:
-    """The owner of a constant table may call requires_grad_() after the term was made, and after a call with it."""
+    """A constant table that requires gradients after its term was made, or used in a call, is refused."""
     x, slopes = inputs(20), torch.rand(HEADS)
     term = rw.ALiBi(slopes)
     for leaves in (x.leaves(), [x.q, x.k, x.v]):
@@ -933,12 +933,12 @@ def test_slopes_that_learn_later_are_refused(warm: bool) -> None:
 def test_numbers_that_float32_does_not_have(raised: type[Term], numbers: tuple[float, float], name: str) -> None:
     with pytest.raises(rw.ShapeError, match=f"{name}: got .*; wanted .* Kernels compute in float32"):
         raised(*numbers)
-    # the next number of float32
+    # the next float32
     assert raised(1.0, 1.0 + 2.0**-22).numbers == (1.0, 1.0 + 2.0**-22)
 
 
 def test_a_kind_that_no_kernel_knows(raised: type[Term]) -> None:
-    """Named, a kernel refuses it; auto goes on to what computes its formula, and gets its gradient right."""
+    """For a kind unknown to the kernels, a named kernel raises, and auto uses a backend that computes its formula and gradient."""
     term, x = raised(0.25, 0.5), inputs(40)
     assert term.spec == "Raised(0.25, 0.5)"
     assert terms_of(*written([term, rw.Softcap(2), term])) == (term, rw.Softcap(2.0), term)
@@ -960,13 +960,13 @@ def test_a_kind_that_triton_does_not_know(raised: type[Term]) -> None:
     if not triton.installed():
         pytest.skip("triton is not installed")
     assert triton.BACKEND.lacks(frozenset({"Raised", "Softcap"}), "cuda") == {"Raised"}
-    # what nothing runs on says so, whatever the terms
+    # a device without any backend raises so, whatever the terms
     assert not triton.BACKEND.lacks(frozenset({"Raised"}), "cpu")
     assert flex.BACKEND.lacks(frozenset({"Raised", "dropout"}), "cuda") == {"dropout"}
 
 
 def test_a_declaration_that_lacks_something() -> None:
-    """A kind that does not define its slope would pass gradients on as they are."""
+    """A kind without its slope is refused: gradients would pass through it unchanged."""
     before = dict(declarations.KINDS)
     for body, text in (
         ({"__annotations__": {"low": "float"}, "kernel": "x"}, "does not define slope"),

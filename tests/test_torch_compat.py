@@ -1,4 +1,4 @@
-"""Without a private name of torch the library is slower, or refuses by name; its results keep their bits."""
+"""Without a private name of torch the library is slower or refuses by name; its results keep their bits."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ringweave.call import Call
 from ringweave.patterns import Full
 from ringweave.plan import Branch
 
-# a minute of one core, and several times that on a busy machine
+# a minute of CPU time, and several minutes on a busy machine
 pytestmark = pytest.mark.timeout(900)
 
 NAMES = [name for name in torch_compat.WITHOUT if torch_compat.find(name) is not None]
-#: Names that a build without NCCL lacks, and a name that is None until a process group exists.
+#: Names that a build without NCCL lacks, and a name that is None before a process group exists.
 ELSEWHERE = {name for name in torch_compat.WITHOUT if "NCCL" in name or "_default_pg" in name}
-#: Names that the quick path needs, and those that the sdpa backend needs.
+#: Names that the quick path needs, and names that the sdpa backend needs.
 QUICK = {name for name, words in torch_compat.WITHOUT.items() if "small calls go through the operators" in words}
 SDPA = {name for name in NAMES if "_for_cpu" in name}
 
@@ -34,7 +34,7 @@ Answers = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def answers() -> Answers:
-    """What calls give without each name, by the name: "" without any gone, "all" with all gone."""
+    """Return the answers without each name, by name; "" is with all names, "all" without any."""
     script = Path(__file__).with_name("absent_names.py")
     run = [sys.executable, "-W", "ignore", str(script), *NAMES]
     done = subprocess.run(run, capture_output=True, text=True, timeout=800, cwd=script.parents[1])

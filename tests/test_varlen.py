@@ -154,12 +154,12 @@ def test_rows_without_keys_have_an_lse_of_minus_infinity() -> None:
 
 
 def test_a_long_batch_is_planned_without_all_pairs() -> None:
-    """128 sequences of 1,024 queries and 512 keys, and as many without keys."""
+    """Planning 128 sequences of 1,024 queries and 512 keys, and as many without keys, does not visit all pairs."""
     queries, keys = [1024] * 256, [512, 0] * 128
     packed = rw.Causal().within(rw.Documents(cu_seqlens_q=bounds(queries), cu_seqlens_k=bounds(keys)))
     with candidates.counted() as looked_at:
         plan = packed.plan(sum(queries), sum(keys))
-    # a triangle of 4 x 4 tiles each
+    # each is a triangle of 4 x 4 tiles
     assert plan.nnz == 128 * 10
     assert sum(looked_at) <= 128 * 16
 
@@ -198,6 +198,6 @@ def test_refusals() -> None:
         rw.varlen_attention(q, q, q, [0, 4, 9])
     with pytest.raises(rw.PatternError, match="LongNet"):
         rw.varlen_attention(q, q, q, [0, 10], pattern=rw.LongNet([4], [1]))
-    # places on two axes are no distance
+    # positions on two axes have no distance
     with pytest.raises(rw.UnsupportedError, match="terms: got ALiBi where queries and keys are packed apart"):
         rw.varlen_attention(q[:4], q, q, [0, 4], [0, 10], terms=rw.ALiBi([1.0, 1.0]))

@@ -1,4 +1,4 @@
-"""Decode thousands of tokens with a model of transformers: memory and time of a step stay flat, or it fails.
+"""Decode thousands of tokens with models of transformers, and fail if memory or time a step grows.
 
     python lab/scripts/decoding_soak.py --steps 5000
 
@@ -23,7 +23,7 @@ import ringweave as rw
 from ringweave.integrations.transformers import ModelCache, patch
 from ringweave.integrations.transformers.model_cache import CACHE
 
-#: Parts of a run, and the first one to compare with: until then pages are touched and caches fill.
+#: Parts of a run, and the first part to compare with: before it, pages are touched and caches fill.
 PARTS, SETTLED = 10, 2
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -32,14 +32,14 @@ SIZES: dict[str, Any] = {
 
 
 def of_pages(steps: int) -> tuple[Any, Any]:
-    """A model with a pattern of its own, and a cache of pages."""
+    """Return a model with its own pattern, and a cache of pages."""
     config = transformers.LlamaConfig(**SIZES, max_position_embeddings=steps)
     cache = ModelCache(steps)
     return patch(transformers.LlamaForCausalLM(config).eval(), rw.SlidingWindow(128) | rw.Sinks(4)), cache
 
 
 def of_the_library(steps: int) -> tuple[Any, Any]:
-    """A model with a window, and the cache that drops what lies behind it."""
+    """Return a model with a window, and the library's cache that drops keys behind it."""
     config = transformers.MistralConfig(**SIZES, sliding_window=128, max_position_embeddings=steps)
     return patch(transformers.MistralForCausalLM(config).eval()), transformers.DynamicCache(config=config)
 
@@ -48,7 +48,7 @@ KINDS: dict[str, Callable[[int], tuple[Any, Any]]] = {"pages": of_pages, "slidin
 
 
 def soak(kind: str, steps: int) -> list[tuple[float, int]]:
-    """(seconds of a step, bytes of the process) of each part of a run."""
+    """Return (seconds of a step, bytes of the process) for each part of a run."""
     torch.manual_seed(0)
     model, cache = KINDS[kind](steps)
     process, token, parts = psutil.Process(), torch.tensor([[5], [9]]), []
@@ -64,12 +64,12 @@ def soak(kind: str, steps: int) -> list[tuple[float, int]]:
 
 
 def growth(parts: list[tuple[float, int]]) -> tuple[float, int]:
-    """(time of the last part over that of the first settled one, bytes between them)."""
+    """Return (time of the last part over that of the first compared one, bytes between them)."""
     return parts[-1][0] / parts[SETTLED][0], parts[-1][1] - parts[SETTLED][1]
 
 
 def main() -> None:
-    """Decode."""
+    """Decode with both models and check their growth."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--mib", type=float, default=8.0, help="by how much memory may grow")

@@ -1,4 +1,4 @@
-"""How often the gate notices a slowdown by 1.3, and how often it passes without one: each headline, in many runs.
+"""Measure, for each headline, how often the gate notices a slowdown by 1.3, and how often it fails without one.
 
     python lab/scripts/gate_trials.py lab/results/baseline.json --runs 10
 

@@ -34,7 +34,7 @@ _SECONDS, _MEMORY, _WEIGHTS = 120, 6 * 2**30, 30_000_000
 MARKS = {"agrees": "+", "differs": "D", "raises": "x", "no promise": "?", "not a call": "."}
 #: Words of cases that were not examined.
 UNEXAMINED = ("raises", "no promise", "not a call")
-#: What a difference or an error comes from: what its line, and its model type, look like; the first that fits.
+#: Reasons for differences and errors: (reason, pattern of the line, pattern of the model type); the first match counts.
 JUDGED: tuple[tuple[str, str, str], ...] = (
     (
         "packing is ignored", r"cosmos3.*|qwen.*(vl|omni).*|glm(4v|_ocr|_image|5_next).*|paddleocr.*|.*_vl.*",
@@ -128,7 +128,7 @@ Seen = dict[str, Any]
 
 
 def fed(tiny: models.Tiny) -> models.Inputs:
-    """The first batch that the model takes with its own attention; a decoder's text is shorter than its encoder's."""
+    """Return the first batch that the model takes with its own attention; decoders get shorter texts than encoders."""
     config = models.small(tiny, _WEIGHTS)
     model, why = tiny.made(models.peer_of(tiny.kind), gain=1.0).eval(), ""
     for inputs in models.feeds(tiny.kind, config):
@@ -145,14 +145,14 @@ def fed(tiny: models.Tiny) -> models.Inputs:
 
 
 def status(result: model_zoo.Result) -> str:
-    """A word of MARKS."""
+    """Return the status of a case, one of MARKS."""
     if result.audit is None:
         return "raises" if result.failed else "not a call"
     return {True: "agrees", False: "differs", None: "no promise"}[result.agrees]
 
 
 def seen(name: str) -> Seen:
-    """What was found in a model type: a list of (implementation, case, status, lines); or why it was not tried."""
+    """Return a model type's results as (implementation, case, status, lines), or the reason why it was not tried."""
     why = ""
     try:
         for tiny in models.tinies(models.class_of(name)):
@@ -182,7 +182,7 @@ def _child(name: str, pipe: Any) -> None:
 
 
 def apart(name: str) -> Seen:
-    """As :func:`seen`, in a process of its own: what hangs or dies is a line as well."""
+    """Run :func:`seen` in its own process; a hang or a crash becomes a result."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(name, theirs))
@@ -201,7 +201,7 @@ def apart(name: str) -> Seen:
 
 
 def main() -> None:
-    """Look at them."""
+    """Audit the models and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="model types; all by default")
     parser.add_argument("--log", type=Path, help="file of outcomes, a line each; those that it has are not tried again")
@@ -213,7 +213,7 @@ def main() -> None:
     known = [json.loads(each) for each in log.read_text("utf-8").splitlines()] if log and log.exists() else []
     done = {each["name"]: each for each in known}
     names = arguments.names or list(models.users())
-    # a third of a model's time, once here rather than in each process
+    # importing takes a third of a model's time: once here rather than in each process
     importlib.import_module("torch._inductor.compile_fx")
 
     def one(name: str) -> Seen:
@@ -237,12 +237,12 @@ def main() -> None:
 
 
 def line(each: Seen) -> str:
-    """A model type in a line."""
+    """Return the line of a model type."""
     return f"{each['name']}: " + (f"not tried: {each['untried']}" if "untried" in each else " ".join(cells(each)))
 
 
 def cells(each: Seen) -> list[str]:
-    """A mark for each case of each implementation."""
+    """Return a mark for each case of each implementation."""
     marks = {(way, case): MARKS[word] for way, case, word, _ in each["results"]}
     return [
         marks.get((way, "build")) or "".join(marks[way, case] for case in CASES) for way in model_zoo.IMPLEMENTATIONS
@@ -250,7 +250,7 @@ def cells(each: Seen) -> list[str]:
 
 
 def judged(name: str, said: str) -> str:
-    """What a line comes from."""
+    """Return the reason for a difference or an error."""
     for text, types, why in JUDGED:
         if re.search(text, said) and re.fullmatch(types, name):
             return why
@@ -258,12 +258,12 @@ def judged(name: str, said: str) -> str:
 
 
 def found(rows: Iterable[Seen], word: str) -> dict[str, dict[str, list[tuple[str, str]]]]:
-    """What differs or raises, by what it comes from: model types, and implementations and cases of each."""
+    """Return the differences, or the errors, by reason: for each model type its implementations and cases."""
     by_reason: dict[str, dict[str, list[tuple[str, str]]]] = {}
     for each in rows:
         for way, case, outcome, lines in each["results"]:
             for said in lines if outcome == word else ():
-                # layers that agree stand beside those that do not
+                # layers that agree are listed with those that do not
                 if ": agrees with" not in said:
                     reason = by_reason.setdefault(judged(each["name"], said), {})
                     reason.setdefault(each["name"], []).append((way, case))
@@ -271,7 +271,7 @@ def found(rows: Iterable[Seen], word: str) -> dict[str, dict[str, list[tuple[str
 
 
 def listed(reasons: dict[str, dict[str, list[tuple[str, str]]]]) -> Iterable[str]:
-    """Rows of a table of reasons."""
+    """Return the rows of a table of reasons."""
     for why, types in reasons.items():
         where = {place for places in types.values() for place in places}
         ways = [way for way in model_zoo.IMPLEMENTATIONS if any(way == place[0] for place in where)]
@@ -281,14 +281,14 @@ def listed(reasons: dict[str, dict[str, list[tuple[str, str]]]]) -> Iterable[str
 
 
 def four(words: list[str]) -> str:
-    """The four counts of a cell."""
+    """Return the four counts of a cell."""
     agreed, differing = words.count("agrees"), words.count("differs")
     unexamined = sum(words.count(word) for word in UNEXAMINED)
     return f"{agreed + differing} / {agreed} / {differing} / {unexamined}"
 
 
 def document(rows: list[Seen]) -> str:
-    """The page."""
+    """Return the page."""
     tried = [each for each in rows if "untried" not in each]
     late = [each["name"] for each in rows if each.get("untried") == LATE]
     unmade = [each["name"] for each in rows if "untried" in each and each["untried"] != LATE]

@@ -51,11 +51,11 @@ SMALL: dict[str, Any] = {
     "image_size": 32, "patch_size": 8, "num_frames": 4, "tubelet_size": 2, "depth": 2, "num_mel_bins": 16,
     "projection_dim": 32, "window_size": 4, "conv_dim": [32, 32], "conv_stride": [5, 4], "conv_kernel": [10, 8],
     "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0, "out_hidden_size": 32,
-    # what has to fit the width
+    # sizes that must match the width
     "mamba_n_heads": 8, "mamba_d_head": 8, "text_hidden_size": 32, "audio_hidden_size": 32, "condition_dim": 32,
     "adapter_input_size": 32, "num_windows": 4,
 }  # fmt: skip
-#: Of these, how many there are of something: layers, tokens, experts.
+#: The options of SMALL that count layers, tokens or experts.
 DEPTHS = (
     "num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "n_layer", "n_layers", "num_decoder_layers",
     "num_encoder_layers", "depth", "layer_types", "max_window_layers", "first_k_dense_replace",
@@ -72,15 +72,15 @@ Operands = dict[str, Tensor]
 
 
 class TooLongError(Exception):
-    """A model took longer than it may."""
+    """A model took longer than the limit."""
 
 
 class UntriedError(Exception):
-    """A model cannot be made or fed here: nothing is known of ringweave in it."""
+    """A model cannot be constructed or fed here, so ringweave was not tried in it."""
 
 
 def users() -> Iterator[str]:
-    """The model types whose code calls attention through the interface."""
+    """Yield the model types with code that calls attention through the interface."""
     folder = Path(transformers.__file__).parent / "models"
     for name in sorted(transformers.CONFIG_MAPPING):
         kind = transformers.CONFIG_MAPPING[name]
@@ -91,7 +91,7 @@ def users() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Tiny:
-    """A model class, and the sizes that stay its own where not all of them can be small.
+    """A model class, and the sizes that keep their usual values where not all can be small.
 
     Attributes:
         kind: The class.
@@ -102,11 +102,11 @@ class Tiny:
     own: tuple[str, ...] = ()
 
     def config(self) -> Any:
-        """A tiny configuration."""
+        """Return a tiny configuration."""
         return self.kind.config_class(**sizes(self.kind.config_class, self.own))
 
     def made(self, attention: str, gain: float = 4.0) -> Any:
-        """The model, with the same weights for every implementation, as large as attention needs to matter."""
+        """Return the model, with equal weights for every implementation, so large that attention changes the output."""
         config = self.config()
         config._attn_implementation = attention
         torch.manual_seed(0)
@@ -120,17 +120,17 @@ class Tiny:
 
 
 def tinies(kind: Any) -> Iterator[Tiny]:
-    """Small in everything, in all but its layers, in its layers alone: the first that works is used."""
+    """Yield variants: every size small, all but the layers, or the layers alone; the first that works is used."""
     yield Tiny(kind)
     yield Tiny(kind, DEPTHS)
     yield Tiny(kind, tuple(name for name in SMALL if name not in COUNTS))
 
 
 def sizes(kind: Any, own: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The arguments of a configuration with small sizes, as far as it has them, and those of its parts."""
+    """Return small sizes for the arguments that a configuration has, and for its parts."""
     usual = kind()
     words = usual.to_dict()
-    # where it wants a number for each stage, its own
+    # keep its own value where it has one for each stage
     staged = {name for name, value in words.items() if isinstance(value, (list, tuple))}
     small = {name: x for name, x in SMALL.items() if name in words and name not in own}
     found = {name: x for name, x in small.items() if name not in staged or isinstance(x, list)}
@@ -147,7 +147,7 @@ def sizes(kind: Any, own: tuple[str, ...] = ()) -> dict[str, Any]:
         found["num_hidden_layers"] = len(found["layer_types"])
     found |= {name: 0.0 for name, value in words.items() if isinstance(value, float) and "drop" in name}
     if "kv_lora_rank" in words and "kv_lora_rank" not in own:
-        # keys of low rank, of which each head makes its own; what is turned is a part of them
+        # heads make their own keys from one of low rank; only a part of each key is rotated
         found |= {"num_key_value_heads": 4, "head_dim": found.get("qk_rope_head_dim", 8)}
     for name in kind.sub_configs:
         if (part := getattr(usual, name, None)) is not None:
@@ -156,7 +156,7 @@ def sizes(kind: Any, own: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def class_of(name: str) -> Any:
-    """The class to try: what is trained on text, else the bare model, else what takes this configuration."""
+    """Return the class to try: one for text, else the bare model, else any class with this configuration."""
     for table in ("FOR_CAUSAL_LM_", "FOR_SEQ_TO_SEQ_CAUSAL_LM_", "FOR_MASKED_LM_", "FOR_IMAGE_TEXT_TO_TEXT_", ""):
         found = getattr(modeling_auto, f"MODEL_{table}MAPPING_NAMES").get(name)
         if found is not None:
@@ -177,7 +177,7 @@ def class_of(name: str) -> Any:
 
 
 def small(tiny: Tiny, limit: int = 130_000_000) -> Any:
-    """The tiny configuration of a class that calls the interface; of not more weights than a limit."""
+    """Return the tiny configuration of a class that calls the interface, with at most a limit of weights."""
     try:
         config = tiny.config()
         with torch.device("meta"):
@@ -192,7 +192,7 @@ def small(tiny: Tiny, limit: int = 130_000_000) -> Any:
 
 
 def feeds(kind: Any, config: Any) -> Iterator[Operands]:
-    """Batches to try, the smaller ones first: the first that the model takes with its own attention is used."""
+    """Yield batches to try, the smaller ones first: the first that the model takes with its own attention is used."""
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> Tensor:
@@ -235,7 +235,7 @@ def feeds(kind: Any, config: Any) -> Iterator[Operands]:
 
 
 def tensors(out: Any) -> list[Tensor]:
-    """The tensors of numbers in what a model gives that gradients go through."""
+    """Return the floating-point tensors of a model's output that require gradients."""
     if isinstance(out, Tensor):
         return [out] if out.is_floating_point() and out.requires_grad else []
     if isinstance(out, dict):
@@ -246,14 +246,14 @@ def tensors(out: Any) -> list[Tensor]:
 def learned(
     tiny: Tiny, attention: str, inputs: Operands, dtype: torch.dtype = torch.float32, gain: float = 4.0
 ) -> list[Tensor | None]:
-    """What comes out where there is no padding, and gradients."""
+    """Return the outputs where there is no padding, and the gradients."""
     model = tiny.made(attention, gain).to(dtype)
     outs = tensors(model(**{name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}))
     if not outs:
         raise UntriedError("gives nothing to differentiate")
     mask = inputs.get("attention_mask")
     if mask is not None:
-        # some put a token behind the text
+        # some models append a token to the text
         masks = {mask.shape[1] + more: torch.nn.functional.pad(mask, (0, more), value=1) for more in (0, 1)}
         long = [x for x in outs if x.ndim > 1 and x.shape[0] == mask.shape[0] and x.shape[1] in masks]
         outs = [x * masks[x.shape[1]].view(*x.shape[:2], *[1] * (x.ndim - 2)) for x in long] or outs
@@ -262,31 +262,31 @@ def learned(
 
 
 def difference(mine: list[Tensor | None], theirs: list[Tensor | None]) -> float:
-    """The largest one, of 1 or the largest number of a tensor; without end where one is no number, or is missing."""
+    """Return the largest difference relative to the tensor or to 1; infinite for NaN and for a missing tensor."""
     worst = 0.0
     for a, b in zip(mine, theirs, strict=True):
         if b is None or b.numel() == 0:
             continue
         apart = math.inf if a is None else float((a - b).abs().max() / b.abs().max().clamp(min=1.0))
-        # a maximum with what is no number is whichever comes first
+        # max() with a NaN returns its first argument
         worst = math.inf if math.isnan(apart) else max(worst, apart)
     return worst
 
 
 def said(error: Exception) -> str:
-    """An error in a cell of a table."""
+    """Return the text of an error for a cell of the table."""
     text = (str(error).strip().splitlines() or [""])[0].translate(str.maketrans("|[]", "/()"))[:100]
     return f"{type(error).__name__}: {text}"
 
 
 def peer_of(kind: Any) -> str:
-    """The implementation to compare with: sdpa, or eager where the model has no other or sdpa drops its soft cap."""
+    """Return the implementation to compare with: sdpa, or eager if the model lacks sdpa or sdpa drops its soft cap."""
     capped = "softcap" in inspect.getsource(sys.modules[kind.__module__])
     return "sdpa" if getattr(kind, "_supports_sdpa", False) and not capped else "eager"
 
 
 def taken(tiny: Tiny, config: Any, peer: str) -> tuple[Operands, list[Tensor | None]]:
-    """The first batch that a model takes with its own attention, and what it makes of it."""
+    """Return the first batch that a model takes with its own attention, and its results for it."""
     why = ""
     for inputs in feeds(tiny.kind, config):
         try:
@@ -304,7 +304,7 @@ def taken(tiny: Tiny, config: Any, peer: str) -> tuple[Operands, list[Tensor | N
 
 
 def padded(tiny: Tiny, peer: str, inputs: Operands) -> list[Tensor | None]:
-    """What the model's own attention makes of a batch with padding."""
+    """Return the results of the model's own attention for a batch with padding."""
     try:
         return learned(tiny, peer, inputs)
     except TooLongError:
@@ -314,7 +314,7 @@ def padded(tiny: Tiny, peer: str, inputs: Operands) -> list[Tensor | None]:
 
 
 def one_graph(tiny: Tiny, inputs: Operands) -> str:
-    """Whether a padded forward is one graph; if not, whether it is with the model's own attention."""
+    """Return whether a padded forward compiles to one graph; if not, whether it does with the model's own attention."""
     found = {}
     for attention in (integration.NAME, peer_of(tiny.kind)):
         torch._dynamo.reset()
@@ -336,7 +336,7 @@ def one_graph(tiny: Tiny, inputs: Operands) -> str:
 
 
 def tried(name: str) -> tuple[str, str]:
-    """(what came of it, more about that)."""
+    """Return the outcome for a model type, and its details."""
     first: UntriedError | None = None
     for tiny in tinies(class_of(name)):
         try:
@@ -348,7 +348,7 @@ def tried(name: str) -> tuple[str, str]:
 
 
 def compared(name: str, tiny: Tiny) -> tuple[str, str]:
-    """As :func:`tried`, of one way to make it small."""
+    """Return the outcome and details of one way to make the model small."""
     kind = tiny.kind
     config = small(tiny)
     peer = peer_of(kind)
@@ -371,12 +371,12 @@ def compared(name: str, tiny: Tiny) -> tuple[str, str]:
     fed = " and ".join(each for each in inputs if each not in ("attention_mask", "decoder_input_ids"))
     more = f"{worst:.0e}, to {peer}, of {fed}"
     if worst > _BOUND:
-        # where rounding is amplified float64 tells
+        # where rounding is amplified, float64 decides
         exact = (learned(tiny, attention, inputs, torch.float64) for attention in (integration.NAME, peer))
         worst = difference(*exact)
         more = f"{worst:.0e} in float64, {more}"
     if worst > _BOUND and peer == "sdpa":
-        # where the library's two differ, its eager, with weights that do not amplify
+        # where the library's two implementations differ: its eager one, with weights that do not amplify
         mine, *own_two = (learned(tiny, each, inputs, gain=1.0) for each in (integration.NAME, "eager", peer))
         worst = difference(mine, own_two[0])
         more = f"{worst:.0e}, to eager, of {fed}; its sdpa is {difference(*own_two):.0e} from that"
@@ -386,7 +386,7 @@ def compared(name: str, tiny: Tiny) -> tuple[str, str]:
 
 
 def outcome(name: str) -> tuple[str, str]:
-    """As :func:`tried`, with errors as outcomes."""
+    """Return the outcome and details, with errors as outcomes."""
 
     def late(number: int, frame: object) -> None:
         raise TooLongError(f"took more than {_SECONDS} s")
@@ -407,7 +407,7 @@ def outcome(name: str) -> tuple[str, str]:
 
 
 def page(rows: list[tuple[str, str, str]]) -> str:
-    """The table."""
+    """Return the table."""
     counts = {
         kind: sum(row[1] == kind for row in rows) for kind in ("equal", "differs", "refused", "failed", "not tried")
     }
@@ -438,7 +438,7 @@ def page(rows: list[tuple[str, str, str]]) -> str:
 
 
 def main() -> None:
-    """Try them."""
+    """Try the models and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="model types; all by default")
     parser.add_argument("--log", type=Path, help="file of outcomes, a line each; those that it has are not tried again")

@@ -1,4 +1,4 @@
-"""Compile the Triton kernels for real GPUs, without one, and say what they need of it.
+"""Compile the Triton kernels for real GPUs, without a GPU, and write a table of the resources that they use.
 
     python lab/scripts/kernel_resources.py            write lab/notes/kernel-resources.md
     python lab/scripts/kernel_resources.py --check    compare with it: spills and lost tensor instructions fail
@@ -33,11 +33,11 @@ from ringweave.backends.triton.launch_config import LaunchConfig, Packing, goes_
 TABLE = Path(__file__).parents[1] / "notes" / "kernel-resources.md"
 KERNELS = ("forward", "join", "delta", "backward_q", "backward_kv")
 DIMS = (64, 128)
-# each kind of term, all that learn summed, and dropout
+# each kind of term, with all that can learn doing so, and dropout
 EVERY = Extras(tuple(kind.value for kind in (SOFTCAP, ALIBI, DISTANCE, BIAS)), (0, 0, *(SUMMED.value,) * 2), True)
-# bytes of a thread that another compiler than the table's may spill: 3.6 spills 24 on sm_100, 3.9 56 there
+# bytes a thread that may spill with another compiler than the table's: 3.6 spills 24 on sm_100, 3.9 56 there
 SPARE = 64
-# of a kernel, D, a device and a tile: bytes that spill, stored before the loop and read after it
+# for a kernel, D, a device and a tile: the known spilled bytes, stored before the loop and read after it
 SPILLED = {
     ("forward", 64, "sm_80", "128 x 128"): 8,
     ("backward_kv", 64, "sm_100", "128 x 128, described"): 16,
@@ -55,7 +55,7 @@ _POINTERS = {
 
 @dataclass(frozen=True)
 class Resources:
-    """What one compiled kernel needs."""
+    """The resources of one compiled kernel."""
 
     kernel: str
     dim: int
@@ -73,7 +73,7 @@ class Resources:
 
 
 def compile_kernel(kernel: str, dim: int, name: str, shape: Shape = WIDE, **changes: Any) -> Resources:
-    """Compile one kernel as :func:`compiled` does, and say what it needs."""
+    """Compile one kernel as :func:`compiled` does, and return its resources."""
     target = TARGETS[name]
     made, blocks = compiled(kernel, dim, name, shape, **changes)
     label = f"{blocks.m} x {blocks.n}, {blocks.warps} warps, {blocks.stages} stages".replace("1 stages", "1 stage")
@@ -203,12 +203,12 @@ def of_rocm(assembly: str) -> tuple[int, int]:
 
 
 def spare() -> int:
-    """Bytes that may spill: none with the compiler of the table."""
+    """Return the bytes that may spill: 0 with the compiler of the table."""
     return 0 if f"triton {triton.__version__}." in TABLE.read_text() else SPARE
 
 
 def faults(found: Resources, room: int = 0) -> list[str]:
-    """Why a kernel must not be shipped as it is; ``room`` bytes may spill, or as many as are known to."""
+    """Return the reasons not to ship a kernel; it may spill ``room`` bytes, or the known number of them."""
     where = f"{found.kernel}, D {found.dim}, {found.device}"
     result = []
     if found.stack > max(room, SPILLED.get((found.kernel, found.dim, found.device, found.tile), 0)):
@@ -223,7 +223,7 @@ def faults(found: Resources, room: int = 0) -> list[str]:
 
 
 def variants() -> Iterator[Callable[[], Resources]]:
-    """What the interpreter cannot tell of: that each way in which a kernel may be specialised compiles at all.
+    """Yield compilations of every specialisation, which the interpreter cannot check.
 
     Every third is each of the first eight once, of one kernel or another.
     """
@@ -250,7 +250,7 @@ def variants() -> Iterator[Callable[[], Resources]]:
 
 
 def page(rows: Iterable[Resources]) -> str:
-    """The table as committed."""
+    """Return the table as committed."""
     return "\n".join(
         [
             "# What the Triton kernels need of a GPU",
@@ -298,7 +298,7 @@ def main() -> int:
                     print(rows[-1].row, flush=True)
     problems = [fault for row in rows for fault in faults(row, spare() if asked.check else 0)]
     if asked.check:
-        # another compiler counts registers otherwise
+        # other compilers count registers in another way
         committed = [row.row for row in rows] if spare() else TABLE.read_text().splitlines()
         problems += [f"differs from {TABLE.name}: {row.row}" for row in rows if row.row not in committed]
     elif not (asked.kernel or asked.dim or asked.device or asked.tile):

@@ -1,4 +1,4 @@
-"""What the Triton kernels are compiled for: shapes of work, and devices. Part of kernel_resources.py."""
+"""Shapes of work, and devices, that kernel_resources.py compiles the Triton kernels for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ringweave.backends.triton.launch_config import Device, LaunchConfig, Traits
 
 @dataclass(frozen=True)
 class Shape:
-    """What a kernel is compiled for: a plan's tile, heads that share keys and lists, its queries, tiles in a row."""
+    """A shape of work: a plan's tile, heads that share keys and lists, the number of queries, and tiles in a row."""
 
     tile: tuple[int, int] = (128, 128)
     heads: int = 1
@@ -22,8 +22,8 @@ class Shape:
     split: bool = False
     clear: bool = False
     described: bool = False
-    dead: bool = False  # whether tiles may have keys that nobody attends
-    stored: str = ""  # what keys and values are stored in, where that is 8 bits: i8, fp8e4nv, or u8 for its bytes
+    dead: bool = False  # whether tiles may have keys that no query attends
+    stored: str = ""  # 8-bit type of stored keys and values: i8, fp8e4nv, or u8 for its bytes; else empty
 
     def __str__(self) -> str:
         said = [f"{self.tile[0]} x {self.tile[1]}"]
@@ -45,11 +45,11 @@ SHAPES = {
     "backward_q": (WIDE, NARROW, Shape((64, 64), heads=4), Shape((64, 64), tiles=2)),
     "backward_kv": (WIDE, Shape(heads=4), NARROW),
 }
-# what a kernel streams, and loads by descriptors where a device has them
+# tensors that a kernel streams, by descriptors where a device has them
 STREAMED = {"forward": ("k", "v"), "backward_q": ("k", "v"), "backward_kv": ("q", "dout")}
-# has blocks of its own
+# a shape with block sizes of its own
 CLEAR = Shape(clear=True, described=True)
-# the types of 8 bits, as Triton names them
+# Triton's names of the 8-bit types
 STORED = ("i8", "fp8e4nv")
 
 
@@ -59,7 +59,7 @@ class Target:
 
     triton: GPUTarget
     device: Device
-    matrix: str  # what its matrix instructions look like in the assembly
+    matrix: str  # pattern of its matrix instructions in the assembly
 
     @property
     def hip(self) -> bool:
@@ -76,7 +76,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Extras:
-    """Terms, by the kinds of kernels.terms, those that learn, and dropout."""
+    """The terms of a call by the kinds of kernels.terms, those that learn, and dropout."""
 
     terms: tuple[int, ...] | None = None
     learns: tuple[int, ...] | None = None
@@ -91,7 +91,7 @@ class Extras:
         return any(kind in (DISTANCE.value, BIAS.value) for kind in self.terms or ())
 
     def signature(self, sums: bool) -> dict[str, object]:
-        """The types of arguments; ``sums``: of the kernel that adds to tables' gradients."""
+        """Return the types of a kernel's arguments; ``sums`` is for the kernel that adds to tables' gradients."""
         found: dict[str, object] = dict.fromkeys(("places", "tables", "numbers", "drop"))
         if self.there:
             found["places"] = ("*i64",) * 4
@@ -111,7 +111,7 @@ PLAIN = Extras()
 
 
 def shapes(kernel: str, dim: int, name: str) -> list[Shape]:
-    """What a kernel is compiled for on one device."""
+    """Return the shapes to compile a kernel for on one device."""
     found = list(SHAPES[kernel])
     if kernel in STREAMED:
         # a few queries are computed by addresses on every device
@@ -127,7 +127,7 @@ def shapes(kernel: str, dim: int, name: str) -> list[Shape]:
 def blocks_of(
     kernel: str, dim: int, value_dim: int, itemsize: int, shape: Shape, name: str, extras: bool = False
 ) -> LaunchConfig:
-    """What the backend would choose."""
+    """Return the launch configuration that the backend would choose."""
     rows = (shape.queries or shape.tile[0]) * shape.heads * shape.tiles
     tile = (shape.tile[0] if kernel == "backward_kv" else max(16, rows), shape.tile[1])
     device, described = TARGETS[name].device, shape.described

@@ -1,4 +1,4 @@
-"""Count what a tile costs in the kernels' machine code for sm_90, beside loops as others write them; without a GPU.
+"""Count the instructions of a tile in the kernels' machine code for sm_90, beside published loops; runs without a GPU.
 
     python lab/scripts/machine_code.py            write this compiler's part of lab/notes/machine-code.md
     python lab/scripts/machine_code.py --check    compare with it: more instructions, spills or waits fail
@@ -7,7 +7,7 @@ Instructions are those of a warp for one turn of a loop: at least, past all bran
 in all. The loops to compare with are written here and compiled by the same compiler.
 """
 
-# Triton's constants are capitals
+# Triton's constants have capital letters
 # ruff: noqa: N803
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CASES: tuple[tuple[str, Shape, Extras], ...] = (
 )
 _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);", re.M)
 _BRANCH = re.compile(r"^(?P<guard>@!?U?P\w+ )?BRA(?:\.\w+)*(?P<also> !?U?P\w+,)? `?\(?(?P<to>0x[0-9a-f]+)")
-# these name a register first that they read
+# these instructions list a source register first
 _NO_RESULT = (
     "ST",
     "RED",
@@ -105,7 +105,7 @@ class Loop:
 
 
 def disassembled(cubin: bytes) -> dict[int, str]:
-    """Read instructions by address."""
+    """Read the instructions by address."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -115,13 +115,13 @@ def disassembled(cubin: bytes) -> dict[int, str]:
 
 
 def written(what: str) -> range:
-    """Tell the registers that an instruction writes."""
+    """Return the registers that an instruction writes."""
     guarded = re.match(r"(?:@!?U?P\w+ )?(\S+) ?(.*)", what)
     assert guarded is not None
     name, operands = guarded[1], [each.strip() for each in guarded[2].split(",")]
     if "SETP" in name or name.startswith(_NO_RESULT):
         return range(0)
-    # what a predicate gets is named first
+    # predicates written by the instruction come before its register
     place = next((each for each in operands if not re.fullmatch(r"!?U?P[\dT]", each)), "")
     found = re.fullmatch(r"R(\d+)(\.\w+)*", place)
     if found is None:
@@ -185,7 +185,7 @@ def loop_of(code: dict[int, str]) -> Loop:
     branches = {at: found for at, what in code.items() if (found := _BRANCH.match(what))}
     found: list[Loop] = []
     seen: list[tuple[int, int]] = []
-    # a branch back without a condition returns from where a wait was put out of the way
+    # an unconditional backward branch returns from a wait that the compiler moved out of the loop
     ends = [(int(b["to"], 16), at) for at, b in branches.items() if b["guard"] or b["also"]]
     for start, stop in sorted(((a, b) for a, b in ends if a <= b), key=lambda each: each[1] - each[0]):
         body = [at for at in code if start <= at <= stop]
@@ -209,7 +209,7 @@ def loop_of(code: dict[int, str]) -> Loop:
 
 
 def compiled_reference(dim: int, listed: bool) -> tuple[Any, int]:
-    """Compile a loop to compare with, of 128 queries and as many keys as fit; with that number."""
+    """Compile a loop to compare with, for 128 queries and the most keys that fit; return it and that number."""
     n = 64 if dim > 128 else 128
     names = reference.arg_names
     constants = {"D": dim, "M": 128, "N": n, "STAGES": 2, "LISTED": listed}
@@ -223,7 +223,7 @@ def compiled_reference(dim: int, listed: bool) -> tuple[Any, int]:
 
 
 def rows(dims: list[int]) -> Iterator[tuple[str, list[str]]]:
-    """The lines of the table, and what is wrong with each."""
+    """Yield the lines of the table, each with its faults."""
     for dim in dims:
         for listed in (False, True):
             made, n = compiled_reference(dim, listed)

@@ -1,4 +1,4 @@
-"""Break the library in one line, many times, and see whether tests notice: lab/scripts/mutations.py [WORD ...].
+"""Break one line of the library, many times, and check that tests notice: lab/scripts/mutations.py [WORD ...].
 
 Each breakage is made in a copy of the working tree, never in the tree itself, and only the tests that should see it are
 run there, once as they are and once with it. With words only the breakages whose names contain one of them are made.
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-PASSED, FAILED = 0, 1  # exit codes of pytest; others say that it could not test at all
+PASSED, FAILED = 0, 1  # exit codes of pytest; any other code means that it could not test
 LIMIT = 600.0
 
 
 class Breakage(NamedTuple):
-    """One line that is made wrong.
+    """A change to one line that makes it wrong.
 
     Attributes:
         name: What it breaks.
@@ -132,7 +132,7 @@ BREAKAGES = (
 
 
 def copy(folder: Path) -> None:
-    """Copy the working tree, with the extension that was built for it, such that Python imports that."""
+    """Copy the working tree with its built extension, and make Python import the copy."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0"):
         if name and (ROOT / name).is_file():
@@ -141,7 +141,7 @@ def copy(folder: Path) -> None:
     native = importlib.util.find_spec("ringweave._cpu")
     if native is not None and native.origin is not None:
         shutil.copy(native.origin, folder / "src" / "ringweave")
-    # an editable installation finds its own tree before any path
+    # an editable installation would find its own tree before any path
     (folder / "sitecustomize.py").write_text(
         "import sys\nsys.meta_path[:] = [each for each in sys.meta_path if 'editable' not in type(each).__module__]\n"
     )
@@ -153,7 +153,7 @@ def copy(folder: Path) -> None:
 def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run Python in the copy."""
     paths = os.pathsep.join(map(str, (folder, folder / "src")))
-    # a file of bytecode would outlive what it was made of: changes come within a second, and may be of one length
+    # a cached file of bytecode would be used for the next breakage: its source has equal time and size
     environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "OMP_WAIT_POLICY": "passive"}
     return subprocess.run(
         [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT
@@ -161,7 +161,7 @@ def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def tested(folder: Path, tests: tuple[str, ...]) -> tuple[int, str]:
-    """Run tests in the copy: pytest's exit code, and the end of what it said."""
+    """Run tests in the copy, and return pytest's exit code and the last line of its output."""
     try:
         done = python(folder, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--tb=line", *tests)
     except subprocess.TimeoutExpired:
@@ -171,7 +171,7 @@ def tested(folder: Path, tests: tuple[str, ...]) -> tuple[int, str]:
 
 
 def problem(folder: Path, each: Breakage, sound: set[tuple[str, ...]]) -> str | None:
-    """Make a breakage and undo it: what is wrong with the tests, if anything; who passed without one is ``sound``."""
+    """Return how the tests fail to catch a breakage, or None; ``sound`` collects tests that pass without one."""
     path = folder / "src" / "ringweave" / each.file
     text = path.read_text() if path.exists() else ""
     if text.count(each.old) != 1:
@@ -192,7 +192,7 @@ def problem(folder: Path, each: Breakage, sound: set[tuple[str, ...]]) -> str | 
 
 
 def main(words: list[str]) -> int:
-    """Make the breakages, and report each."""
+    """Apply each breakage and report it."""
     chosen = [each for each in BREAKAGES if not words or any(word in each.name for word in words)]
     problems, sound = 0, set[tuple[str, ...]]()
     with tempfile.TemporaryDirectory(prefix="ringweave-") as name:

@@ -1,4 +1,4 @@
-"""Time what a small call costs besides its arithmetic: ringweave, its operators, and PyTorch's attention in turn.
+"""Time the overhead of small calls: ringweave, its operators, and PyTorch's attention in turn.
 
     OMP_NUM_THREADS=1 python lab/scripts/small_calls.py lab/results/cpu-calls.jsonl
 
@@ -80,7 +80,7 @@ def forward(tokens: int, dtype: torch.dtype) -> Peers:
 
 
 class Model(nn.Module):
-    """Layers of a small model, in which only attention differs."""
+    """Layers of a small model, identical except for their attention."""
 
     def __init__(self, layers: int, width: int, heads: int, tokens: int):
         super().__init__()
@@ -108,7 +108,7 @@ class Model(nn.Module):
 
 
 def decoding(layers: int = 32) -> Peers:
-    """Steps of a model with 32 layers of 256 channels and 4 heads, each at the next of 256 places."""
+    """Run steps of a model with 32 layers of 256 channels and 4 heads, at successive ones of 256 positions."""
     model, x, causal = Model(layers, 256, 4, 1024), torch.randn(1, 1, 256), rw.Causal()
     window = (rw.SlidingWindow(256) | rw.Sinks(4)) & causal
     ways: dict[str, Callable[..., Tensor]] = {
@@ -120,13 +120,13 @@ def decoding(layers: int = 32) -> Peers:
     places = dict.fromkeys(ways, 0)
 
     def step(name: str) -> Tensor:
-        # each way goes through new lengths
+        # each way runs at new lengths
         places[name] = (places[name] + 1) % 256
         return model(x, 512 + places[name], ways[name])
 
     calls: Peers = {name: lambda name=name: step(name) for name in ways}
     for call in calls.values():
-        # the first steps of a window prepare each place in a tile, once: 128 of all that a decoding takes
+        # the first 128 steps of a window make a program for each position within a tile; later steps reuse them
         for _ in range(256):
             call()
     return calls
@@ -134,7 +134,7 @@ def decoding(layers: int = 32) -> Peers:
 
 def main() -> None:
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # waiting threads would count
+    torch.set_num_threads(1)  # the CPU time of waiting threads would be counted
     cases: dict[str, Callable[[], Peers]] = {
         "one query, 128 keys, 1 head of 64": lambda: one_query(1),
         "one query, 128 keys, 8 heads of 64": lambda: one_query(8),

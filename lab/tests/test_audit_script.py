@@ -1,4 +1,4 @@
-"""The script that audits every model of transformers: what differs is on its page."""
+"""The script that audits every model of transformers lists each difference on its page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAB = Path(__file__).parents[1]
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(str(LAB / "scripts"))
     yield importlib.import_module("huggingface_audit")
-    # it imports the other script by name
+    # the script imports the other one by name
     for name in ("huggingface_audit", "huggingface_models"):
         sys.modules.pop(name, None)
 
@@ -53,7 +53,7 @@ def test_the_page_hides_nothing(script: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_model_is_seen_in_a_process_of_its_own(script: Any, tmp_path: Path) -> None:
-    # which is limited in what it addresses: not a copy of this one, that holds all tests' modules
+    # a new process, since its address space is limited: a fork of this one would hold all tests' modules
     log, names = tmp_path / "seen.jsonl", ("vit", "edgetam_mask_decoder")
     command = [sys.executable, LAB / "scripts" / "huggingface_audit.py", *names, "--log", log]
     subprocess.run(command, check=True, capture_output=True, timeout=300)

@@ -1,4 +1,4 @@
-"""The command ``ringweave bits``, and the promise that it checks."""
+"""Test the command ``ringweave bits``, and the promise that it checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The soak of decoding steps, in short."""
+"""Run the soak test of decoding steps briefly."""
 
 from __future__ import annotations
 

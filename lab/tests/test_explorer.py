@@ -1,4 +1,4 @@
-"""The explorer: its answers equal explain's and simulate's, it refuses other sites, and the page shows its answers."""
+"""The explorer's answers equal explain's and simulate's, it refuses requests of other sites, and the page shows its answers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def asked(server: Server, **query: str) -> tuple[int, dict[str, Any]]:
 
 
 def drawn(seed: int) -> dict[str, str]:
-    """A random pattern of the kinds that the page offers, with sizes of a call."""
+    """Draw a pattern of the kinds that the page offers, and the sizes of a call."""
     r = random.Random(seed)
     leaves = [
         lambda: "Causal()",
@@ -87,7 +87,7 @@ def drawn(seed: int) -> dict[str, str]:
 
 
 def explained(command: str) -> dict[str, Any]:
-    """What ``ringweave explain --json`` prints for the command that the page shows."""
+    """Return the output of ``ringweave explain --json`` for the command that the page shows."""
     import shlex
 
     result = CliRunner().invoke(app, [*shlex.split(command)[1:], "--json"])
@@ -96,7 +96,7 @@ def explained(command: str) -> dict[str, Any]:
 
 
 def spelled(facts: dict[str, Any]) -> dict[str, str]:
-    """The page's texts, from explain's numbers."""
+    """Return the texts that the page should show for explain's numbers."""
     pairs, memory, work = facts["pairs"], facts["memory"], facts["flops"]
     ratio = work["dense_over_this"]
     return {
@@ -120,7 +120,7 @@ def test_answers_are_explains(server: Server, seed: int) -> None:
     assert found["facts"] == facts
     texts = {row["of"]: row["text"] for group in found["shown"] for row in group["rows"]}
     assert {of: texts[of] for of in spelled(facts)} == spelled(facts)
-    # the line to copy builds the pattern
+    # the line to copy constructs the pattern
     line = found["python"].removeprefix("out = rw.attention(q, k, v, ").removesuffix(")")
     assert eval(line, {"rw": rw}) == rw.patterns.parse(query["pattern"])
     for spot in found["spots"]:
@@ -144,7 +144,7 @@ def test_million_tokens_and_every_example(server: Server) -> None:
         assert asked(server, pattern=f"Full() & {piece}", tokens="1K", ranks="1")[0] == 200
 
 
-# the figures of a rank of each device, as options of simulate
+# the numbers of a rank on each device, as options of simulate
 MACHINES = {
     "cpu": ("--flops", "0.34e12", "--bandwidth", "1.25e9", "--latency", "50e-6"),
     "cuda": ("--flops", "500e12", "--bandwidth", "50e9", "--latency", "10e-6"),

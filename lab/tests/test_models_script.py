@@ -1,4 +1,4 @@
-"""The script of all models: what it calls equal is equal."""
+"""The script of all models finds equal models equal and different ones different."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ spec = importlib.util.spec_from_file_location(
 assert spec is not None
 assert spec.loader is not None
 script: Any = importlib.util.module_from_spec(spec)
-# its records look themselves up
+# its dataclasses look up their own module
 sys.modules[spec.name] = script
 spec.loader.exec_module(script)
 ONE, NAN = torch.ones(3), torch.full((3,), math.nan)

@@ -1,4 +1,4 @@
-"""The mutation check's own list and steps; the breakages themselves are made by ``make mutations``."""
+"""Test the list and the steps of the mutation check; ``make mutations`` runs the breakages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ spec.loader.exec_module(mutations)
 
 @pytest.mark.parametrize("each", mutations.BREAKAGES, ids=lambda each: each.name)
 def test_the_line_to_break_is_there(each: Any) -> None:
-    """Who changes it changes the list of breakages too."""
+    """The line that each breakage replaces exists; a change to that line must update the list."""
     assert (ROOT / "src" / "ringweave" / each.file).read_text().count(each.old) == 1
     assert each.old != each.new
     assert all((ROOT / word).exists() for word in each.tests if word.startswith("tests/"))

@@ -1,4 +1,4 @@
-"""Simulations of many ranks: the design's efficiency table, the counts, and what they cost to make."""
+"""Test simulations of many ranks: the design's efficiency table, the counts, and the time of a simulation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODEL: dict[str, Pattern] = {
 
 @pytest.mark.parametrize("name", list(MODEL))
 def test_efficiency_up_to_256_gpus(name: str) -> None:
-    """1M tokens, 32:8 heads, D 128, bfloat16, 500 TFLOP/s, 50 GB/s."""
+    """Test efficiency for 1M tokens, 32:8 heads, D 128, bfloat16, 500 TFLOP/s and 50 GB/s."""
     for row in simulate(MODEL[name], MILLION, [8, 32, 64, 128, 256]):
         assert row.ringweave.efficiency >= 0.8, row.ranks
         for each in row.other_systems.values():
@@ -41,9 +41,9 @@ def test_efficiency_up_to_256_gpus(name: str) -> None:
 
 
 def test_uneven_documents_are_bound_by_the_longest() -> None:
-    """Its last rows need all of its keys, wherever they are: no placement is quicker than receiving those.
+    """The longest document is a bound: its last rows need all its keys, so no placement is faster than receiving them.
 
-    So they are efficient while the mean rank computes longer than that, and near the bound where it does not.
+    A mean rank that computes longer than that is efficient; otherwise the time is near the bound.
     """
     lengths = documents(MILLION, 0)
     rows = simulate(rw.Documents(lengths) & rw.Causal(), MILLION, [8, 16, 256])

@@ -1,4 +1,4 @@
-"""A campaign: each unit in its own process, a line each, and on from where it was killed."""
+"""A campaign runs each unit in its own process, records a line for each, and resumes after it was killed."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ run(units, Path({str(tmp_path)!r}), seconds=100)
         time.sleep(0.05)
     process.kill()
     process.wait()
-    # what it ran, which nothing could end for it
+    # the killed process could not end its child
     os.kill(int(mark.read_text()), signal.SIGKILL)
-    # a line that was cut short is none
+    # a truncated line is ignored
     with (tmp_path / LINES).open("a") as file:
         file.write('{"unit": "second", "resu')
     second = unit("second", f"open({str(mark)!r}, 'a').write('y')")
@@ -114,7 +114,7 @@ def test_the_units_are_commands_that_there_are(tmp_path: Path) -> None:
     found = campaign.units(tmp_path, checkout=Path(__file__).parents[3])
     assert len({each.name for each in found}) == len(found)
     assert {"doctor", "tests", "part causal", "part 64 x 64", "tune causal"} <= {each.name for each in found}
-    # three commands of nine minutes hold what is measured first
+    # one run of 30 minutes has room for three units
     assert all(each.seconds <= 540 for each in found)
 
 
@@ -142,7 +142,7 @@ def dry(folder: Path) -> dict[str, Unit]:
     return {each.name: each for each in campaign.units(folder, checkout=Path(__file__).parents[3], dry=True)}
 
 
-# a kernel that takes its process down as it is launched
+# a kernel that crashes its process at launch
 CRASH = """
 import ctypes, sys
 from ringweave_lab.campaign import units as campaign_units
@@ -173,12 +173,12 @@ def test_a_dry_campaign_crashes_is_killed_goes_on_and_ends_with_a_page(tmp_path:
     assert isinstance(target, Target)
     assert target.figure
     assert "kernels compiled ahead" in write_figures([page], tmp_path / "figures.html").read_text("utf-8")
-    # what was compiled is in the folder, for the next machine
+    # the folder keeps the compiled kernels for the next machine
     assert list((tmp_path / "triton").rglob("*.cubin"))
 
 
 def test_every_unit_runs_dry(tmp_path: Path) -> None:
-    """But those that compile: the one above does."""
+    """Every unit runs dry, except those that compile, which the test above runs."""
     planned = dry(tmp_path)
     assert {each.partition(",")[0].partition(" ")[0] for each in planned} == {
         "doctor", "peaks", "ahead", "small", "bits", "tests", "part", "decode", "streamed", "tune", "tuned",

@@ -17,7 +17,7 @@ app = typer.Typer()
 register(app)
 
 
-# these have tests of their own
+# cases with their own tests
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("ring", "quality")])
 def test_every_case_has_a_quick_form_in_which_ringweave_is_right(name: str) -> None:
     result = run_case(name, Options(quick=True, rounds=1))
@@ -37,7 +37,7 @@ def test_plans_grow_with_their_tiles() -> None:
     window = [plan for plan in plans if plan.workload == "window + sinks"]
     assert len(window) >= 3
     assert max(plan.bytes_per_tile for plan in window) <= 64
-    # four times the tokens: about four times the tiles and bytes, not sixteen
+    # four times the tokens have about four times the tiles and bytes, not sixteen
     assert window[-1].nbytes / window[0].nbytes < 1.5 * window[-1].tokens / window[0].tokens
 
 

@@ -29,7 +29,7 @@ register(app)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[DemoResult, str, Any]:
-    """The command run once: what it measured, its report, and its output."""
+    """Run the command once; return its measurements, its report and its output."""
     kept: list[DemoResult] = []
     patch = pytest.MonkeyPatch()
     original = module.run_demo
@@ -54,7 +54,7 @@ def test_the_report_is_self_contained(run: tuple[DemoResult, str, Any]) -> None:
     assert not re.search(r"url\((?!#)", report)
     assert "@import" not in report
     assert "<link" not in report
-    # scripts: only data
+    # script elements contain only data
     assert re.findall(r"<script[^>]*>", report) == ['<script type="application/json" id="results">']
     assert "http" not in report
 
@@ -98,7 +98,7 @@ def test_the_demonstration_is_right_and_learns(run: tuple[DemoResult, str, Any])
     assert result.correct
     assert result.exactness.ringweave.out.largest < 1e-5
     sparse, dense = result.training["ringweave"], result.training["dense causal"]
-    # the same weights and data, and much of the same context
+    # equal weights and data, and mostly equal context
     assert sparse.losses[0] == pytest.approx(dense.losses[0], rel=0.02)
     assert sparse.losses[-1] < 0.9 * sparse.losses[0]
     assert len(sparse.losses) == len(dense.losses)
@@ -155,7 +155,7 @@ def test_a_trainer_that_fails_or_takes_too_long_is_told(monkeypatch: pytest.Monk
     script.write_text("raise ValueError('no text')")
     reason = launched.around(tokens=64, window=8, steps=1, threads=1, limit=60)
     assert reason == "one process: exit status 1 (ValueError: no text)"
-    # torchrun's workers have sessions of their own: they must be ended too
+    # torchrun's workers are in their own sessions, and must be ended separately
     script.write_text(
         "import json, os, pathlib, sys, time\n"
         "if 'RANK' in os.environ:\n"
@@ -219,22 +219,22 @@ def test_models_of_one_seed_differ_only_in_their_attention() -> None:
     tokens = torch.randint(0, 256, (1, 64))
     changed = tokens.clone()
     changed[0, 40] = (changed[0, 40] + 1) % 256
-    # causal: what comes later changes nothing before
+    # causal: later tokens do not change earlier results
     torch.testing.assert_close(one(tokens)[:, :40], one(changed)[:, :40])
     assert not torch.equal(one(tokens)[:, 40:], one(changed)[:, 40:])
 
 
 def test_a_model_whose_tokens_lie_elsewhere_is_told_their_positions() -> None:
-    """Of a shard without attention across tokens: what counts is where a token stands, not where it lies."""
+    """A sharded model without attention across tokens needs its tokens' positions, not their places in the shard."""
 
     def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        # depends on positions: neighbours' scores would not otherwise
+        # neighbours' scores depend on the distance between their positions
         weight = (q * k.roll(1, 2).repeat_interleave(2, 1)).sum(-1, keepdim=True)
         return v.repeat_interleave(2, 1) * weight
 
     model = ByteModel([alone], width=32, heads=4, kv_heads=2)
     tokens = torch.randint(0, 256, (1, 16))
     torch.testing.assert_close(model(tokens), model(tokens, torch.arange(16)))
-    # turned by the same angle more, relative positions stay
+    # shifting all positions keeps their differences, and so the scores
     torch.testing.assert_close(model(tokens), model(tokens, torch.arange(16) + 5), atol=1e-4, rtol=1e-4)
     assert not torch.allclose(model(tokens), model(tokens, torch.arange(0, 32, 2)), atol=1e-4)

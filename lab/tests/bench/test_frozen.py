@@ -1,4 +1,4 @@
-"""What others read: the fields of JSON lines, the heads of tables, exit codes, options and names."""
+"""Interfaces for other programs stay fixed: fields of JSON lines, heads of tables, exit codes, options and names."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_line_of_a_comparison(tmp_path: Path) -> None:
         assert list(line["peak"]) == ["nbytes", "method"]
         for name in ("accuracy", "limit"):
             assert list(line[name]) == ["out", "dq", "dk", "dv"]
-        # root mean square, and largest
+        # root mean square and maximum
         assert [type(each) for each in line["accuracy"]["out"]] == [float, float]
         assert isinstance(line["limit"]["out"], float)
     assert {line["direction"] for line in lines(out)} == {"forward", "forward + backward"}
@@ -92,10 +92,10 @@ def test_the_heads_of_tables(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.jsonl")), ids=lambda path: str(path.relative_to(RESULTS)))
 def test_lines_of_record_are_such_lines(path: Path) -> None:
-    """Older ones may lack what was added since."""
+    """Every committed line has the fields of a record; older lines may lack fields that were added later."""
     for line in lines(path):
         if path.stem == "cpu-calls":
-            # of scripts/small_calls.py
+            # a line of scripts/small_calls.py
             assert list(line) == ["case", "us", "threads", "load", "torch"]
             continue
         fields = [name for name in line if name not in HEAD]
@@ -185,7 +185,7 @@ def test_names_are_frozen() -> None:
 
 
 def test_a_run_that_ends_early_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each line is on the disk before the next figure is taken."""
+    """Each line is on the disk before the next measurement begins."""
     out, seen = tmp_path / "figures.jsonl", []
     case = CASES["memory"]
 

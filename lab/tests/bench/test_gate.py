@@ -1,4 +1,4 @@
-"""The gate: what it measures, what it passes, what it says."""
+"""Test the gate: its measurements, its decisions, and its texts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def spin(number: int = 20_000) -> int:
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Iterator[float]]:
-    """Ratios that are measured one after the other; 1 where none are given."""
+    """Return ratios in the order of measurement; 1 where none is given."""
     given: dict[str, Iterator[float]] = {}
     for module, name, every in ((gate, "HEADLINES", HEADLINES), (gate_command, "CLIFFS", CLIFFS)):
         fake = tuple(dataclasses.replace(each, pair=lambda say, name=each.name: (name, name)) for each in every)
@@ -53,7 +53,7 @@ def test_ratio_of_two_calls_is_the_median_of_rounds_in_turn() -> None:
 
     def timer(call: Any, times: int) -> float:
         names.append(call())
-        # the machine slows down all the time, and both calls alike within a round
+        # the machine gets slower from round to round; within a round, both calls are slowed equally
         return (
             (3.0 if names[-1] == "ours" else 2.0) * (1.1 if names[-1] == "ours" else 1.0) * ((next(drift) - 1) // 2 + 1)
         )
@@ -84,7 +84,7 @@ def test_what_was_noise_passes_and_what_stays_does_not(figures: dict[str, Iterat
 def test_what_is_not_measured_again_is_not_decided(
     figures: dict[str, Iterator[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine that takes so long has others on it; no change is lost to them."""
+    """Ratios that are not measured again decide nothing: so slow a machine is busy, and no change should fail for that."""
     monkeypatch.setattr(gate, "_WITHIN", -1.0)
     figures["kernel"] = iter((1.3,))
     found = verdicts({each.name: Held(1.0, 1.1) for each in HEADLINES})["kernel"]
@@ -100,7 +100,7 @@ def test_a_baseline_is_the_median_and_its_tolerance_how_far_runs_lie(
     path.write_text(json.dumps({"another processor": {}}))
     held = gate.update(path)
     assert held["kernel"] == Held(2.0, 1.12)
-    # three times 7 %, but no more than what keeps the slowdown apart
+    # three times the spread of 7 %, but at most the tolerance that still notices the slowdown
     assert held["plan"].tolerance == 1.14
     assert held["dense"] == Held(1.0, 1.1)
     assert gate.baseline(path) == held
@@ -146,7 +146,7 @@ def test_a_cliff_has_a_bound_of_its_own(figures: dict[str, Iterator[float]], tmp
 
 @pytest.mark.parametrize("cliff", CLIFFS, ids=lambda cliff: cliff.name)
 def test_the_calls_of_a_cliff_run(cliff: gate.Headline) -> None:
-    """Both calls of a cliff run, again and again."""
+    """Both calls of each cliff run, repeatedly."""
     for call in cliff.pair(lambda text: None):
         for _ in range(3):
             assert call() is not None
@@ -177,18 +177,18 @@ def test_a_file_that_is_none(tmp_path: Path, text: str) -> None:
 
 
 def test_the_committed_baseline_has_every_ratio() -> None:
-    """Of one processor at least; another may lack those whose other call is new since it was here."""
+    """The baseline of at least one processor has every ratio; others may lack ratios that were added after their measurement."""
     held = json.loads((LAB / "results" / "baseline.json").read_text())
     names = {each.name for each in HEADLINES}
     assert names in [set(ratios) for ratios in held.values()]
     for ratios in held.values():
         assert set(ratios) <= names
-        # the slowdown lies outside
+        # the tolerance never hides the slowdown
         assert all(1.1 <= each["tolerance"] <= 1.3**0.5 for each in ratios.values())
 
 
 def test_every_headline_is_checked_and_measured() -> None:
-    """Two of them, the quick ones: their calls run, and are not the same."""
+    """Every headline has a check and a measurement; the two quick ones run, and their two calls differ."""
     for each in HEADLINES:
         if each.name in ("plan", "dense"):
             assert measured(each.pair(lambda text: None), rounds=1) > 0

@@ -1,4 +1,4 @@
-"""The GPU case without a GPU: its sizes, its arithmetic, what it makes of a kernel that is wrong or missing."""
+"""Test the GPU case without a GPU: its sizes, its arithmetic, and its answers to wrong or missing kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ringweave_lab.tune.measure import Ratio, Runnable, Timing, replayed
 from ringweave_lab.tune.problem import Problem, RandomBlocks
 from ringweave_lab.tune.session import Built, Peer
 
-# the package hides the module behind its function
+# the package's function hides its module of the same name
 compare = importlib.import_module("ringweave_lab.bench.compare")
 PROBLEM = Problem("stage A", RandomBlocks(0.5), 512, 3, 16)
 SMALL = part(PROBLEM, ("ringweave:dense_batched", "flex"))
@@ -33,7 +33,7 @@ SMALL = part(PROBLEM, ("ringweave:dense_batched", "flex"))
 
 @pytest.fixture
 def steady(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call runs, and takes as many seconds as it comes in order."""
+    """Run every call; the n-th one takes n seconds."""
 
     def interleaved(calls: Mapping[str, Runnable], *, rounds: int, **options: object) -> dict[str, Timing]:
         for call in calls.values():
@@ -78,7 +78,7 @@ def test_the_sizes_are_those_of_the_targets() -> None:
     assert (million.tokens, million.heads, drawn[million.name].density) == (2**20, 16, 0.01)
     assert [each.directions for each in gpu.PARTS.values() if each.memory] == [("forward + backward",)]
     assert {(each.dtype, each.device) for each in problems} == {(torch.bfloat16, "cuda")}
-    # tiles of every part are whole: operations are those of tiles
+    # every part's tiles are full, so operations are counted by tiles
     for each in (*gpu.PARTS.values(), *gpu.QUICK):
         problem = each.entries[0][0]
         if isinstance(problem.relation, RandomBlocks):
@@ -96,7 +96,7 @@ def test_the_patterns_have_the_density_asked_for() -> None:
     assert top.blocks.most == 4
     assert top.tables[0].device.type == "cpu"
     assert drawn.pattern(1024, "meta").tables[0].device.type == "meta"
-    # a row has the diagonal and more
+    # a row has more tiles than the diagonal
     assert RandomBlocks(0.01).pattern(512).density(512) > 0.25
     assert RandomBlocks(0.01).pattern(100).density(100) == 1.0
 
@@ -105,7 +105,7 @@ def test_kernels_are_checked_timed_and_counted(steady: None) -> None:
     found = measure(SMALL, 1e9)
     mine = {each.direction: each for each in found if each.peer == "ringweave:dense_batched"}
     assert set(mine) == {"forward", "backward"}
-    tiles = 8  # of 16, by half
+    tiles = 8  # half of the 16
     for direction, products in (("forward", 2), ("backward", 5)):
         each = mine[direction]
         assert each.timing == Timing((1.0, 1.0))
@@ -221,7 +221,7 @@ def test_replays_are_timed_and_what_no_graph_can_hold_by_itself(monkeypatch: pyt
     why = "timed with its launches, not as a graph: RuntimeError: operation not permitted when stream is capturing"
     assert [each.how for each in made] == ["captured", f"reads; {why}", "wrong", "captured"]
     done.clear()
-    # by another timer, and on a CPU, calls are timed
+    # another timer, and any timer on a CPU, still times calls
     session.in_turn(made[:1], rounds=1, timer=lambda call, times: 1.0)
     assert done == ["called"]
 
@@ -263,7 +263,7 @@ def test_milliseconds_have_a_target_at_their_own_length() -> None:
 
 def test_memory_beyond_the_tensors() -> None:
     own = OWN
-    tensors = 16 * 16384 * 128 * 2  # one of q, k, v, dout, out, dq, dk, dv
+    tensors = 16 * 16384 * 128 * 2  # spoil one of q, k, v, dout, out, dq, dk, dv
     lse = 16 * 16384 * 4
     peak = Peak(4 * tensors + lse + (8 * tensors + lse) // 10, "cuda allocator")
     (target,) = targets(gpu.TARGETS, [outcome("a million tokens", own, "forward + backward", peak=peak)])

@@ -41,7 +41,7 @@ def test_both_types_both_directions_and_peers_are_measured(result: CaseResult) -
     for outcome in outcomes:
         assert outcome.timing is not None, outcome.reason
         assert outcome.over_first is not None
-    # dense attention is timed once for all densities
+    # dense attention is timed once, not for each density
     dense = {(o.dtype, o.direction, o.timing) for o in outcomes if o.peer == "sdpa"}
     assert len(dense) == 4
 
@@ -67,7 +67,7 @@ def test_the_share_is_of_the_peak_and_on_the_tiles_computed(result: CaseResult) 
 @pytest.mark.skipif(why_no_peak() is not None, reason="no C compiler")
 @pytest.mark.parametrize(("variant", "chains"), [("avx2", 12), ("avx512", 24)])
 def test_the_peak_is_of_multiply_adds(variant: str, chains: int, tmp_path: Path) -> None:
-    """A compiler may take a product that never changes out of the loop, and equal sums together."""
+    """The peak counts real multiply-adds: a compiler may hoist a constant product and share equal sums."""
     command = ["objdump", "-d", "--no-show-raw-insn", str(library(variant, tmp_path))]
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     register = "zmm" if variant == "avx512" else "ymm"
@@ -108,7 +108,7 @@ def test_the_grid_has_every_size_asked_for() -> None:
     assert {each.relation.density for each in problems} == {0.01, 0.05, 0.1, 0.25, 0.5, 1.0}  # type: ignore[union-attr]
     for sizes in (grid, USUAL):
         assert sum("flex" in size.entries[0][1] for size in sizes) == 1
-    # 1% of 32 rows of blocks has no room for the diagonal
+    # 1% of 32 rows of blocks is less than the diagonal
     kept = asked(grid[0], Options(), torch.bfloat16).entries
     assert [problem.relation.density for problem, _ in kept] == [0.05, 0.1, 0.25, 0.5, 1.0]  # type: ignore[union-attr]
     assert {problem.dtype for problem, _ in kept} == {torch.bfloat16}

@@ -15,7 +15,7 @@ from ringweave_lab.tune.oracle import Oracle, sample_rows
 from ringweave_lab.tune.problem import Problem, RandomBlocks, Sample
 from ringweave_lab.tune.session import Built, Peer
 
-# the package hides the module behind its function
+# the package's function hides its module of the same name
 module = importlib.import_module("ringweave_lab.bench.compare")
 WINDOW = rw.SlidingWindow(50) & rw.Causal() | rw.Sinks(8) & rw.Causal()
 LONGNET = rw.LongNet([64, 256], [1, 4], causal=True)
@@ -73,7 +73,7 @@ def test_dense_is_not_causal_where_the_pattern_is_not() -> None:
 def test_a_wrong_peer_is_not_timed() -> None:
     def build(problem, inputs):  # type: ignore[no-untyped-def]
         def attend(q, k, v):  # type: ignore[no-untyped-def]
-            # one key too many in one row
+            # one extra key in one row
             out = rw.attention(q, k, v, problem.pattern)
             return torch.cat([out[:, :, :-1], out[:, :, -1:] * 1.001], 2)
 
@@ -125,7 +125,7 @@ def test_ratios_are_over_the_first_peer() -> None:
 
 
 def test_flex_compiles_a_table_of_lists() -> None:
-    """Its lists are looked up in ways that dynamo cannot trace: it is given the mask."""
+    """FlexAttention gets a table of lists as a mask, since dynamo cannot trace the look-up of lists."""
     indices = torch.tensor([[0, 1], [1, 0], [3, 2], [3, 3]])
     table = rw.BlockTable(indices=indices, counts=torch.full((4,), 2), key_blocks=4)
     (outcome,) = compare(_problem(table, 512), peers("flex"), rounds=1, memory=False, directions=("forward",))
@@ -156,7 +156,7 @@ def test_gather_scatter_has_zero_rows_where_nothing_is_allowed(tokens: int) -> N
 
 
 def test_the_oracle_of_some_heads_is_that_of_all() -> None:
-    """Of a pattern that differs by head: what is wrong in a head that is looked at is seen, and in no other."""
+    """An oracle of some key heads has the results of the whole one, and sees errors in exactly its heads."""
     pattern = rw.PerHead([rw.SlidingWindow(9 * n) for n in range(1, 7)])
     problem = Problem("heads", pattern, 200, 6, 16, kv_heads=3)
     inputs = problem.inputs()
@@ -179,7 +179,7 @@ def test_names_of_who_takes_part() -> None:
     assert mine.name == "ringweave"
     assert [each.name for each in others][-1] == "sdpa"
     assert f"ringweave:{chosen}" not in [each.name for each in others]
-    # what auto takes anyway is named once; alone it is taken at its word
+    # the peer that auto chooses is listed once, but a peer requested alone is always run
     assert taking_part(problem, ["ringweave", f"ringweave:{chosen}"], "forward") == [mine]
     assert [each.name for each in taking_part(problem, [f"ringweave:{chosen}"], "forward")] == [f"ringweave:{chosen}"]
 
@@ -219,13 +219,13 @@ def test_a_peer_that_breaks_ends_the_run_unless_its_failure_is_a_reason(error: t
     comparison = module.Comparison([(_problem(WINDOW), [broken, *peers("sdpa")])], rounds=1, failures=session.FAILURES)
     found = list(module.outcomes(comparison))
     assert [each.reason for each in found if each.peer == "broken"] == [f"{error.__name__}: no memory"] * 2
-    # once in each run: for both directions
+    # once a run, not once a direction
     assert len(built) == 2
     assert all(each.timing is not None and each.over_first is None for each in found if each.peer == "sdpa")
 
 
 def test_a_peer_that_writes_to_its_inputs_ends_the_run() -> None:
-    """The others would be checked against what it left, and found right on zeros, which are faster."""
+    """A peer that writes to its inputs ends the run: the next peers would compute, faster, on zeros, and be found right."""
 
     def build(problem, inputs):  # type: ignore[no-untyped-def]
         def attend(q, k, v):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""Kernels compiled ahead, in a pool of processes that may die."""
+"""Test compiling kernels ahead, in a pool of processes that may die."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringweave_lab.tune.problem import FORWARD, Problem
 
 
 class Pool:
-    """A pool that dies of a variant, and of all that wait behind it."""
+    """A pool that dies while compiling one variant, and with it all waiting ones."""
 
     fatal = "b"
     processes: ClassVar[list[int]] = []

@@ -1,4 +1,4 @@
-"""Profiles: parts add up, nothing is marked afterwards, and a ring has its messages."""
+"""Test profiles: parts add up to the whole, marks are removed afterwards, and a ring's profile has its messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The case quality, in its quick form: what it says, that it goes on where it was, and that its methods are what they say."""
+"""The case `quality` in its quick form resumes from its records, and its methods select the keys that they promise."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_it_goes_on_where_it_was_and_draws_what_it_found(tmp_path: Path, monkeyp
     said: list[str] = []
     whole = records(quality.measure(options, said.append))
     assert whole[:7] == first
-    # nothing of what is there is measured again
+    # existing records are not measured again
     assert not any("local + random, excerpt" in text for text in said)
     scores = [each for each in whole if isinstance(each, Score)]
     assert {each.part for each in scores} == {
@@ -54,14 +54,14 @@ def test_it_goes_on_where_it_was_and_draws_what_it_found(tmp_path: Path, monkeyp
     assert ElementTree.parse(tmp_path / "quality.svg").getroot().tag == "{http://www.w3.org/2000/svg}svg"
     lines = quality.spread(scores)
     assert [line["seeds"] for line in lines] == [1] * len(lines)
-    # a run that was killed may leave half a line
+    # a killed run may leave half a line
     with (tmp_path / "scores.jsonl").open("a") as file:
         file.write('{"part": "recall", "meth')
     assert records(quality.measure(options, said.append)) == whole
 
 
 def test_weight_beyond_the_window_is_that_of_far_tiles() -> None:
-    """Of the dense weights: pairs of blocks that are two or more apart, the first block of keys left out."""
+    """The weight beyond the window sums the dense weights of block pairs two or more apart, without the first block of keys."""
     n, side = 256, 32
     q, k, v, _ = quality.questions("associative recall", n, 0)
     lse = rw.attention_with_lse(q, k, v, rw.Causal()).lse
@@ -109,8 +109,8 @@ def test_trained_models_have_their_own_state() -> None:
     scores = {each.method: each for each in quality.bits(sizes, standard_library(2**18), kept, lambda text: None)}
     assert scores["dense"].density == pytest.approx(1.0)
     assert all(len(each.curve) == 5 and 0 < each.value < 9 for each in scores.values())
-    # the same weights and text, until attention differs
+    # the runs have equal weights and text until attention differs
     assert len({each.curve[0] for each in scores.values() if each.method in ("dense", "indexer")}) == 1
-    # dense at first, then half of it and less
+    # dense first, then at most half
     scheduled = quality.Trained("scheduled", 128, 0.25, 5, 0)
     assert scheduled.schedule.density == 0.5

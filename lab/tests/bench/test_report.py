@@ -1,4 +1,4 @@
-"""The page of figures: what lines say is what it shows, without a script that runs."""
+"""The page of figures shows the numbers of the records, and contains no script."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_goals_are_counted_and_other_figures_stand_behind(tmp_path: Path) -> Non
 
 
 def test_groups_of_heads_have_charts_of_their_own() -> None:
-    """A grouped problem at one density hid all the curves over densities."""
+    """A grouped problem with one density has its own chart; on a shared chart it hid all curves over densities."""
     lines = [line(outcome(8192, "ringweave", 1.0, density)) for density in (0.2, 0.4, 0.6)]
     lines.append(line(dataclasses.replace(outcome(8192, "ringweave", 0.9, 0.4), kv_heads=4)))
     (page,) = case_pages(lines)
@@ -85,7 +85,7 @@ def test_a_page(tmp_path: Path) -> None:
     lines = [line(each) for each in RECORDS]
     lines += [line(outcome(n, peer, n * 1e-4, share=0.5)) for n in (2048, 4096) for peer in ("ringweave", "sdpa")]
     lines += [line(outcome(8192, "flex", 1.0, density)) for density in (0.2, 0.4, 0.6)]
-    # of two of the same thing the later counts; a density that is drawn anew differs a little
+    # of two equal records the later one counts; a random density differs a little each time
     lines.append(line(outcome(4096, "sdpa", 0.125, 0.1001)))
     text = write_figures(case_pages(lines), tmp_path / "new" / "page.html").read_text("utf-8")
     assert "a &lt;b&gt; figure" in text

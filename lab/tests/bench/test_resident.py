@@ -1,4 +1,4 @@
-"""What processes hold: each kind runs and is measured; growth is told from a steady state."""
+"""Test measurements of a process's memory: each kind runs, and growth is told from a steady state."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_wrong_row_is_seen() -> None:
 
 
 def test_growth_is_seen_and_what_a_cache_holds_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    # mapped pages: a heap would serve some of the bytes from what earlier tests freed, and grow by less
+    # mapped pages: a heap might reuse memory freed by earlier tests, and grow less
     kept: list[mmap.mmap] = []
 
     def step(counted: bool) -> int:

@@ -1,4 +1,4 @@
-"""The case seeds: every published row, with ours where this machine can."""
+"""The case `seeds` lists every published row, with our figure where this machine can compute it."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def softmax(x, out, columns, PADDED: tl.constexpr):
 
 @triton.jit
 def product(a, b, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, FLIP: tl.constexpr, TWICE: tl.constexpr):
-    """a @ b, by descriptors; b.T where FLIP, and what it gives times b again where TWICE."""
+    """Store a @ b, loaded by descriptors; b is transposed if FLIP, and the product is multiplied by b again if TWICE."""
     left = a.load([0, 0])
     right = b.load([0, 0])
     sums = tl.dot(left, right.T if FLIP else right)
@@ -223,7 +223,7 @@ def test_streams(m: int, n: int, k: int, stages: int, late: bool, device: Emulat
 
 
 def agrees(x: Inputs, pattern: rw.Pattern, device: Emulated, **options: Any) -> set[str]:
-    """All five results against float64, with asynchronous work done late; the kernels that ran."""
+    """Run a call with late asynchronous work, compare five results with float64, and return the kernels that ran."""
     want = Wanted.of(x, pattern, options.pop("q_offset", 0), options.pop("scale", None), floored=True)
     device.late = True
     device.taken()
@@ -237,7 +237,7 @@ def agrees(x: Inputs, pattern: rw.Pattern, device: Emulated, **options: Any) -> 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", ["causal", "sinks", "causal_documents", "table_per_head", "full"])
 def test_kernels(name: str, dim: int, dtype: torch.dtype, device: Emulated) -> None:
-    """Two tiles of 128, the second of two tokens."""
+    """A kernel is right for two tiles of 128 with two tokens in the second."""
     x = Inputs.random(130, heads=4 if name == "table_per_head" else 1, dim=dim, dtype=dtype)
     assert agrees(x, EVERYTHING[name](130), device) == {"forward", "delta", "backward_q", "backward_kv"}
 
@@ -245,7 +245,7 @@ def test_kernels(name: str, dim: int, dtype: torch.dtype, device: Emulated) -> N
 @pytest.mark.parametrize("described", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("dim", [64, *(pytest.param(dim, marks=pytest.mark.long) for dim in (128, 256))])
 def test_keys_that_nobody_attends(dim: int, described: bool, device: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN there reaches nothing, by descriptors and by addresses."""
+    """NaN in keys that no query attends reaches no result, with loads by descriptors and by addresses."""
     if not described:
         monkeypatch.setattr(arguments, "describable", lambda *_: False)
     x = Inputs.random(130, heads=1, dim=dim, dtype=torch.bfloat16)
@@ -263,7 +263,7 @@ def test_keys_that_nobody_attends(dim: int, described: bool, device: Emulated, m
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["causal", "sinks"])
 def test_proxy_fences(name: str, device: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that PTX's memory model asks for where descriptors load; by addresses Triton leaves it out for values."""
+    """Loads by descriptors have every proxy fence that PTX's memory model asks for; by addresses, Triton omits it for values."""
     device.formal = True
     x = Inputs.random(130, heads=1, dim=64, dtype=torch.bfloat16)
     agrees(x, EVERYTHING[name](130), device)
@@ -287,7 +287,7 @@ def test_proxy_fences(name: str, device: Emulated, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_terms(names: tuple[str, ...], n: int, heads: int, p: float, dtype: torch.dtype, device: Emulated) -> None:
-    """Score terms, what their tables learn, and dropout."""
+    """Score terms, their learned tables and dropout are right."""
     x = Inputs.random(n, heads=HEADS, kv_heads=heads, dim=16, dtype=dtype)
     pattern = rw.SlidingWindow(9) & rw.Causal()
     if n < 64:
@@ -302,7 +302,7 @@ def test_terms(names: tuple[str, ...], n: int, heads: int, p: float, dtype: torc
 
 @pytest.mark.long
 def test_dropout_of_wide_tiles(device: Emulated) -> None:
-    """In dK and dV LLVM moves what wgmma takes from registers behind the fence that is to come after it.
+    """In dK and dV, LLVM moves writes of wgmma's register operands behind the fence that should follow them.
 
     ptxas puts the arrival that it makes of the fence before the product itself, by lab/scripts/machine_code.py: with a
     fence there all results are right.
@@ -324,7 +324,7 @@ def test_dropout_of_wide_tiles(device: Emulated) -> None:
 
 
 def test_whole_numbers() -> None:
-    """cvt.rzi and those of 8 bits, as PTX says."""
+    """cvt.rzi, and conversions to 8 bits, follow PTX."""
     ends = [1.75, -1.75, 3e9, -3e9, 1e30, -1e30, float("nan")]
     x = np.array(ends, np.float32)
     assert whole(x, np.int32).tolist() == [1, -1, 2**31 - 1, -(2**31), 2**31 - 1, -(2**31), 0]
@@ -334,7 +334,7 @@ def test_whole_numbers() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["causal", "sinks"])
 def test_order_changes_no_bit(name: str, device: Emulated) -> None:
-    """Warps one by one or by four, what is asynchronous early or late."""
+    """The order in which warps run and asynchronous copies arrive changes no bit."""
     x, pattern, found = (
         Inputs.random(200, heads=2, kv_heads=1, dim=64, dtype=torch.bfloat16),
         EVERYTHING[name](200),
@@ -361,7 +361,7 @@ def test_dims(dim: int, dtype: torch.dtype, device: Emulated) -> None:
     agrees(Inputs.random(130, heads=2, kv_heads=1, dim=dim, dtype=dtype), EVERYTHING["sinks"](130), device)
 
 
-#: what is changed in a kernel -> what the emulator says
+#: a change to a kernel's PTX -> the emulator's error
 BROKEN = {
     "barrier": (r"bar\.sync \t?0;", "", "never written|no barrier between|still to write"),
     "wait for products": (r"wgmma\.wait_group[^;]*;", "", "wgmma is still to write"),
@@ -378,7 +378,7 @@ BROKEN = {
 @BOTH
 @pytest.mark.parametrize("name", list(BROKEN))
 def test_what_breaks_a_kernel(name: str, late: bool, device: Emulated) -> None:
-    """A wait, a fence or a barrier less in the forward kernel is an error, whatever comes out."""
+    """Removing a wait, a fence or a barrier from the forward kernel is an error, whatever the results."""
     what, instead, said = BROKEN[name]
     device.late, device.together, changed = late, 1, 0
 

@@ -1,4 +1,4 @@
-"""Calls of the Triton backend on devices that run nothing: run by test_triton_compiled.py in a process of its own.
+"""Test the launches of the Triton backend on devices that run nothing; test_triton_compiled.py runs this in its own process.
 
 What a GPU would be asked to do: what is compiled, for which arguments again, and what is launched. See stand_in.py.
 """
@@ -48,7 +48,7 @@ def device(stand_in: Cuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     stand_in.index = 0
 
 
-# each way through the launch; these are compiled once for both tests that have them
+# each path through the launch; these are compiled once for both tests that use them
 PLAIN = ("causal, D 64", "pairs, masked", "long lists")
 SHORT = (*PLAIN, "a branch, fp16", "one query")
 
@@ -105,7 +105,7 @@ def check(call: Call, names: list[str], device: Notes) -> None:
 
 
 def matrix(kernel: Any) -> bool:
-    """Whether a kernel has the matrix instructions of its device, or those of few rows where it has few."""
+    """Return whether a kernel has its device's matrix instructions, or those for few rows if it has few."""
     constants = {kernel.src.fn.arg_names[index]: value for (index, *_), value in kernel.src.constants.items()}
     rows = constants["BLOCK_N"] if "HEADS" not in constants else constants["HEADS"] * constants["ROWS"]
     arch = kernel.metadata.target.arch
@@ -124,13 +124,13 @@ def decoding(*of: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("call", "sizes"),
     [
-        # lengths of every remainder that is told apart: by 128, by 16, odd
+        # lengths with every remainder that Triton specialises on: divisible by 128, by 16, odd
         (Call(rw.Causal(), 0), lengths(1024, 1040, 1025, 1151, 1152)),
         (Call(rw.SlidingWindow(300) & rw.Causal(), 0, dim=40), lengths(1024, 1040, 1025, 1151, 1152)),
         (Call(rw.Causal(), 0, heads=8, kv_heads=2, gradients=False), decoding(1024, 1025, 1040, 1152, 1153)),
         (Call(rw.Causal(), 0, heads=8, kv_heads=1, dim=40, gradients=False), decoding(9216, 9217, 9232, 20_001)),
         (Call(rw.Causal(), 0, kv_heads=2, stored=torch.int8, gradients=False), decoding(1024, 1025, 1040, 1153)),
-        # a window whose end meets that of a tile, or does not
+        # a window that ends at a tile's end, and windows that do not
         (Call(rw.SlidingWindow(900) & rw.Causal(), 0, gradients=False), decoding(1024, 1028, 1029, 1030, 1152)),
         # a table with a row of another length, and another seed
         (Call(rw.Causal(), 0, terms="DistanceBias(_), Bias(_)", threshold=9, gradients=False), lengths(512, 513, 528)),
@@ -143,19 +143,19 @@ def test_another_length_compiles_nothing(call: Call, sizes: list[tuple[int, int]
         dataclasses.replace(call, nq=nq, nk=nk, q_offset=nk - nq)()
         made.append(len(device.compiled()))
     assert made == made[:1] * len(sizes)
-    # batches, and strides that a larger cache has, are no reason either
+    # neither do batches, nor the strides of a larger cache
     dataclasses.replace(call, nq=nq, nk=nk, q_offset=nk - nq, batch=3)()
     dataclasses.replace(call, nq=nq, nk=nk, q_offset=nk - nq, view=longer)()
     assert len(device.compiled()) == made[0]
 
 
 def longer(x: Tensor) -> Tensor:
-    """The same shape, as a view of more tokens."""
+    """Return a view of more tokens with the same shape."""
     return x.new_empty(*x.shape[:2], x.shape[2] + 8, x.shape[3])[:, :, : x.shape[2]]
 
 
 class Asked:
-    """A kernel that notes whether it is given descriptors, and is not compiled."""
+    """Record whether a kernel is given descriptors, without compiling it."""
 
     def __init__(self, name: str, seen: dict[str, bool]):
         self.name, self.seen = name, seen
@@ -165,7 +165,7 @@ class Asked:
 
 
 def described(call: Call) -> dict[str, bool]:
-    """Whether kernels are given descriptors."""
+    """Return, for each kernel, whether it is given descriptors."""
     seen: dict[str, bool] = {}
     with pytest.MonkeyPatch.context() as patched:
         for name in NAMES:
@@ -187,10 +187,10 @@ def test_descriptors_where_strides_permit(device: Notes) -> None:
     assert described(dataclasses.replace(call, dim=20)) == dict.fromkeys(STREAMING, False)
     broadcast = Call(rw.Causal(), 512, view=lambda x: x[:, :1].expand(x.shape))
     assert described(broadcast) == dict.fromkeys(of_keys + of_queries, False)
-    # with keys that nobody attends, too
+    # also with keys that no query attends
     assert described(Call(rw.patterns.Periodic(50, 10, 13), 512)) == everywhere
     assert not arguments.describable(torch.empty(1, 2, 0, 64))
-    # a device without
+    # a device without descriptors
     device.index = 1
     assert described(call) == dict.fromkeys(STREAMING, False)
 
@@ -198,7 +198,7 @@ def test_descriptors_where_strides_permit(device: Notes) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dim", [40, 64])
 def test_loads_of_16_bytes(dim: int, device: Notes) -> None:
-    """Channels that 8 divides are enough, whatever the length: what is pipelined is loaded so, not in pairs of bytes."""
+    """With channels divisible by 8, pipelined loads have 16 bytes at any length, and none has 2."""
     device.index = 1
     for kernel, _ in launched(Call(rw.Causal(), 1001, dim=dim, dtype=HALF), device):
         if kernel.metadata.name in STREAMING:
@@ -220,7 +220,7 @@ def test_a_grid_of_programs_that_stay(device: Notes, monkeypatch: pytest.MonkeyP
 
 
 class Watched(TorchDispatchMode):
-    """Notes the operators that are called."""
+    """Record the operators that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class Watched(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_second_call_allocates_and_launches_and_nothing_else(name: str, device: Notes) -> None:
-    """So it can be captured in a CUDA graph."""
+    """A second call only allocates and launches, so it can be captured in a CUDA graph."""
     call, names = CALLS[name]
     call()
     with Watched() as watched:
@@ -244,7 +244,7 @@ def test_a_second_call_allocates_and_launches_and_nothing_else(name: str, device
 
 @pytest.mark.parametrize("inside", [None, rw.Causal()], ids=["alone", "within causal"])
 def test_a_table_on_a_gpu_is_planned_and_computed_without_a_look_at_it(inside: Pattern | None, device: Notes) -> None:
-    """On tensors that hold no values: to read one is an error."""
+    """A table on a GPU is planned and computed without reading it; the tensors are fake, so reading one would raise."""
     table = rw.BlockTable(torch.empty(4, 16, 16, dtype=torch.bool, device="meta"), 64)
     pattern = table if inside is None else table & inside
     launches = launched(Call(pattern, 1024, kv_heads=2, batch=2, device="meta"), device)
@@ -271,7 +271,7 @@ F2FP.BF16.F32.PACK_AB R24, R1, R0
         ("WARPGROUP.ARRIVE", "WARPGROUP.ARRIVE\nCS2R R14, SRZ", "after the arrival"),
         ("LDS.128 R40", "LDS.128 R24", "takes what it writes"),
         ("LDS.128 R40", "IADD3 R40, P1, R24", None),
-        # as it turns
+        # by turns
         ("gsb0, 0x0", "gsb0, 0x1\nSHFL.BFLY PT, R25, R3, 0x2, 0x1f", "takes what it writes"),
         ("gsb0, 0x0", "gsb0, 0x0\nSHFL.BFLY PT, R25, R3, 0x2, 0x1f", None),
     ],

@@ -1,4 +1,4 @@
-"""PTX for sm_90 executed on the CPU, as far as Triton's compiler makes it of this library's kernels.
+"""Execute PTX for sm_90 on the CPU: the instructions that Triton's compiler emits for this library's kernels.
 
 Every instruction becomes a line of numpy over the lanes of some warps (ptx_machine.py), which take turns, so that barriers
 work. What is asynchronous (wgmma, copies, TMA) is computed as early as it may be or, ``late``, not before somebody
@@ -86,7 +86,7 @@ COMPARE = {
 
 @dataclass
 class Program:
-    """A kernel: its parameters' bytes, its threads, and its blocks, which are compiled for a number of warps at once.
+    """A kernel: its parameters' bytes, its threads, and its basic blocks, each compiled for several warps together.
 
     Attributes:
         name: The kernel's.

@@ -27,14 +27,14 @@ BASE = 1024
 
 
 class PtxError(Exception):
-    """What a program must not do, or an instruction that is not known."""
+    """A program performs a forbidden operation, or has an unknown instruction."""
 
 
 _PENDING = "a register is read that wgmma is still to write"
 
 
 class Pending:
-    """What a register holds that wgmma is still to write."""
+    """The content of a register that wgmma has not written yet."""
 
     def __array__(self, *_: object, **__: object) -> Array:
         raise PtxError(_PENDING)
@@ -169,7 +169,7 @@ class Shared:
 
 
 def swizzled(address: Array, span: int) -> Array:
-    """Where a byte lies whose rows of ``span`` bytes (16: none) are swizzled."""
+    """Return the swizzled address of a byte in rows of ``span`` bytes; 16 does not swizzle."""
     return address ^ (address >> 3 & (span // 16 - 1) << 4)
 
 
@@ -465,7 +465,7 @@ class Warps:
             self.cta.memory.store(address[on], data)
 
     def add(self, address: Array, value: Array, mask: Array | None) -> Array:
-        """Atomically, lane by lane: what was there."""
+        """Add atomically, lane by lane, and return the values from before."""
         before = np.zeros_like(value)
         for lane in self.active(mask):
             at = address[lane : lane + 1]
@@ -650,7 +650,7 @@ class Warps:
             self.cta.arrive(self.cta.barrier(int(address[lane])), int(self.warp[lane]), count, expected)
 
     def try_wait(self, address: Array, parity: Array, mask: Array | None) -> Steps:
-        """Lanes whose phase is over; those that go on waiting let others run."""
+        """Return the lanes with a completed phase; let other warps run while all lanes wait."""
         over = np.zeros(self.lanes, np.bool_)
         on = np.zeros(self.lanes, np.bool_)
         on[self.active(mask)] = True

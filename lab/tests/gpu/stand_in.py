@@ -1,4 +1,4 @@
-"""Drivers for Triton whose devices run nothing: calls take the way to a GPU, for CUDA Triton's own launcher included.
+"""Triton drivers for devices that run nothing; calls follow the path to a GPU, for CUDA through Triton's own launcher.
 
 The launcher calls libcuda; a library of that name, built from libcuda.c, is loaded in its place. It checks tensor maps
 as the driver would and notes launches. For processes of their own: the library cannot be unloaded.
@@ -24,7 +24,7 @@ from triton.compiler import CompiledKernel
 from ringweave.backends.triton import kernels
 from ringweave.backends.triton.launch_config import Device
 
-#: What the backend is to read of the devices, by index: an H100, an A100, a B200 and an MI300X.
+#: Simulated devices, by index: an H100, an A100, a B200 and an MI300X.
 DEVICES = (
     Device.of_cuda(9, 227 * 1024, 132),
     Device.of_cuda(8, 163 * 1024, 108),
@@ -53,7 +53,7 @@ class Launch:
 
 
 class Notes:
-    """The current device, and what was launched on it."""
+    """The current device, and the launches on it."""
 
     index = 0
 
@@ -61,12 +61,12 @@ class Notes:
         self.launches: list[Launch] = []
 
     def taken(self) -> list[Launch]:
-        """The launches since the last call."""
+        """Return the launches since the last call."""
         launches, self.launches[:] = list(self.launches), []
         return launches
 
     def compiled(self) -> dict[int, CompiledKernel]:
-        """What was compiled and loaded so far for the current device, by the driver's handle."""
+        """Return the kernels compiled and loaded for the current device, by the driver's handle."""
         caches = [getattr(kernels, name).device_caches[self.index][0] for name in NAMES]
         return {kernel.function: kernel for cache in caches for kernel in cache.values()}
 
@@ -106,10 +106,10 @@ class Cuda(Notes, driver.CudaDriver):  # type: ignore[misc]
 
 
 class Hip(Notes):
-    """A driver of its own making: Triton's launcher for ROCm is not run."""
+    """A simulated driver for ROCm; Triton's own launcher for it does not run."""
 
     index = 3
-    # handles of all such drivers: what is compiled is kept by device
+    # handles for all such drivers, since compiled kernels are stored by device
     functions = itertools.count(1)
 
     def __init__(self) -> None:
@@ -140,5 +140,5 @@ class Hip(Notes):
 
 
 def compiler() -> str | None:
-    """The C compiler that Triton would take, if there is one."""
+    """Return the C compiler that Triton would use, if any."""
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")

@@ -1,4 +1,4 @@
-"""Calls of the Triton backend's launch code, and the kernels that each is to launch."""
+"""Calls of the Triton backend's launch code, and the kernels that each must launch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .stand_in import Launch, Notes
 
 @dataclass(frozen=True)
 class Call:
-    """One forward, with its gradients where asked for."""
+    """A forward call, with gradients if requested."""
 
     pattern: Pattern
     nq: int
@@ -34,13 +34,13 @@ class Call:
     batch: int = 1
     dtype: torch.dtype = torch.bfloat16
     q_offset: int = 0
-    part: bool = False  # a branch of several: float32 results, and a gradient of lse
+    part: bool = False  # one branch of several: float32 results, and a gradient of lse
     gradients: bool = True
     device: str = "cpu"
     view: Callable[[Tensor], Tensor] = lambda x: x
     terms: str = ""  # a distance table (of 129 entries) and a bias of all pairs, as they learn
     threshold: int = 0
-    stored: torch.dtype | None = None  # of keys and values, where that is 8 bits
+    stored: torch.dtype | None = None  # dtype of keys and values, if 8 bits
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         nk, kv_heads, value_dim = self.nk or self.nq, self.kv_heads or self.heads, self.value_dim or self.dim
@@ -55,7 +55,7 @@ class Call:
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor, scales: list[Tensor]) -> Operands:
         n = self.terms.count("_")
-        # nothing where there are none: a call without them allocates nothing
+        # no table without learned terms: such a call allocates nothing
         learned = [torch.zeros(shape) for shape in ((self.heads, 129), (1, 1, q.shape[2], k.shape[2]))[:n]]
         seed = [torch.randint(-(2**63), 2**63 - 1, ())] if self.threshold else []
         call = described.Call.of(
@@ -82,7 +82,7 @@ class Call:
 
 
 def launched(call: Call, device: Notes) -> list[tuple[Any, Launch]]:
-    """The kernels that a call launches, as compiled, in their order."""
+    """Return the kernels that a call launches, in order, as compiled."""
     device.taken()
     call()
     made = device.compiled()
@@ -91,7 +91,7 @@ def launched(call: Call, device: Notes) -> list[tuple[Any, Launch]]:
 
 STREAMING = ("forward", "backward_q", "backward_kv")
 ALL = ["forward", "delta", "backward_q", "backward_kv"]
-# few keys for many devices' units: columns of a group are long
+# few keys for many multiprocessors: columns of a group are long
 SHARED = ["forward", "delta", "backward_q", "backward_kv", "join", "join"]
 JOINED = ["forward", "join", "delta", "backward_q", "join", "backward_kv", "join", "join"]
 TABLE = rw.patterns.random_blocks(1024, 0.4, block_size=64)

@@ -1,4 +1,4 @@
-"""The Triton kernels without a GPU: compiled for real devices, and launched on none.
+"""Test the Triton kernels without a GPU: compiled for real devices, and launched on simulated ones.
 
 All run in processes of their own: compiling needs the interpreter off, and what stands in for a driver cannot be
 unloaded.
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture
 def compiled(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Where compiled kernels lie: those of unchanged sources are there from the last run, and no others."""
+    """Return the folder of compiled kernels; it keeps those of unchanged sources from the last run."""
     cache = getattr(request.config, "cache", None)
     if cache is None:
         return tmp_path
@@ -36,10 +36,10 @@ def compiled(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return folder / digest
 
 
-# lines of the source, which nobody here reads, cost a tenth of the compiler's time
+# line numbers in the binary cost a tenth of the compiler's time, and are not needed here
 COMPILING = {"TRITON_INTERPRET": "0", "TRITON_DISABLE_LINE_INFO": "1"}
 
-# some scripts, with arguments, in one process: to begin one takes seconds
+# several scripts, with arguments, in one process: starting one takes seconds
 RUN = """
 import json, sys
 sys.path.insert(0, "lab/scripts")
@@ -55,7 +55,7 @@ sys.exit(failed)
 
 @needs_triton
 def test_compiled_for_real_devices(compiled: Path) -> None:
-    """No spills but a known one, matrix instructions on every device, and the resources that the committed table says.
+    """Kernels spill only known bytes, use matrix instructions on every device, and need the resources of the committed table.
 
     Then what the other table says of every loop for sm_90: instructions, spills, products that wait for each other; and
     that every specialisation compiles; in a short run every third, which is each of them for one kernel or another.
@@ -83,7 +83,7 @@ def test_a_call_without_terms_is_compiled_as_if_there_were_none(compiled: Path) 
 @needs_triton
 @pytest.mark.parametrize("what", ["launched", "emulated"])
 def test_launches_without_a_gpu(what: str, compiled: Path) -> None:
-    """The way of a call to the driver, which Triton builds a module of its own for; emulated: and what it computes."""
+    """Calls reach the driver through the launcher that Triton builds; "emulated" also checks the results."""
     if what == "emulated" and release("triton") != (3, 7):
         pytest.skip("the emulator knows the instructions that Triton 3.7 makes")
     if not any(map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))):

@@ -1,4 +1,4 @@
-"""A call without terms, dropout and 8 bits is compiled as if the kernels knew of none: run by test_triton_compiled.py.
+"""A call without terms, dropout and 8-bit keys compiles as if the kernels had none of them; test_triton_compiled.py runs this.
 
 The kernels' source is taken without every word about them, by its syntax tree, and both are lowered to Triton's
 intermediate representation, from which all that follows is one deterministic compiler. So nothing is frozen that
@@ -31,7 +31,7 @@ SHAPE = Shape((64, 64), heads=4, split=True)
 
 
 class Without(ast.NodeTransformer):
-    """Takes the branches of a call without, and the arguments of one with, out of a kernel's source."""
+    """Remove the branches for calls with extras, and their arguments, from a kernel's source."""
 
     def visit_If(self, node: ast.If) -> Any:
         node = self.generic_visit(node)  # type: ignore[assignment]
@@ -50,13 +50,13 @@ class Without(ast.NodeTransformer):
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom | None:
         if node.module == "terms":
             return None
-        # the other module is beside none
+        # the new module is imported alone, so relative imports become absolute
         node.module, node.level = f"{kernels.__name__}.{node.module}" if node.level else node.module, 0
         return node
 
 
 def without(module: str, folder: Path) -> ModuleType:
-    """A module of the kernels, from a file of its own: Triton reads sources."""
+    """Return a module of the kernels, imported from a new file: Triton reads source files."""
     tree = Without().visit(ast.parse((Path(kernels.__path__[0]) / f"{module}.py").read_text()))
     text = ast.unparse(ast.fix_missing_locations(tree))
     words = {each.id for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Name)}
@@ -73,7 +73,7 @@ def without(module: str, folder: Path) -> ModuleType:
 
 
 def lowered(source: ASTSource, target: Any, options: dict[str, Any]) -> str:
-    """Triton's intermediate representation, without places in files."""
+    """Return Triton's intermediate representation without source locations."""
     from triton._C.libtriton import ir
 
     backend = triton.compiler.make_backend(target)
@@ -88,7 +88,7 @@ def lowered(source: ASTSource, target: Any, options: dict[str, Any]) -> str:
 
 
 class StopError(Exception):
-    """Ends compilation where it has begun."""
+    """End compilation after its first stage."""
 
 
 @pytest.mark.parametrize("name", ["forward", "backward_q", "backward_kv"])

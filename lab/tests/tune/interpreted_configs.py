@@ -1,4 +1,4 @@
-"""Measured blocks in Triton's interpreter: run by test_interpreted.py in a process that has TRITON_INTERPRET=1 set."""
+"""Run measured configurations in Triton's interpreter, in a process with TRITON_INTERPRET=1; test_interpreted.py starts it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Launched:
-    """A kernel that notes the blocks that it is launched with."""
+    """A kernel that records its launch configurations."""
 
     def __init__(self, kernel: object, seen: dict[str, dict[str, int]], name: str):
         self.kernel, self.seen, self.name = kernel, seen, name
@@ -49,7 +49,7 @@ class Launched:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Mapping[str, int]]:
-    """The constants of each kernel's last launch."""
+    """Return the constants of each kernel's last launch."""
     seen: dict[str, dict[str, int]] = {}
     for name in KERNELS:
         monkeypatch.setattr(kernels, name, Launched(getattr(kernels, name), seen, name))
@@ -123,7 +123,7 @@ def test_of_another_type_they_are_not_taken(launched: Mapping[str, Mapping[str, 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_the_search_ends_where_the_clock_leads_it(needs_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Candidates are really computed and checked; seconds are a stand-in, by blocks: 16 keys, one stage are best."""
+    """The search computes and checks candidates; its simulated clock makes 16 keys and one stage fastest."""
     run = _search(needs_grad)
     monkeypatch.setattr("ringweave_lab.tune.descent._HELD", (16, 32))
     monkeypatch.setattr("ringweave_lab.tune.descent._STREAMED", (16, 32))
@@ -146,7 +146,7 @@ def test_the_search_ends_where_the_clock_leads_it(needs_grad: bool, monkeypatch:
         assert (found.best.n, found.best.stages, found.best.warps) == (16, 1, 4)
         assert min(found.seconds, key=found.seconds.__getitem__) == found.best
         assert found.best != found.start
-        # a candidate that had not been computed and found right would have no seconds
+        # only candidates that were computed and found right have seconds
         assert found.reasons == {}
     assert len(computed) > 8
     assert {each.backend for each in computed} == {"triton", "dense_batched"}
@@ -176,7 +176,7 @@ def test_wrong_blocks_have_a_reason_and_no_seconds(monkeypatch: pytest.MonkeyPat
 def test_what_tune_stores_is_what_auto_then_runs(
     launched: Mapping[str, Mapping[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the search to a call, with a clock that prefers tiles of 32 and blocks of 16 keys."""
+    """A configuration that tune stores is the one that auto then launches; the simulated clock prefers tiles of 32 and blocks of 16 keys."""
 
     def time(of: Search, calls: Mapping[Candidate, Entry], part: float) -> dict[Candidate, Timing]:
         return {each: Timing((seconds(each),)) for each in calls}

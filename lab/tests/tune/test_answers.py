@@ -1,4 +1,4 @@
-"""The file of answers, as tuning writes it."""
+"""Test the file of answers that tuning writes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write(folder: Path, number: int) -> str:
 def test_eight_processes_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No answer is lost, and every reader sees a whole file."""
+    """Eight processes that write together lose no answer, and every reader sees a complete file."""
     monkeypatch.setenv(tuning.VARIABLE, str(tmp_path))
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(forked, [write] * 8, [tmp_path] * 8, range(8))) == [""] * 8

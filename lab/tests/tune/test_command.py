@@ -1,4 +1,4 @@
-"""The command ``ringweave tune``."""
+"""Test the command ``ringweave tune``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search for blocks, by a stand-in for the clock."""
+"""Test the search for launch configurations with a simulated clock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def request(
 
 
 class Clock:
-    """Seconds by a function of blocks; those that a rule names have a reason instead."""
+    """Compute seconds by a function of the configuration; a rule gives a reason for refusing some."""
 
     def __init__(
         self, seconds: Callable[[LaunchConfig], float], broken: Callable[[LaunchConfig], bool] = lambda blocks: False
@@ -68,7 +68,7 @@ def test_the_least_is_found_field_by_field() -> None:
     assert found.start == of.usual
     assert found.best == dataclasses.replace(of.usual, n=64, stages=3, resident=1, described=False)
     assert found.seconds[found.best] == 1
-    # each turn times new blocks next to the best so far, which come first
+    # each round times new configurations beside the best so far, which is timed first
     assert all(len(turn) >= 2 for turn in clock.turns)
     news = [each for turn in clock.turns for each in turn[1:]]
     assert len(news) == len(set(news))

@@ -1,4 +1,4 @@
-"""Configurations under trial: requests and overrides, and the search in Triton's interpreter."""
+"""Test configurations under trial: requests, overrides, and the search in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_no_rounds_are_refused() -> None:
 
 
 def _sampled(call: Callable[[], object]) -> Peak:
-    # as peak_memory does: otherwise the call would get pages that the heap has freed
+    # as peak_memory does: otherwise the call would reuse pages that the heap has freed
     to_system()
     return _sampled_peak(call)
 
@@ -62,7 +62,7 @@ def _sampled(call: Callable[[], object]) -> Peak:
 def test_peak_memory_sees_what_is_freed_before_the_end(measure) -> None:  # type: ignore[no-untyped-def]
     def call() -> object:
         large = np.ones(64 * 2**20, np.uint8)
-        time.sleep(0.2)  # the thread that samples has to get its turn
+        time.sleep(0.2)  # give the sampling thread its turn
         del large
         return np.ones(4 * 2**20, np.uint8)
 
@@ -83,7 +83,7 @@ def test_json_lines_are_appended(tmp_path: Path) -> None:
 
 
 def test_another_gpu_than_the_current_one_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events and the allocator's figures are the current GPU's: of work on another they would say nothing, quickly."""
+    """Measuring on a GPU makes it current, since events and allocator statistics belong to the current GPU."""
     current, seen = ["cuda:0"], []
 
     @contextmanager

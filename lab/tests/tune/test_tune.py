@@ -46,7 +46,7 @@ def test_what_can_run_is_checked_timed_and_stored() -> None:
 
 
 def test_each_kind_of_branch_is_measured_once() -> None:
-    """The heads' residues of one rate are of one kind."""
+    """Residues of one rate are one kind of branch, which is measured once."""
     choices = tune(problem(rw.LongNet([256, 1024], [1, 4]), 4096), directions=("forward",), rounds=1)
     assert [(choice.problem.tokens, choice.problem.heads) for choice in choices] == [(4096, 2), (1024, 1)]
 
@@ -85,7 +85,7 @@ def test_other_tiles_are_chosen_only_where_they_are_clearly_faster() -> None:
     assert pick({own: same, other: Timing((0.96, 0.96, 0.96))}) == own
     assert pick({own: same, other: Timing((0.9, 0.9, 0.9))}) == other
     assert pick({own: same, other: Timing((0.9,) * 3), far: Timing((0.8,) * 3)}) == far
-    # faster by medians alone: within most rounds it was not
+    # faster by medians alone, but not within most rounds
     assert pick({own: Timing((1.0, 2.0, 3.0)), other: Timing((1.0, 1.96, 0.5))}) == own
     assert pick({}) is None
 
@@ -95,15 +95,15 @@ def test_sides_suit_the_length_and_the_device() -> None:
     assert sides(whole(problem(rw.SlidingWindow(9), 60)), "cpu") == [(32, 32)]
     table = rw.patterns.random_blocks(4096, 0.5, block_size=64)
     assert (128, 128) in sides(whole(problem(table, 4096)), "cpu")
-    # other tiles than its grid's would have to wait for the table at every plan
+    # tiles other than its grid's would require reading the table at every plan
     assert sides(whole(problem(table, 4096)), "cuda") == []
     assert sides(whole(problem(rw.SlidingWindow(9), 4096)), "cuda")
-    # 8 million tiles of 32 x 32 are no plan to be made to be tried
+    # a plan of 8 million tiles of 32 x 32 is too large to try
     assert sides(whole(problem(rw.Causal(), 2**17, heads=1)), "cpu")[0] == (64, 64)
 
 
 class Stand:
-    """In place of the clock: seconds by candidate, in the order in which candidates were checked."""
+    """A simulated clock: a candidate's seconds by the order of checks."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]):
         self.seconds, self.timed = seconds, []
@@ -120,7 +120,7 @@ def test_tiles_are_tried_for_backends_near_the_fastest(monkeypatch: pytest.Monke
     stand = Stand(monkeypatch, {"dense_batched": 1.0, "cpu": 1.6, "sdpa": 1.4, "dense_batched, tiles of 64 x 64": 0.5})
     (choice,) = tune(problem(rw.Causal(), 100), directions=("forward",), rounds=1)
     tiles = [f"dense_batched, tiles of {side}" for side in ("32 x 32", "64 x 64", "64 x 128", "128 x 64")]
-    # sdpa is near and has no tiles; cpu has tiles and is not near
+    # sdpa is nearly as fast and has no tiles; cpu has tiles and is slower
     assert stand.timed[1:] == [["dense_batched", "sdpa", *tiles]]
     assert choice.chosen == Candidate("dense_batched", (64, 64))
     assert save_answers([choice]) is not None
@@ -145,7 +145,7 @@ def test_no_candidate_is_checked_once_the_seconds_are_gone() -> None:
 
 
 def test_the_seconds_begin_when_the_backends_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that compiles for a minute leaves the seconds to the rest; tiles leave half of them to blocks."""
+    """The seconds count from the end of the checks: a backend that compiles for a minute leaves them to the rest, and tiles leave half to blocks."""
     now = [0.0]
     monkeypatch.setattr(search.time, "monotonic", lambda: now[0])
     parts: list[float] = []
@@ -182,7 +182,7 @@ def test_wrong_tiles_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_blocks_are_searched_and_taken() -> None:
-    """Of each kernel of a direction, in seconds; every candidate that was timed was right."""
+    """On a GPU, configurations of each kernel of a direction are searched; every timed candidate gave right results."""
     of = Problem("test", rw.SlidingWindow(256) & rw.Causal(), 4096, 4, 64, dtype=torch.float16, device="cuda")
     choices = tune(of, rounds=3, budget=60.0)
     assert [choice.direction for choice in choices] == ["forward", "forward + backward"]

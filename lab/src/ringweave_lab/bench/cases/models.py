@@ -73,7 +73,7 @@ def measure(options: Options, say: Say) -> Measuring:
         )
         size = f"{tokens:,} tokens, {heads} heads"
         models = {name: _model(transformers, shape, name, tokens, heads) for name in ("ringweave", "sdpa", "eager")}
-        # sdpa: a mask of bytes; eager: scores and weights, one of which backward keeps for each layer
+        # sdpa needs a mask of bytes; eager needs scores and weights, and backward keeps one of them for each layer
         for name, squares in (("sdpa", 1), ("eager", 4 * heads * (shape.sizes["num_hidden_layers"] + 1))):
             if squares * tokens**2 > _MOST:
                 del models[name]

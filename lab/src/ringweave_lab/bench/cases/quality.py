@@ -503,7 +503,7 @@ def retrieval(sizes: Sizes, corpus: Corpus, kept: Kept, say: Say) -> Iterator[Sc
                     yield kept.or_made(blank, functools.partial(made, kind, method, n, seed))
 
 
-# ---- what it says ----------------------------------------------------------------------------------------------------
+# ---- targets and report ----------------------------------------------------------------------------------------------
 
 
 def _values(scores: Sequence[Score], part: str, method: str) -> list[float]:
