@@ -42,7 +42,7 @@ def grown(backend: str, pattern: rw.Pattern) -> int:
     ids=str,
 )
 def test_peak_memory(backend: str, pattern: rw.Pattern) -> None:
-    # one bit a pair would be 134 MB, one float 4.3 GB; inputs, gradients and the budget of scores take less than half of 134 MB
+    # the bound is 258 MB: a float a pair would take 4.3 GB, a bit a pair 134 MB; inputs, gradients and the budget of scores take less than half
     assert forked(grown, backend, pattern) < 0.06 * 4 * 32768**2
 
 

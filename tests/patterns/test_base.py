@@ -1,4 +1,4 @@
-"""Patterns as values: algebra, equality, hashing, pickling, text."""
+"""Test patterns as values: algebra, equality, hashing, pickling and text."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_natten_attends_exactly_the_window() -> None:
 
 
 def test_longnet_definition() -> None:
-    """The formula of the paper, spelled out pair by pair."""
+    """LongNet allows the pairs of the paper's formula, computed pair by pair."""
     segments, rates, n, heads = (8, 16), (2, 4), 21, 4
     dense = rw.LongNet(segments, rates, causal=True).to_dense(n, heads=heads)
     for h in range(heads):

@@ -1,4 +1,4 @@
-"""Whether a pattern sees the future, counted from tiles: as in the dense relation, to the pair."""
+"""Whether a pattern attends future keys is counted from tiles, and agrees with the dense relation to the pair."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_million_tokens_cost_their_diagonal() -> None:
 
 @pytest.mark.parametrize("name", list(PATTERNS))
 def test_density_is_one_number(name: str) -> None:
-    """Allowed pairs over all pairs, of a pattern and of its plan; and what its tiles hold, ragged ends and all."""
+    """A pattern and its plan have one density: allowed pairs over all pairs, also with incomplete tiles."""
     for nq, nk, q_offset in ((300, 300, 0), (50, 307, 257), (300, 90, 0)):
         pattern = PATTERNS[name](nk)
         if nq > nk and (pattern.tables or "Neighborhood" in pattern.spec):
@@ -130,6 +130,6 @@ def test_density_is_counted_once_and_never_to_print(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(rw.BlockPlan, "pairs", lambda self: counted.append(1) or pairs(self))
     assert plan.density == plan.density == 0.5
     assert len(counted) == 1
-    # stands for a GPU: nothing of it can be read
+    # simulates a GPU: its values cannot be read
     elsewhere = rw.PlanCache().get(rw.Causal(), 256, tile=(16, 16), device="meta")
     assert repr(elsewhere) == "BlockPlan(256 x 256 tokens, tiles 16 x 16, 136 non-empty, 1 group(s), 1 masks, meta)"

@@ -1,4 +1,4 @@
-"""Each public pattern is declared once; whoever lists patterns lists all of them."""
+"""Each public pattern is declared once, and every list of patterns contains all of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BESIDES = {
     "Bounds": {"key", "stays_equal"},
     "LongNet": {"combinable", "to_dense"},
 }
-#: Of Composite and of what operators write.
+#: Further methods of Composite and of the classes that operators create.
 OF_PARTS = {"parts_within", "remade", "depth", "leaves"}
 
 
@@ -62,12 +62,12 @@ def test_patterns_define_no_other_method(kind: type[Pattern]) -> None:
     assert own <= (allowed | OF_PARTS if issubclass(kind, Composite) else allowed)
 
 
-#: What operators and calls make; no user writes these names.
+#: Classes that operators and calls create; users do not write these names.
 MADE = {"And", "Or", "Not", "Combined", "Shared", "Shifted", "Offsets", "Composite", "Derived"}
 
 
 def test_every_pattern_is_declared_and_exported() -> None:
-    """In every module of the folder, imported or not."""
+    """Every pattern in every module of the folder, imported or not, is declared and exported."""
     for info in pkgutil.iter_modules(patterns.__path__, f"{patterns.__name__}."):
         for name, thing in vars(importlib.import_module(info.name)).items():
             if not inspect.isclass(thing) or not issubclass(thing, Pattern) or thing.__module__ != info.name:
@@ -91,7 +91,7 @@ def test_declared_patterns_are_everywhere(name: str) -> None:
             assert rw.patterns.rebuild(pattern.spec, pattern.tables) == pattern
     assert name in {*kinds.KINDS, *kinds.ELSEWHERE}
     assert name in cases.NAMED | cases.ELSEWHERE | set(cases.PATTERNS)
-    # a class that is new is either among the first names, or under rw.patterns alone
+    # a new class is either a first-level name, or under rw.patterns only
     assert name not in rw.__all__ or getattr(rw, name) is known.make
 
 
@@ -105,7 +105,7 @@ def test_plans_look_at_few_more_tiles_than_they_contain(name: str) -> None:
 
 
 class Spread(Strided):
-    """Multiples of a stride; it lists all keys, as Strided once did for a stride of more tokens than keys."""
+    """Multiples of a stride, with all keys as its ranges: Strided once listed too many tiles in this way."""
 
     def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
         return Ranges.of((0, nk), rows=len(q_lo)) if nk <= self.stride else super().key_ranges(q_lo, q_hi, nk)

@@ -37,7 +37,7 @@ def even(b, h, q, k):  # type: ignore[no-untyped-def]
 
 
 def results(pattern: Pattern) -> torch.Tensor:
-    """The relation as attention computes it: weights of equal scores that are not 0."""
+    """Return the relation that attention computes: the non-zero weights of equal scores."""
     with torch.no_grad():
         zero = torch.zeros(1, 1, N, 8)
         return rw.attention(zero, zero, torch.eye(N)[None, None], pattern)[0, 0] > 0
@@ -226,7 +226,7 @@ Change = Callable[[], object]
 
 
 def unseen(kind: str) -> tuple[Any, Change]:
-    """A mask function of what cannot be compared by value, with reach 2, and what makes that 5."""
+    """Return a mask function of a kind of value that cannot be compared, with reach 2, and a function that changes the reach to 5."""
     window, slotted, looked, net = Window(2), Slotted(), Looked(reach=2), Net()
     spaced = types.SimpleNamespace(reach=torch.tensor(2))
     view, boxes, held = memoryview(bytearray([2])), [Window(2)], {"a": (Window(2),)}
@@ -336,7 +336,7 @@ def test_what_is_seen_is_planned_once_and_the_rest_at_every_call() -> None:
     ids = torch.arange(N)[None]
 
     def selects(b, h, q, k):  # type: ignore[no-untyped-def]
-        # a method of the name of a module
+        # a method with the name of a module
         return ids.select(0, 0)[q] >= k
 
     def counted(b, h, q, k):  # type: ignore[no-untyped-def]
@@ -404,7 +404,7 @@ def test_a_function_that_changes_what_it_reads_is_refused(
 
 
 def test_a_counter_that_is_an_attribute_is_counted() -> None:
-    """The remedy of the error above."""
+    """An attribute may count, as the error above recommends."""
 
     class Counted:
         calls = 0
@@ -421,7 +421,7 @@ def test_a_counter_that_is_an_attribute_is_counted() -> None:
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("read", [operator.getitem, lambda table, at: torch.take(table, at)], ids=["index", "take"])
 def test_a_table_that_is_counted_from_the_first_query(read: Callable[..., torch.Tensor], grad: bool) -> None:
-    """The queries of a draft tree follow 96 keys of the prompt, and position 0 is in no table."""
+    """The queries of a draft tree follow 96 keys of the prompt; its table has no entry for position 0."""
     tree = torch.rand(4, generator=torch.Generator().manual_seed(0)) > 0.4
 
     def drafts(b, h, q, k):  # type: ignore[no-untyped-def]
@@ -503,7 +503,7 @@ def test_functions_of_libraries() -> None:
     follows(pattern, lambda: torch.where(Q >= K, math.pi < K, Q == K))
 
 
-# ---- numbers, and how long things live --------------------------------------------------------------------------------
+# ---- numbers, and lifetimes -------------------------------------------------------------------------------------------
 
 
 def test_backward_after_the_pattern_is_gone() -> None:
@@ -650,7 +650,7 @@ def test_copies(tree: Callable[[Pattern], Pattern]) -> None:
     assert copy.deepcopy({"a": pattern})["a"] is pattern
     again = pickle.loads(pickle.dumps(pattern))
     assert again == pattern
-    assert b"TokenMask(" not in pickle.dumps(pattern)  # no number of this process
+    assert b"TokenMask(" not in pickle.dumps(pattern)  # a pickle contains no number of this process
 
 
 def test_a_function_that_cannot_be_pickled() -> None:

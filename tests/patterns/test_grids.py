@@ -1,4 +1,4 @@
-"""Grids: the order of tokens, NATTEN's neighbourhoods and Swin's windows against loops written from their definitions."""
+"""The order of tokens, NATTEN's neighbourhoods and Swin's windows equal loops written from their definitions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BACKENDS = ["dense_batched"] + ["cpu"] * (cpu.module() is not None)
 
 
 def neighbours(q: int, n: int, window: int, dilation: int, causal: bool) -> set[int]:
-    """NATTEN's definition along one axis."""
+    """Return NATTEN's neighbours along one axis."""
     members = [c for c in range(n) if c % dilation == q % dilation]
     place = members.index(q)
     if causal:
@@ -44,7 +44,7 @@ def in_window(q: int, n: int, size: int, shift: int) -> set[int]:
 
 
 def product(grid: rw.Grid, along: list[list[set[int]]]) -> torch.Tensor:
-    """The relation of the grid's tokens, of the keys of every coordinate along every axis."""
+    """Return the relation of a grid's tokens: pairs that are allowed along every axis."""
     allowed = torch.ones(grid.tokens, grid.tokens, dtype=torch.bool)
     for axis, keys in enumerate(along):
         table = torch.tensor([[k in each for k in range(len(keys))] for each in keys])
@@ -88,7 +88,7 @@ def test_definition_and_plans(
     n = len(wanted)
     assert torch.equal(pattern.to_dense(n)[0, 0], wanted)
     assert torch.equal(pattern.plan(n, tile=tile).to_dense()[0, 0], wanted)
-    # in closed form, and as tiles have them
+    # in closed form, and in tiles
     assert pattern.density(n) == pytest.approx(float(wanted.double().mean()), abs=1e-12)
     assert pattern.is_causal(n) == (not wanted.triu(1).any())
     begin = data.draw(st.integers(0, n - 1))
@@ -109,7 +109,7 @@ def test_definition_and_plans(
     ("window", "causal", "wanted"),
     [
         (3, False, [[0, 1, 2], [0, 1, 2], [1, 2, 3], [2, 3, 4], [2, 3, 4]]),
-        # an even window has one key more before the query
+        # an even window has one more key before the query
         (4, False, [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4]]),
         (2, False, [[0, 1], [0, 1], [1, 2], [2, 3], [3, 4]]),
         (3, True, [[0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4]]),
@@ -122,7 +122,7 @@ def test_neighbours_by_hand(window: int, causal: bool, wanted: list[list[int]]) 
 
 
 def test_dilated_neighbours_by_hand() -> None:
-    """Shifted within the residue class: of 7 tokens four are even, three odd."""
+    """Windows are shifted within their residue class: of 7 tokens, four are even and three are odd."""
     dense = rw.GridNeighborhood(rw.Grid(7), 3, 2).to_dense(7)[0, 0]
     wanted = [[0, 2, 4], [1, 3, 5], [0, 2, 4], [1, 3, 5], [2, 4, 6], [1, 3, 5], [2, 4, 6]]
     assert [row.nonzero()[:, 0].tolist() for row in dense] == wanted
@@ -146,7 +146,7 @@ def test_a_dilated_axis_is_split_into_strided_views() -> None:
 
 
 def swin_mask(height: int, width: int, size: int, shift: int) -> torch.Tensor:
-    """Which tokens attend each other in a Swin layer, as its implementations compute it: roll, cut, number, compare."""
+    """Return the mask of a Swin layer as its implementations compute it: roll, cut, number, compare."""
     regions = torch.zeros(height, width)
     cuts = (slice(0, -size), slice(-size, -shift), slice(-shift, None))
     for number, (rows, columns) in enumerate(itertools.product(cuts, cuts)):
@@ -175,13 +175,13 @@ def test_shifted_windows_are_swins(
     assert torch.equal(rw.GridWindows(grid, size, shift).to_dense(grid.tokens)[0, 0], wanted)
 
 
-# ---- the order -------------------------------------------------------------------------------------------------------
+# ---- the order of tokens ---------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=40, deadline=None)
 @given(grids())
 def test_order(grid: rw.Grid) -> None:
-    """Every token once, as the coordinates say; tiles of whole boxes are boxes."""
+    """The order has every token once, by coordinates within boxes, so tiles of whole boxes are boxes."""
     raster = torch.arange(grid.tokens).view(grid.shape)
     flat = grid.flatten(raster, 0)
     assert grid.positions.dtype == torch.int64
@@ -197,7 +197,7 @@ def test_order(grid: rw.Grid) -> None:
 @pytest.mark.parametrize("shape", [(30,), (13, 9), (8, 8), (5, 6, 7), (4, 4, 8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.bfloat16, torch.complex64, torch.int16])
 def test_round_trips(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Whatever the strides and wherever the axes are."""
+    """Flattening and unflattening restores tensors of any strides, with grid axes anywhere."""
     grid, axes = rw.Grid(shape), len(shape)
     generator = torch.Generator().manual_seed(0)
     whole = (torch.randn(3, 2, *[2 * n for n in shape], 4, generator=generator) * 5).to(dtype)
@@ -350,7 +350,7 @@ def test_compiled_in_one_graph() -> None:
 
 
 def test_modes_of_torch_leave_no_trace() -> None:
-    """The table of boxes that is kept is the same whoever asked for it first."""
+    """The cached table of boxes is usable by all, even if it was first made under a mode of torch."""
     first, second, third = (rw.GridNeighborhood(rw.Grid((29, n)), 5) for n in (11, 12, 13))
     with torch.device("meta"):
         assert first.plan(29 * 11).device.type == first.grid.positions.device.type == "cpu"
@@ -401,7 +401,7 @@ def test_threads_share_a_grid() -> None:
     [((64, 64), 13, 2.5), ((16, 32, 32), (5, 9, 9), 2.2), ((64, 64), 31, 1.3)],
 )
 def test_tiles_compute_few_pairs(shape: tuple[int, ...], window: int, most: float) -> None:
-    """Computed over allowed pairs, in boxes and in the order of rows."""
+    """The ratio of computed to allowed pairs is bounded for boxes, and larger for tokens in the order of rows."""
 
     def ratio(grid: rw.Grid) -> float:
         pattern = rw.GridNeighborhood(grid, window)
@@ -419,13 +419,13 @@ def test_windows_of_a_box_are_full_tiles() -> None:
 
 
 def test_tiles_of_many_pieces() -> None:
-    """Of more than are compared with those of other tiles."""
+    """A tile of more pieces than are compared with those of other tiles is exact."""
     pattern = rw.GridNeighborhood(rw.Grid((150, 2), (2, 1)), (7, 2), causal=(True, False))
     assert torch.equal(pattern.plan(300, tile=128).to_dense(), pattern.to_dense(300))
 
 
 def test_masks_and_planning_do_not_grow_with_the_grid() -> None:
-    """As many masks in a long video as in a short one; the tiles of a long one alone are looked at."""
+    """A long video has no more masks than a short one, and its number of tiles grows only with its length."""
     plans = [rw.GridNeighborhood(rw.Grid((t, 32, 32)), 5).plan(t * 1024) for t in (16, 128)]
     assert plans[0].mask_words.shape[0] == plans[1].mask_words.shape[0] < 300
     assert plans[1].nnz < 10 * plans[0].nnz

@@ -1,4 +1,4 @@
-"""What errors say of plausible mistakes with patterns, and that their remedies work."""
+"""Errors for probable mistakes with patterns name remedies, and the remedies work."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def test_a_pattern_without_tensors_is_its_own_text(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, known in DECLARED.items() if known.text])
 def test_the_repr_of_a_pattern_without_tensors_is_read(name: str) -> None:
-    """For the examples and hostile expressions of declarations, alone and combined."""
+    """The repr of the examples and hostile expressions of declarations, alone and combined, is parsed to an equal pattern."""
     known = DECLARED[name]
     for expression in filter(None, (known.example, known.hostile)):
         pattern = built(expression, known.tokens if expression == known.example else 2048)
@@ -151,14 +151,14 @@ def test_reads(text: str, pattern: rw.Pattern) -> None:
     ids=lambda text: text[:40],
 )
 def test_refuses(text: str) -> None:
-    """In bounded time and memory, with a message of a few lines, whatever the text."""
+    """Any text is refused in bounded time and memory, with a message of a few lines."""
     tracemalloc.start()
     began = time.process_time()
     with pytest.raises(PatternError, match="; wanted ") as caught:
         parse(text)
     spent, (_, peak) = time.process_time() - began, tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert spent < 3  # while allocations are traced, which takes several times as long
+    assert spent < 3  # with allocations traced, which takes several times as long
     assert peak < 100 * 2**20
     assert len(str(caught.value)) < 1000
 
@@ -185,14 +185,14 @@ def test_reads_text_alone(text: object) -> None:
 
 @pytest.mark.parametrize("sign", [operator.or_, operator.and_])
 def test_hundreds_of_operands(sign: Callable[[rw.Pattern, rw.Pattern], rw.Pattern]) -> None:
-    """Joined and read back in time that grows with them, and no call of a call of a call."""
+    """Joining and parsing hundreds of operands takes time linear in their number, and no deep recursion."""
     began = time.process_time()
     pattern = functools.reduce(sign, [rw.patterns.Periodic(5000, 3 * i, 3 * i + 2) for i in range(1000)])
     assert len(pattern.parts) == 1000
     assert rebuild(pattern.spec, ()) == pattern == parse(pattern.spec)
     assert ~~pattern == pattern
     assert time.process_time() - began < 5
-    # written in groups, since Python's parser nests a level for each operator of a chain
+    # nested by groups, since Python's parser needs a level for each operator of a chain
     most = functools.reduce(sign, [rw.Strided(i + 2) for i in range(4096)])
     assert most.spec.startswith("(Strided(2)")
     assert parse(most.spec) == most
@@ -201,7 +201,7 @@ def test_hundreds_of_operands(sign: Callable[[rw.Pattern, rw.Pattern], rw.Patter
 
 
 def test_unions_of_sinks_are_sinks() -> None:
-    """What took 14.8 s and ended in a RecursionError for 600 of them."""
+    """A union of sinks is one pattern of sinks; 600 operands once took 14.8 s and ended in a RecursionError."""
     pattern = functools.reduce(operator.or_, [rw.Sinks([4 * i]) for i in range(600)])
     assert pattern == rw.Sinks([4 * i for i in range(600)])
     assert rw.Sinks(3) | rw.Causal() | rw.Sinks([5]) == rw.Sinks([0, 1, 2, 5]) | rw.Causal()
@@ -209,7 +209,7 @@ def test_unions_of_sinks_are_sinks() -> None:
     assert rw.Sinks(2**31 - 1) | rw.Sinks([3]) == rw.Sinks(2**31 - 1)
     assert (rw.Sinks(2**30) | rw.Sinks([2**30 + 1])).to_dense(1, 5).all()
     q = torch.randn(1, 1, 4096, 8)
-    rw.attention(q, q, q)  # what starts once
+    rw.attention(q, q, q)  # start whatever starts at a first call
     began = time.process_time()
     rw.attention(q, q, q, pattern | rw.Strided(5000))
     assert time.process_time() - began < 2

@@ -30,13 +30,13 @@ TABLES = {"table", "table_per_head", "bigbird", "variable"}
 
 
 def pairs(pattern: Pattern, nq: int, nk: int, b: int = 0, first: int = 0) -> Tensor:
-    """(heads, nq, nk): the pattern alone, of queries from a position on."""
+    """Return the pairs (heads, nq, nk) of a pattern for queries from a position on."""
     q, k = torch.arange(first, first + nq)[:, None], torch.arange(nk)[None, :]
     return torch.stack([pattern.select(b, h).allows(q, k).expand(nq, nk) for h in range(HEADS)])
 
 
 def side_by_side(pattern: Pattern, queries: list[int], keys: list[int], b: int = 0) -> Tensor:
-    """(heads, all queries, all keys): documents each alone, and nothing across."""
+    """Return the pairs (heads, all queries, all keys) of documents one after the other, without pairs between them."""
     dense = torch.zeros(HEADS, sum(queries), sum(keys), dtype=torch.bool)
     for i, j, nq, nk in zip(accumulate([0, *queries]), accumulate([0, *keys]), queries, keys, strict=False):
         if nq and nk:
@@ -45,7 +45,7 @@ def side_by_side(pattern: Pattern, queries: list[int], keys: list[int], b: int =
 
 
 def spells_out(pattern: Pattern, dense: Tensor, q_offset: int = 0, tile: tuple[int, int] = (16, 32)) -> None:
-    """The pattern and its plan allow these pairs, and no tile is listed that allows none."""
+    """The pattern and its plan allow exactly these pairs, and every listed tile allows some."""
     batch, heads, nq, nk = dense.shape
     assert torch.equal(pattern.to_dense(nq, nk, heads, batch=batch, q_offset=q_offset), dense)
     plan = build(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=tile)
@@ -97,7 +97,7 @@ def test_keys_of_all_elements_alike() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_ids_are_what_they_say(seed: int) -> None:
-    """Equal and not negative: side by side or in pieces, in any order, of one row or of each element."""
+    """Tokens with equal non-negative ids attend each other, in any order, with ids of one row or of each batch element."""
     chance = random.Random(seed)
     n, batch = chance.randint(1, 90), 3
     rows = []
@@ -165,12 +165,12 @@ def test_a_mask_of_keys_that_exist(queries: int, chance: float) -> None:
     assert torch.equal(before.to_dense(queries, 300, batch=3), dense)
 
 
-# ---- within: the same rows wherever they are -------------------------------------------------------------------------
+# ---- within: equal rows wherever a document is -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(set(PATTERNS) - TABLES))
 def test_a_row_is_the_same_alone_packed_and_padded(name: str) -> None:
-    """Pair by pair, and in what attention computes; in any place of a sequence, and of a batch."""
+    """A row has the same pairs and results alone, packed and padded, at any place of a sequence and of a batch."""
     n, room = 70, 111
     others = [n, n] if name in OF_ONE_LENGTH else [33, 129]
     pattern = PATTERNS[name](n)
@@ -193,7 +193,7 @@ def test_a_row_is_the_same_alone_packed_and_padded(name: str) -> None:
         inside = dense[:, first : first + n]
         assert torch.equal(inside[:, :, first : first + n], alone), where
         assert int(inside.sum()) == int(alone.sum()), where
-        # padding is not read; of other documents no number counts
+        # padding is not read, and no value of another document matters
         rows = [
             torch.full((batch, HEADS, total, 16), 100.0 if where in ("packed", "ids") else torch.nan) for _ in range(3)
         ]
@@ -345,7 +345,7 @@ def test_patterns_are_made_of_tensors_inside_compiled_functions(dynamic: bool) -
         lambda t: rw.Causal().within(rw.Documents(cu_seqlens_q=torch.stack([t[3] * 0, t[0] + t[1] + t[2] + t[3]]),
                                                   cu_seqlens_k=torch.stack([t[3] * 0, t[0] + t[1] + t[2] + t[3]]))),
     ]  # fmt: skip
-    # with sizes that vary from the start each takes a second
+    # with sizes that vary from the start, each takes a second
     for make in makes[:: 3 if dynamic and not is_long() else 1]:
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("aot_eager")
@@ -391,7 +391,7 @@ def test_documents_of_another_number_recompile_once() -> None:
 
 
 def _seconds(make: Callable[[], object]) -> float:
-    """CPU time of this thread, the least of some: what other processes take from the machine is not planning."""
+    """Return the least CPU time of this thread in several runs, so that other processes do not count."""
     found = []
     for _ in range(5):
         start = time.thread_time()

@@ -1,4 +1,4 @@
-"""Tables of blocks as masks and as lists: one relation, whichever way it is kept."""
+"""A table of blocks has one relation, stored as a mask or as lists."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEADS = [(), (1,), (3,), (2, 1), (2, 3)]
 
 @st.composite
 def listed(draw: st.DrawFn, side: int | tuple[int, int] = 4) -> tuple[rw.BlockTable, Tensor]:
-    """A table made of indices, and its mask as the arguments are read: repeats, rows of none, anything past counts."""
+    """Return a table of indices with repeats, empty rows and arbitrary entries past `counts`, and its mask."""
     lead = draw(st.sampled_from(LEADS))
     rows, columns, places = draw(st.integers(1, 7)), draw(st.integers(1, 9)), draw(st.integers(0, 12))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
@@ -72,7 +72,7 @@ def test_a_table_of_lists_is_a_value(drawn: tuple[rw.BlockTable, Tensor]) -> Non
         assert torch.equal(again.to_dense(nq, nk, heads, batch=batch), dense)
     of_mask = rw.BlockTable(mask, 4)
     assert torch.equal(dense, of_mask.to_dense(nq, nk, heads, batch=batch))
-    # another text: where a spec crosses torch.library, it has to say which of both the tensor is
+    # the specs differ: torch.library passes tensors apart, so the spec must say which of both a tensor is
     assert table != of_mask
     assert str(columns) in table.spec
     assert torch.equal((~table).to_dense(nq, nk, heads, batch=batch), ~dense)
@@ -87,7 +87,7 @@ def test_a_table_of_lists_is_a_value(drawn: tuple[rw.BlockTable, Tensor]) -> Non
 @settings(max_examples=100, deadline=None)
 @given(listed((3, 5)), st.data())
 def test_ranges_and_tiles_of_lists_and_masks_agree(drawn: tuple[rw.BlockTable, Tensor], data: st.DataObject) -> None:
-    """For tiles of any side, so that several rows of blocks lie in one and one row in several."""
+    """Lists and masks have equal ranges and tiles, for tile sides below and above the block's."""
     table, mask = drawn
     one = table.select(0, 0)
     other = rw.BlockTable(mask, (3, 5)).select(0, 0)
@@ -102,7 +102,7 @@ def test_ranges_and_tiles_of_lists_and_masks_agree(drawn: tuple[rw.BlockTable, T
     for begin, end, starts, stops in zip(lo, hi, *one.key_ranges(lo, hi, nk), strict=True):
         for start, stop in zip(starts, stops, strict=True):
             covered[begin:end, start:stop] = True
-            # no range begins, ends or goes on without a key that some query attends
+            # no range contains a key without a query, at its ends or between
             assert dense[begin:end, start:stop].any(0).all()
     assert not (dense & ~covered).any()
 
@@ -179,7 +179,7 @@ def test_errors(indices: Tensor, counts: Tensor, key_blocks: int, text: str) -> 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
 def test_indices_of_few_bits_are_as_good(dtype: torch.dtype) -> None:
-    """More blocks than the type of the indices can number."""
+    """Indices of a narrow dtype work with more blocks than the dtype can number."""
     table = rw.BlockTable(
         indices=torch.tensor([[1, 100], [5, 2]]).to(dtype),
         counts=torch.tensor([2, 1]).to(dtype),
@@ -231,7 +231,7 @@ def test_random_blocks(blocks: int, density: float, diagonal: bool, lead: tuple[
 
 @pytest.mark.parametrize("diagonal", [False, True])
 def test_random_blocks_are_drawn_evenly(diagonal: bool) -> None:
-    """Every block off the diagonal is as likely as any other, beside it, at the ends and where rows are short."""
+    """Every block off the diagonal is drawn with equal probability, also beside it, at the ends and in short rows."""
     seeds, blocks, each = 400, 32, 3
     drawn = torch.stack(
         [
@@ -248,7 +248,7 @@ def test_random_blocks_are_drawn_evenly(diagonal: bool) -> None:
     assert float((share[off] - expected).abs().max()) < 5 * deviation
     if not diagonal:
         assert float((share.diagonal() - expected).abs().max()) < 5 * deviation
-        # neighbours too: draws without replacement, not stretches
+        # also neighbours: blocks are drawn without replacement, not as runs
         pairs = float((drawn[..., 1:] & drawn[..., :-1]).double().mean())
         assert pairs == pytest.approx(each * (each - 1) / (blocks * (blocks - 1)), rel=0.05)
 

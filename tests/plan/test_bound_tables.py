@@ -1,4 +1,4 @@
-"""Tables per key head, of one row for a decode step, and of blocks that are parts of tiles, against tables spelled out."""
+"""Tables per key head, of one row for a decoding step, and with blocks that are parts of tiles have the pairs of their definition."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_errors(call: Callable[[BlockTable], object], text: str) -> None:
 
 
 def test_fresh_tables_are_planned_as_others() -> None:
-    """Of one head for all: heads="kv" makes no difference."""
+    """For a table with one head for all, heads="kv" makes no difference."""
     one = rw.BlockTable(MASK[0, 0], SIDE, heads="kv")
     assert one.group == 1
     assert one.spec == "BlockTable(_, 32)"

@@ -1,4 +1,4 @@
-"""Compiling a pattern: residue views where they compute fewer tiles, disjoint and complete."""
+"""A pattern is compiled to disjoint, complete residue views where they compute fewer tiles."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_split_that_does_not_pay_is_not_made() -> None:
 
 
 def test_the_pattern_alone_decides_whether_a_union_is_split() -> None:
-    """Else a row's bits would depend on the sizes of a call; bounds and offsets around a union change nothing."""
+    """The pattern alone decides whether a union is split, not sizes, bounds or offsets: otherwise a row's bits would depend on its call."""
     union = rw.SlidingWindow(70) | rw.Dilated(64, 16)
     new = rw.Dilated(64, 16) & ~rw.SlidingWindow(70)
     assert summands(union) == (rw.SlidingWindow(70), new)
@@ -80,7 +80,7 @@ def test_structure() -> None:
 
 
 def test_tables_are_held_by_no_branches() -> None:
-    """Every attention call asks for branches first, with a fresh table in dynamic attention."""
+    """Branches hold no tables: every call looks for branches first, in dynamic attention with a new table."""
     gone = []
     for _ in range(3):
         pattern = rw.BlockTable(torch.zeros(64, 64, dtype=torch.bool), 128)
@@ -96,7 +96,7 @@ def test_programs_are_bounded_by_the_bytes_of_their_tables(monkeypatch: pytest.M
     n = 16384
     monkeypatch.setattr(module, "PROGRAMS", LRUCache(300 * 2**10, 1024))
     for _ in range(20):
-        # 64 KiB each, and a search for strided views
+        # 64 KiB each, with strided views to look for
         table = rw.BlockTable(torch.ones(256, 256, dtype=torch.bool), 64)
         branches(rw.Dilated(64, 16) & table, n, n)
     assert 0 < module.PROGRAMS.nbytes <= 300 * 2**10

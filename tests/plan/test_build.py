@@ -1,4 +1,4 @@
-"""A plan spells out exactly its pattern's dense mask, by rows and by columns, for any tile, length, offset, batch, head."""
+"""A plan has exactly the pairs of its pattern's dense mask, by rows and columns, for any tile, length, offset, batch and head."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def spells_out(
     assert torch.equal(plan.to_dense(), dense)
     assert plan.pairs() == int(dense.sum())
     by_columns_agree(plan)
-    # exact: no tile is listed that allows nothing, none is called partial that allows all
+    # exact: no listed tile is empty, and no partial tile is full
     padded = torch.nn.functional.pad(dense, (0, -nk % tile[1], 0, -nq % tile[0]))
     used = padded.unflatten(3, (-1, tile[1])).unflatten(2, (-1, tile[0])).any(5).any(3)
     assert plan.tiles == int(used.sum())
@@ -153,7 +153,7 @@ def test_any_tree(data: st.DataObject) -> None:
     if any(kind in pattern.spec for kind in ("BlockTable", "Documents", "Neighborhood")):
         nq, q_offset = n, 0
     spells_out(pattern, nq, n, 1, 1, tile, q_offset)
-    # the text of a pattern is the pattern
+    # a pattern is rebuilt from its text
     from ringweave.patterns import rebuild
 
     assert rebuild(pattern.spec, pattern.tables) == pattern
@@ -249,7 +249,7 @@ def test_planning_is_quick_and_small() -> None:
 
 
 def _seconds(pattern: Pattern, n: int) -> float:
-    # CPU time of this thread: what other processes take from the machine is not planning
+    # CPU time of this thread, so that other processes do not count
     start = time.thread_time()
     build(pattern, n, n, tile=(128, 128))
     return time.thread_time() - start

@@ -136,7 +136,7 @@ def test_hits_in_a_training_loop(name: str) -> None:
         rw.attention(q, q, q, pattern).sum().backward()
     after = plan_cache.statistics()
     hits, misses = after.hits - before.hits, after.misses - before.misses
-    # small calls are kept whole, and ask for no plan
+    # small calls keep their programs, and request no plan
     assert misses <= 0.03 * (hits + misses)
 
 
@@ -172,7 +172,7 @@ def test_decoding_is_flat_in_memory() -> None:
         print(resident() - before)
         """
     )
-    assert int(resident) < 2**20  # 600 steps; twice as many took 60 MiB
+    assert int(resident) < 2**20  # 600 steps; storing twice as many plans took 60 MiB
 
 
 def test_tables_made_in_inference_mode() -> None:

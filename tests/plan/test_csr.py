@@ -1,4 +1,4 @@
-"""Tables of lists are planned as masks are, in time and memory that grow with the blocks that are set."""
+"""Lists are planned like masks, in time and memory that grow with the number of set blocks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_lists_are_planned_as_their_mask(drawn: tuple[rw.BlockTable, Tensor], da
         spare = tables.from_table(pattern, Extent(nq, nk, heads, batch, (SIDE, SIDE)), spare=True)
         assert spare.capacity == pattern.blocks.table.numel()
         same(spare, plan)
-    # and on another grid, by the general way
+    # also on another grid, by the general algorithm
     tile = data.draw(st.sampled_from([(32, 32), (16, 64), (48, 16)]))
     same(build(table, nq, nk, **sizes, tile=tile), build(of_mask, nq, nk, **sizes, tile=tile))
 
@@ -79,7 +79,7 @@ INSIDE: dict[str, Pattern] = {
 @settings(max_examples=80, deadline=None)
 @given(listed(SIDE), st.data())
 def test_lists_among_patterns(drawn: tuple[rw.BlockTable, Tensor], data: st.DataObject) -> None:
-    """With codes looked up in runs, and tiles merged: the tiles and masks of the combination, evaluated."""
+    """A table within other patterns has the tiles and masks of the evaluated combination."""
     table, mask = drawn
     nq, nk = (
         mask.shape[-2] * SIDE - data.draw(st.integers(0, 15)),
@@ -132,26 +132,26 @@ def test_tiles_are_sorted_into_rows_and_columns(sets: int, rows: int, width: int
 
 
 def test_runs_of_codes_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A causal pattern has a run of full tiles, one of the diagonal and one of nothing in a row."""
+    """A row of a causal pattern has three runs of codes: full tiles, the diagonal, and empty tiles."""
 
     def runs(tokens: int) -> int:
         return len(_table_context("Causal()", NOTHING, Extent(tokens, tokens, 4, 1, (SIDE, SIDE)), (4,)).starts)
 
     assert runs(128 * SIDE) <= 4 * 128
-    # some rows of tiles at a time
+    # a few rows of tiles together
     whole = _new_context("SlidingWindow(90)", NOTHING, Extent(999, 999, 1, 1, (SIDE, SIDE)), ())
     monkeypatch.setattr(sys.modules[build.__module__], "_TILES_AT_ONCE", 1)
     parts = _new_context("SlidingWindow(90)", NOTHING, Extent(999, 999, 1, 1, (SIDE, SIDE)), ())
     place = torch.arange(63 * 63)
     one, two = (each.at(torch.zeros_like(place), place, 63 * 63) for each in (whole, parts))
-    # masks are numbered as they are found
+    # numbers of masks follow the order of discovery
     assert torch.equal(one < 0, two < 0)
     assert torch.equal(one[one < 0], two[two < 0])
     assert torch.equal(whole.mask_words[one[one >= 0]], parts.mask_words[two[two >= 0]])
 
 
 class _Largest(TorchDispatchMode):
-    """The bytes of the largest tensor that is made."""
+    """Record the bytes of the largest tensor that is made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,9 +168,9 @@ class _Largest(TorchDispatchMode):
 
 @contextmanager
 def bounded(arrays: int, tensor: int | None = None) -> Iterator[None]:
-    """No more bytes of arrays at any time, nor in any one tensor."""
+    """Check the bytes of arrays, in total at any time and in each tensor."""
     with _Largest():
-        # what torch imports at its first use is not the plan's
+        # modules that torch imports at first use do not count
         rw.patterns.random_blocks(512, 0.1, block_size=SIDE).plan(512)
     tracemalloc.start()
     try:
@@ -191,7 +191,7 @@ def test_the_bound_holds_what_is_dense() -> None:
 
 
 def test_bigbird_of_a_million_tokens_grows_with_its_tiles() -> None:
-    """Its random blocks are 3 of 16,384 in a row; a table of them all would take 268 MB."""
+    """BigBird over a million tokens grows with its tiles: 3 of 16,384 random blocks a row; a whole table would take 268 MB."""
     rw.patterns.bigbird(4096).plan(4096)
     n, tiles = 2**20, 215_000
     with bounded(40 * 3 * 2**14):
@@ -204,7 +204,7 @@ def test_bigbird_of_a_million_tokens_grows_with_its_tiles() -> None:
 @pytest.mark.parametrize("spare", [False, True])
 @pytest.mark.parametrize("inside", [False, True])
 def test_top_k_grows_with_what_was_chosen(spare: bool, inside: bool) -> None:
-    """8 of 4,096 blocks in a row, for two heads: a mask would take 512 bytes for each that is chosen."""
+    """A table of 8 of 4,096 blocks a row, for two heads, grows with chosen blocks; a mask would take 512 bytes for each."""
     blocks, heads, chosen = 4096, 2, 8
     n = blocks * SIDE
     indices = torch.randint(0, blocks, (heads, blocks, chosen), generator=torch.Generator().manual_seed(0))
@@ -224,7 +224,7 @@ def test_top_k_grows_with_what_was_chosen(spare: bool, inside: bool) -> None:
 
 
 def test_a_mask_is_read_in_pieces() -> None:
-    """A table that comes as a mask costs itself, once, and no array of its size beside it."""
+    """Planning a table from a mask needs its bytes once, and no further array of its size."""
     blocks = 4096
     table = rw.BlockTable(torch.eye(blocks, dtype=torch.bool), SIDE)
     n = blocks * SIDE

@@ -1,4 +1,4 @@
-"""Plans on a GPU: between streams, and in CUDA graphs. What torch says of streams is stood in for."""
+"""Test plans on a GPU, between streams and in CUDA graphs, with torch's functions for streams simulated."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Gpu:
         patch.setattr(cuda_sync, "_in_graphs", set())
 
     def build(self, *args: Any, device: torch.device, **options: Any) -> rw.BlockPlan:
-        """As a table's plan is made there: without the host, and so in a capture too."""
+        """Build a plan as a table's is built on a device: without the host, and so also in a capture."""
         assert device == CUDA
         return from_pattern.build(*args, device="cpu", **options)
 
@@ -70,7 +70,7 @@ def test_a_plan_in_a_graph_lives_on_when_it_is_evicted(gpu: Gpu) -> None:
 
 
 def test_what_is_made_in_a_capture_is_in_the_graph_alone(gpu: Gpu) -> None:
-    """It has no values before the graph is replayed."""
+    """A plan that is built during a capture is used in that graph only, since it has no values before a replay."""
     kept = cache.PlanCache()
     gpu.capturing = True
     first = plan(kept)

@@ -1,4 +1,4 @@
-"""Steps of decoding: how far patterns look back, and plans that are those of earlier steps, moved."""
+"""Test plans of decoding steps: how far patterns look back, and plans derived from those of earlier steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..cases import PATTERNS as CASES
 from ..operators import by_operators
 
 CAUSAL = rw.Causal()
-#: Patterns that ask for distances, and for some first keys.
+#: Patterns that depend on distances, and on some first keys.
 PATTERNS: dict[str, rw.Pattern] = {
     "window": rw.SlidingWindow(90) & CAUSAL,
     "around": rw.SlidingWindow(70, 20),
@@ -118,12 +118,12 @@ def test_a_plan_is_that_of_an_earlier_step(name: str, tile: tuple[int, int], bui
     """A plan trimmed from an earlier step's equals a new plan, also for several queries, and costs nothing after the first tile of steps."""
     pattern = PATTERNS[name]
     for nq, extra in ((1, 0), (5, 0), (3, 40)):
-        # after a tile's steps, and back again
+        # forward through a tile's steps, and back again
         for first in (*range(600, 600 + tile[1]), *range(600 + tile[1], 1100, 7), 700, 1500, 640):
             sizes: dict[str, Any] = {"heads": 4, "batch": 2, "q_offset": first, "tile": tile}
             before = len(built)
             got = plan_cache.get(pattern, nq, first + nq + extra, **sizes)
-            # one for each relation that heads have
+            # one plan for each relation among heads
             assert len(built) - before <= (1 + (name == "heads")) * (first < 600 + tile[1])
             if first % 37 == 0 or first > 1000:
                 want = build(pattern, nq, first + nq + extra, **sizes)
@@ -133,7 +133,7 @@ def test_a_plan_is_that_of_an_earlier_step(name: str, tile: tuple[int, int], bui
 
 @pytest.mark.parametrize("name", [*PATTERNS, "causal"])
 def test_500_steps_plan_nothing(name: str, built: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor those over a cache that was trimmed; each has the bits of a call with a plan of its own."""
+    """500 steps over a growing or trimmed cache build no plan after the first ones, and have the bits of fresh plans."""
     pytest.importorskip("ringweave._cpu", exc_type=ImportError)
     pattern, last = PATTERNS.get(name, CAUSAL), 1300
     q, k, v = torch.randn(1, 4, last, 16), torch.randn(1, 2, last, 16), torch.randn(1, 2, last, 16)
@@ -145,7 +145,7 @@ def test_500_steps_plan_nothing(name: str, built: list[int], monkeypatch: pytest
         inputs, q_offset = step(n, first)
         return rw.attention_with_lse(*inputs, pattern, q_offset=q_offset)
 
-    # every place of a tile, in strided views too
+    # the offsets visit every place in a tile, also in strided views
     for n in range(260, 800):
         taken(n)
     built.clear()
@@ -209,7 +209,7 @@ def test_steps_in_pages(name: str) -> None:
         pages.append(k[:, :, int(pages.lengths[0]) : n], v[:, :, int(pages.lengths[0]) : n])
         here = q[:, :, n - 1 : n]
         side_by_side = rw.attention(here, k[:, :, :n], v[:, :, :n], pattern, q_offset=n - 1)
-        if name in ("dilated", "both"):  # side by side in strided views
+        if name in ("dilated", "both"):  # contiguous keys are computed in strided views
             torch.testing.assert_close(rw.paged_attention(here, pages, pattern), side_by_side)
         else:
             assert torch.equal(rw.paged_attention(here, pages, pattern), side_by_side)
@@ -217,7 +217,7 @@ def test_steps_in_pages(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(RAGGED))
 def test_ragged_plans_are_those_planned_anew(name: str) -> None:
-    """Offsets, lengths, dropped keys and padding of all kinds, elements without keys among them; or the same error."""
+    """Derived plans equal new ones for all kinds of offsets, lengths, dropped keys and padding, and raise equal errors."""
     draw, gathered = random.Random(name), cache.PlanCache()
 
     def some(low: int, high: int) -> Tensor:
@@ -262,7 +262,7 @@ def test_ragged_plans_are_those_planned_anew(name: str) -> None:
     ("name", "queries"), [*((name, 1) for name in RAGGED), ("sinks", 5), ("mixed", 5), ("causal", 16)]
 )
 def test_ragged_steps_plan_nothing(name: str, queries: int, built: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages and offsets of a batch of different lengths, 500 steps; each has the bits of a plan of its own."""
+    """500 steps of a batch of different lengths, over pages or with offsets, build no plan, and have the bits of fresh plans."""
     pattern, first = RAGGED[name], torch.tensor([411, 300, 650])
     q, k, v = torch.randn(3, 4, 1312, 16), torch.randn(3, 2, 1312, 16), torch.randn(3, 2, 1312, 16)
     pages = rw.PagedCache.empty(3, 1312, 2, 16, page=16)
@@ -294,7 +294,7 @@ def test_ragged_steps_plan_nothing(name: str, queries: int, built: list[int], mo
 
 
 def test_lengths_that_shrink_and_sequences_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is written by hand, forked or freed: never another step's plan, with pages of a common prefix."""
+    """After writes to lengths, forks and frees of pages, also shared ones, no step uses another step's plan."""
     pattern = PATTERNS["sinks"]
     q, k, v = torch.randn(3, 4, 1, 16), torch.randn(3, 2, 600, 16), torch.randn(3, 2, 600, 16)
     pages = rw.PagedCache.empty(3, 1024, 2, 16, page=16)
@@ -332,7 +332,7 @@ def test_offsets_written_in_place() -> None:
 
 
 def test_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By number and by bytes; more than that are planned all the same."""
+    """Cached rows are bounded in number and bytes; further rows are planned without the cache."""
     monkeypatch.setattr(decode_plans, "_MOST_ROWS", 20)
     KEPT.clear()
     pattern, gathered = PATTERNS["sinks"], cache.PlanCache(max_bytes=2**20)

@@ -1,4 +1,4 @@
-"""Plans of block tables: exact on a CPU, with places to spare on a GPU, where nothing is read back to make them."""
+"""Plans of block tables are exact on a CPU; on a GPU they have spare entries, and nothing is read back to build them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def table(density: float, *shape: int) -> rw.BlockTable:
 
 
 def chosen() -> tuple[Tensor, Tensor]:
-    """Three key blocks for every query block of two batch elements and four heads, some rows with fewer."""
+    """Return three key blocks for each query block of two batch elements and four heads, fewer for some rows."""
     indices = torch.rand(2, 4, BLOCKS, BLOCKS, generator=torch.Generator().manual_seed(2)).topk(3).indices
     return indices, torch.arange(BLOCKS).expand(2, 4, -1) % 4
 
@@ -119,7 +119,7 @@ AROUND: dict[str, Callable[[rw.Pattern], rw.Pattern]] = {
 @pytest.mark.parametrize("of", list(AROUND))
 @pytest.mark.parametrize("name", ["one", "per_head", "per_batch", "indices", "nothing"])
 def test_a_table_among_patterns(name: str, of: str) -> None:
-    """The tiles and masks of the general plan, which evaluates the combination."""
+    """A table within other patterns has the tiles and masks of the general plan, which evaluates the combination."""
     tokens = N - 20
     pattern = TABLES[name]()
     combined = AROUND[of](pattern)
@@ -149,11 +149,11 @@ def test_a_table_among_patterns(name: str, of: str) -> None:
         assert torch.equal(plan.to("cpu").mask_id_t, exact.mask_id_t)
         assert plan.pairs() == general.pairs()
         assert plan.tiles == general.tiles
-        # full tiles are full in both
+        # both have equally many full tiles
         assert int((plan.listed()[2] < 0).sum()) == int((exact.mask_id < 0).sum())
         dense = general.to_dense()
         assert torch.equal(dense, combined.to_dense(tokens, heads=4, batch=2) > 0)
-    # by columns too
+    # also by columns
     mirrored = torch.zeros_like(dense)
     counts = spare.col_ptr.diff(dim=1).reshape(-1).long()
     column = torch.arange(counts.numel()).repeat_interleave(counts)
@@ -223,7 +223,7 @@ def test_nothing_is_read_back(name: str) -> None:
 
 
 def test_tables_without_data() -> None:
-    """From construction to queues on tensors that hold no values: reading one would fail."""
+    """From construction to queues, a table is planned on tensors without values: reading one would fail."""
     pattern = of_indices("meta")
     assert pattern.spec == "BlockTable(_, 64, key_blocks=8)"
     again = rebuild(pattern.spec, pattern.tables)
@@ -240,7 +240,7 @@ def test_tables_without_data() -> None:
 
 
 def test_a_huge_table_is_planned_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Places for all blocks would take more memory than the wait costs."""
+    """For a table so large that spare entries for all blocks would cost more than a wait, the plan is exact."""
     monkeypatch.setattr(tables, "MOST_PLACES", BLOCKS**2 - 1)
     mask = rw.BlockTable(torch.empty(BLOCKS, BLOCKS, dtype=torch.bool, device="meta"), SIDE)
     with pytest.raises((NotImplementedError, RuntimeError), match="nonzero"):
@@ -250,7 +250,7 @@ def test_a_huge_table_is_planned_exactly(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_indices_out_of_range() -> None:
     with pytest.raises(PatternError, match=r"indices: got 0\.\.8; wanted 0\.\.7"):
         rw.BlockTable(indices=torch.tensor([[0, 8]]), counts=torch.tensor([2]), key_blocks=8)
-    # what does not count may be anything
+    # entries past the count are not checked
     free = rw.BlockTable(indices=torch.tensor([[0, 8]]), counts=torch.tensor([1]), key_blocks=8)
     assert free.mask.tolist() == [[True] + 7 * [False]]
 
@@ -259,7 +259,7 @@ def test_indices_out_of_range() -> None:
 def test_planning_does_not_wait_on_a_gpu() -> None:
     indices, counts = (x.cuda() for x in chosen())
     mask = table(0.4, 4).mask.cuda()
-    # the pattern around a table is planned once
+    # the pattern around the table is planned in advance
     causal = rw.BlockTable(mask, SIDE) & rw.Causal()
     causal.plan(N, heads=4, batch=2, device="cuda")
     window = rw.SlidingWindow(SIDE) & rw.Causal()
@@ -285,7 +285,7 @@ def test_planning_does_not_wait_on_a_gpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("planned_inside", [False, True])
 def test_a_graph_of_forward_and_backward_on_a_gpu(planned_inside: bool) -> None:
-    """Captured once and replayed with other data; with the plan inside, with another table too."""
+    """A captured forward and backward can be replayed with other data, and with another table if its plan is in the graph."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def draw(heads: int) -> Tensor:
