@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter: run by test_triton.py in a process that has TRITON_INTERPRET=1 set."""
+"""Test the Triton kernels in Triton's interpreter; test_triton.py runs this in a process with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..oracle import NAMES, Inputs
 from ..test_conformance import conforms, run
 
 EVERYTHING = PATTERNS | MIXTURES
-# where results are selected away, infinities meet; numpy, which the interpreter computes with, says so
+# discarded results may combine infinities, and numpy, which computes for the interpreter, warns of that
 pytestmark = [
     pytest.mark.sampled(2),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -84,7 +84,7 @@ def test_wide_dims(dim: int, value_dim: int, dtype: str, poisoned: None) -> None
 
 @pytest.mark.parametrize("block", [16, 32, 64])
 def test_tiles(block: int, poisoned: None) -> None:
-    """Tables on their own grids, and rows of uneven length per batch element and head."""
+    """Tables on their own grids, and rows of different lengths for each batch element and head, are right."""
     mask = torch.rand(2, 2, -(-150 // block), -(-150 // block), generator=torch.Generator().manual_seed(1)) < 0.4
     pattern = rw.BlockTable(mask, block)
     assert branches(pattern, 150, 150, heads=2, batch=2)[0].tile == ((block, block) if block > 16 else (128, 128))
@@ -92,12 +92,12 @@ def test_tiles(block: int, poisoned: None) -> None:
 
 
 def test_blocks_of_half_a_word(poisoned: None) -> None:
-    """256 channels of float32 leave room for 16 tokens at a time: half of a mask word."""
+    """256 channels of float32 leave room for blocks of 16 tokens, which is half of a mask word."""
     conforms(Inputs.random(70, heads=1, dim=256), EVERYTHING["sinks"](70), "triton")
 
 
 def test_strides() -> None:
-    """Views: heads last, every other token, a broadcast batch; results equal those of contiguous copies."""
+    """Views with heads last, every other token, or a broadcast batch give the results of contiguous copies."""
     base = torch.randn(2, 70, 4, 16)
     q, k = base.transpose(1, 2), base.transpose(1, 2)[:, ::2]
     v = torch.randn(1, 2, 140, 16).expand(2, -1, -1, -1)[:, :, ::2]
@@ -136,7 +136,7 @@ def test_gradient_strides() -> None:
     got = torch.autograd.grad(rw.attention(q, k, v, rw.Causal(), backend="triton"), (q, k, v), dout)
     want = torch.autograd.grad(rw.attention(q, k, v, rw.Causal(), backend="reference"), (q, k, v), dout.contiguous())
     torch.testing.assert_close(got, want)
-    # a sum's gradient is expanded: all strides 0
+    # the gradient of a sum is expanded: all strides are 0
     (got_sum,) = torch.autograd.grad(rw.attention(q, k, v, rw.Causal(), backend="triton").sum(), q)
     (want_sum,) = torch.autograd.grad(rw.attention(q, k, v, rw.Causal(), backend="reference").sum(), q)
     torch.testing.assert_close(got_sum, want_sum)
@@ -151,7 +151,7 @@ def test_the_same_bits_each_time() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_unattended_nan(bad: float) -> None:
-    """NaN in keys and values that no one attends, and in queries that attend nothing, changes nothing, either way."""
+    """NaN in unattended keys and values, and in queries that attend nothing, changes no result of forward or backward."""
     table = torch.ones(2, 2, dtype=torch.bool)
     table[1] = False
     pattern = rw.patterns.Periodic(1000, 0, 80) & rw.BlockTable(table, 128)
@@ -165,7 +165,7 @@ def test_unattended_nan(bad: float) -> None:
 
 
 def test_dead_rows_and_columns_of_one_tile() -> None:
-    """As above where the dead share a tile with the living."""
+    """The same holds if unattended keys and empty rows share a tile with others."""
     pattern: Pattern = rw.TokenMask(lambda b, h, q, k: (q % 3 != 0) & (k % 5 != 0))
     x = Inputs.random(90, heads=2, kv_heads=1)
     clean = run(x, pattern, "triton")
@@ -196,7 +196,7 @@ def test_empty_rows() -> None:
 
 @pytest.mark.parametrize(("page", "nq", "dtype"), [(16, 1, "fp32"), (64, 5, "fp16"), (256, 17, "fp32")])
 def test_pages(page: int, nq: int, dtype: str) -> None:
-    """Each row as its sequence alone; poisoned pages elsewhere, and numbers of none behind the end, change nothing."""
+    """Each row has the result of its sequence alone; poisoned other pages, and invalid page numbers past the end, change nothing."""
     lengths = (300, 130) if page > 64 else (150, 70)
     rows = [Inputs.random(nq, n, heads=4, kv_heads=2, dim=24, dtype=DTYPES[dtype]) for n in lengths]
     cache = rw.PagedCache.empty(3, 512, 2, 24, value_dim=24, page=page, dtype=DTYPES[dtype])

@@ -1,4 +1,4 @@
-"""How work is cut for the kernels, in Triton's interpreter: packed heads, pairs of tiles, shares, grids, descriptors.
+"""Test how work is split for the kernels, in Triton's interpreter: packed heads, pairs of tiles, shares, grids, descriptors.
 
 Run by test_triton.py in a process that has TRITON_INTERPRET=1 set.
 """
@@ -22,7 +22,7 @@ from ..test_conformance import conforms, run
 from ..test_terms import ours
 
 EVERYTHING = PATTERNS | MIXTURES
-# where results are selected away, infinities meet; numpy, which the interpreter computes with, says so
+# discarded results may combine infinities, and numpy, which computes for the interpreter, warns of that
 pytestmark = [
     pytest.mark.sampled(2),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -32,7 +32,7 @@ pytestmark = [
 
 
 def cut(x: Inputs, pattern: Pattern, kernel: str = "forward") -> launch.Cut:
-    """How the launch code cuts the rows of a pattern of one branch."""
+    """Return how the launch code splits the rows of a pattern of one branch."""
     (branch,) = branches(pattern, x.q.shape[2], x.k.shape[2], heads=x.q.shape[1], batch=x.q.shape[0])
     return launch.cut(kernel, x.q, x.k, x.v, branch.plan())
 
@@ -58,7 +58,7 @@ def test_heads_of_their_own_lists_share_no_program(poisoned: None) -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_neighbouring_tiles_of_64_share_a_program(masked: bool, poisoned: None) -> None:
-    """Lists of pairs that agree but for a few tiles, an odd tile at the end, rows of their own per head."""
+    """Pairs of tiles of 64 share a program: lists that agree except for a few tiles, an odd last tile, and different rows per head."""
     table = torch.rand(1, 2, 3, 5, generator=torch.Generator().manual_seed(1)) < 0.6
     table = table.repeat_interleave(2, 2)[:, :, :5]
     table[:, 0, 1, 0], table[:, :, 4, 1] = True, True
@@ -75,7 +75,7 @@ def test_neighbouring_tiles_of_64_share_a_program(masked: bool, poisoned: None) 
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every list longer than an even share is cut, however short."""
+    """Split every list longer than an even share, however short."""
     monkeypatch.setattr(queues, "LEAST", 1)
 
 
@@ -111,7 +111,7 @@ def test_split_rows_and_columns_of_several_blocks(name: str, tokens: int, eager:
 
 
 def test_split_tables(eager: None, poisoned: None) -> None:
-    """No masks, packed heads, rows of uneven length per batch element; lists end in other places for every head."""
+    """Split tables are right: without masks, with packed heads, and with rows that end differently per batch element and head."""
     mask = torch.rand(2, 1, 5, 5, generator=torch.Generator().manual_seed(1)) < 0.2
     mask[:, :, 2], mask[:, :, :, 1] = True, True
     pattern = rw.BlockTable(mask, 32)
@@ -182,7 +182,7 @@ DEAD = ~rw.patterns.Periodic(1000, 20, 31)
 def test_described_tiles_with_keys_that_nobody_attends(
     side: int, terms: str | None, monkeypatch: pytest.MonkeyPatch, poisoned: None
 ) -> None:
-    """NaN in such keys and values changes no bit, of what terms' tables get neither; tiles of 64 are in pairs."""
+    """NaN in keys and values that no query attends changes no bit, also in gradients of terms' tables; tiles of 64 are in pairs."""
     n = 100 if side > 16 else 40
     x = Inputs.random(n, heads=2, dim=16, dtype=torch.float16)
     pattern = DEAD & rw.BlockTable(torch.ones(-(-n // side), -(-n // side), dtype=torch.bool), side)

@@ -1,4 +1,4 @@
-"""Keys and values of 8 bits in the Triton kernels, in Triton's interpreter.
+"""Test 8-bit keys and values in the Triton kernels, in Triton's interpreter.
 
 Run by test_triton.py in a process that has TRITON_INTERPRET=1 set.
 """
@@ -75,7 +75,7 @@ def test_pairs_of_tiles_and_packed_heads(kv: str, poisoned: None) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [2.0**-12, 2.0**12])
 def test_sizes_that_weights_times_scales_have_no_bits_for(size: float) -> None:
-    """In float16, which holds such values."""
+    """In float16, weights times scales may be too small or large although the stored values fit."""
     for kv in STORED:
         x = Inputs.random(40, heads=2, dtype=HALF)
         x.v *= size
@@ -84,7 +84,7 @@ def test_sizes_that_weights_times_scales_have_no_bits_for(size: float) -> None:
 
 @pytest.mark.sampled(1)
 def test_every_code_is_what_torch_says(device: str) -> None:
-    """Of one key the output is its value."""
+    """With one key the output is its value, for every code."""
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(4, 1, 1, 64)
     for dtype in STORED:
         values = codes.view(dtype).expand(4, 1, 16, 64).contiguous()
@@ -97,7 +97,7 @@ def test_every_code_is_what_torch_says(device: str) -> None:
             got = rw.paged_attention(q, cache, backend="triton")
             numbers = want.isfinite()
             assert torch.equal(got[numbers], want[numbers].to(q.dtype))
-            # the interpreter's own conversion knows no NaN of this type
+            # the interpreter's own conversion lacks this type's NaN
             assert device == "floats" or got[~numbers].isnan().all()
 
 

@@ -1,4 +1,4 @@
-"""Score terms and dropout in the Triton kernels, in Triton's interpreter.
+"""Test score terms and dropout in the Triton kernels, in Triton's interpreter.
 
 Run by test_triton.py in a process that has TRITON_INTERPRET=1 set. What takes the interpreter long is every step of
 every program, so the cases are few, drawn to cover each term in each place beside each way to cut work.
@@ -34,7 +34,7 @@ HALF, SINGLE = torch.float16, torch.float32
 
 
 def small(pattern: Pattern, n: int, offset: int = 0) -> Pattern:
-    """The pattern on tiles of 16."""
+    """Return the pattern on tiles of 16."""
     return pattern & rw.BlockTable(torch.ones(-(-(offset + n) // 16), -(-n // 16), dtype=torch.bool), 16)
 
 
@@ -45,12 +45,12 @@ APART = rw.PerHead([rw.Causal(), rw.SlidingWindow(9), rw.Full(), ~rw.Causal()])
 @pytest.mark.parametrize(
     ("names", "pattern", "n", "batch", "kv_heads", "dtype", "offset", "p"),
     [
-        # one program of four heads; a bias of its own entries, which are added to in place
+        # one program for four heads; the gradient of a bias is added to in place
         (("softcap", "bias"), rw.Full(), 16, 2, 1, SINGLE, 0, 0.0),
-        # whole numbers for many pairs an entry, and for distances that are far
+        # integers, for many pairs an entry and for large distances
         (("distance", "softcap", "shared_bias"), WINDOW, 23, 1, 2, SINGLE, 0, 0.0),
         (("alibi", "distance"), rw.Causal(), 16, 1, 4, HALF, 16, 0.0),
-        # a list for each head
+        # one list for each head
         (("shared_bias", "alibi"), APART, 16, 1, 4, SINGLE, 0, 0.25),
         (("softcap",), WINDOW, 23, 1, 2, HALF, 0, 0.5),
     ],
@@ -74,7 +74,7 @@ def test_formula(
 
 
 def test_positions_and_places_of_views_and_of_elements_of_their_own() -> None:
-    """Every third token is a view; batch elements have offsets of their own, and the first key stands elsewhere."""
+    """Terms use token positions in views of every third token, with offsets per batch element and of the first key."""
     x, n = Inputs.random(15, 30, batch=2, heads=2, kv_heads=1, dim=8), 30
     q_offset, k_offset = torch.tensor([31, 20]), torch.tensor([16, 0])
     tables = [torch.randn(2, 2 * 7 + 1), torch.randn(1, 2, 15, n)]
@@ -107,7 +107,7 @@ def test_the_same_pairs_in_tiles_of_any_size() -> None:
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.axes])
 def test_each_kind_of_numbers_alone(name: str) -> None:
-    """Also in the kernel that adds to tables."""
+    """Each kind of term with numbers alone is right, also in the kernel that adds to tables."""
     n = 16
     x = Inputs.random(n, heads=HEADS, kv_heads=2, dim=16, value_dim=24)
     names = (KINDS[name].kernel, "distance")
@@ -117,7 +117,7 @@ def test_each_kind_of_numbers_alone(name: str) -> None:
 
 
 def test_a_kind_without_a_formula_is_no_other_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Listed and not computed: scores as they are would be wrong in silence; not listed: refused."""
+    """A listed kind without a formula raises instead of leaving scores unchanged, and an unlisted kind is refused."""
     x = Inputs.random(16, heads=1, dim=8)
     assert not triton.BACKEND.lacks(frozenset({"Softcap"}), "cpu")
     monkeypatch.setitem(compiled.KINDS, "softcap", 99)
@@ -130,7 +130,7 @@ def test_a_kind_without_a_formula_is_no_other_kind(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_not_finite() -> None:
-    """A bias of -inf leaves a row without weight, whatever it holds; NaN reaches a table where its pairs are."""
+    """A bias of -inf leaves a row empty whatever the keys contain; NaN reaches a table's gradient exactly at its pairs."""
     n, x = 16, Inputs.random(16, heads=2, kv_heads=1, dim=8)
     table = torch.randn(1, 2, n, n).requires_grad_()
     with torch.no_grad():

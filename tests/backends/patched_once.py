@@ -1,4 +1,4 @@
-"""A plugin of pytest for processes in which Triton's interpreter runs: ``-p tests.backends.patched_once``.
+"""Make Triton's interpreter faster; a pytest plugin for processes that run it: ``-p tests.backends.patched_once``.
 
 Each call of one kernel's function by another looks through the whole language for what to replace, although the launch
 has replaced it: a quarter of the interpreter's time. Here only who finds something of the language as it was looks.

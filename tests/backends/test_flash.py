@@ -1,4 +1,4 @@
-"""The vendors' kernels: which is chosen, that calls fit the operators' schemas, lists for flash-attn-4; and a GPU."""
+"""Test the vendors' kernels: the choice, calls by the operators' schemas, lists for flash-attn-4, and results on a GPU."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_the_order_of_a_device() -> None:
 @pytest.mark.parametrize(("heads", "kv_heads", "nq", "nk"), [(4, 4, 64, 64), (4, 2, 70, 130)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_calls_fit_the_operators(kernel: str, heads: int, kv_heads: int, nq: int, nk: int, causal: bool) -> None:
-    """On tensors without data: names, order and types of arguments, and shapes, lse's and the gradients' included."""
+    """Calls fit the operators' names, order, dtypes and shapes of arguments, tested on tensors without data, gradients included."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
     q, k, v, dout = empty(2, heads, nq, 64), empty(2, kv_heads, nk, 64), empty(2, kv_heads, nk, 64), None
     if heads != kv_heads and kernel == "cudnn":
-        # what torch knows of its shapes without data takes as many key heads
+        # torch's shape function assumes equally many key heads
         k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
     out, lse = flash.dense_forward(q, k, v, causal, 0.3, kernel)
     assert out.shape == q.shape
@@ -69,7 +69,7 @@ def test_delta_goes_in_as_channels() -> None:
     dout, q, k, v, out = delta_as_channels(x.dout, x.q, x.k, x.v, delta)
     torch.testing.assert_close((dout.double() * out.double()).sum(-1), delta.double(), rtol=2**-22, atol=1e-6)
     assert torch.equal(q @ k.mT, x.q @ x.k.mT)
-    # rowsum(dout * v) is what dP sums
+    # rowsum(dout * v) is the sum of dP
     assert torch.equal(dout @ v.mT, x.dout @ x.v.mT)
 
 
@@ -139,7 +139,7 @@ def test_devices_and_types_that_flash_attn_does_not_take(
 
 
 class Lists(NamedTuple):
-    """flash-attn-4's record of blocks, the fields that are used."""
+    """flash-attn-4's record of blocks, with the fields that are used."""
 
     mask_block_cnt: Tensor
     mask_block_idx: Tensor
@@ -160,7 +160,7 @@ class Lists(NamedTuple):
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, block_sparse_tensors: Lists, return_lse: bool
 ) -> tuple[Tensor, Tensor]:
-    """As flash-attn-4 4.0.0b36: tokens before heads, lse (B, H, Nq) in natural logarithms."""
+    """Simulate flash-attn-4 4.0.0b36: tokens before heads, lse (B, H, Nq) in natural logarithms."""
     sides = block_sparse_tensors.block_size
     rows = block_sparse_tensors.pairs(q.shape[1] // sides[0], k.shape[1] // sides[1])
     allowed = rows.repeat_interleave(sides[0], 2).repeat_interleave(sides[1], 3)
@@ -173,7 +173,7 @@ def _backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, softmax_scale: float, *,
     block_sparse_tensors: Lists, dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As there: blocks by columns, delta = rowsum(dout * out) - dlse."""
+    """Simulate its backward: blocks by columns, delta = rowsum(dout * out) - dlse."""
     sides = block_sparse_tensors.block_size
     columns = block_sparse_tensors.pairs(k.shape[1] // sides[1], q.shape[1] // sides[0])
     allowed = columns.repeat_interleave(sides[1], 2).repeat_interleave(sides[0], 3).mT
@@ -190,7 +190,7 @@ def _backward(
 
 @pytest.mark.parametrize("major", [9, 10])
 def test_what_flash_attn_is_given_and_gives(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layouts, lists by rows and columns, and delta with and without a gradient of lse: its contract in plain torch."""
+    """The calls of flash-attn-4 follow its contract, here in plain torch: layouts, both lists, and delta with and without dlse."""
     module = types.SimpleNamespace(BlockSparseTensorsTorch=Lists, flash_attn_func=_forward, _flash_attn_bwd=_backward)
     monkeypatch.setitem(sys.modules, "flash_attn.cute.block_sparsity", module)  # type: ignore[arg-type]
     monkeypatch.setattr(flash, "_cute", lambda: module)
@@ -245,7 +245,7 @@ def test_dense_on_a_gpu(name: str, heads: int, kv_heads: int, tokens: int, dim: 
 @pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_each_kernel_on_a_gpu(kernel: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the device's order; without a gradient of lse too."""
+    """Each kernel in the device's order is right on a GPU, also without a gradient of lse."""
     major = torch.cuda.get_device_capability()[0]
     if kernel not in flash.order(major, torch.version.hip is not None):
         pytest.skip("not a kernel for this device")

@@ -1,4 +1,4 @@
-"""The FlexAttention backend: its adapter with FlexAttention's mask evaluated densely, its compiled functions, a GPU."""
+"""Test the FlexAttention backend: its adapter against a dense mask, its compiled functions, and results on a GPU."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from ..test_conformance import conforms
 from ..test_terms import check, inputs, make, ours
 from ..test_terms import dense as terms_of_formula
 
-#: every kind of plan: masks shared and per head, tables, rows that attend nothing, views
+#: every kind of plan: masks shared and per head, tables, empty rows, views
 NAMES = ["sinks", "per_head", "table_per_head", "future", "window_and_dilated", "longnet_causal"]
 EVERYTHING = PATTERNS | MIXTURES
 
 
 def listed(mask: Any, q: Tensor, k: Tensor) -> Tensor:
-    """The pairs of a BlockMask: its mask_mod within listed partial blocks, everything in full ones."""
+    """Return the pairs of a BlockMask: its mask_mod in partial blocks, all pairs in full ones."""
     batch, heads = mask.kv_indices.shape[:2]
     rows, columns = torch.arange(q.shape[2], device=q.device), torch.arange(k.shape[2], device=q.device)
     b, h = torch.arange(batch)[:, None, None, None], torch.arange(heads)[None, :, None, None]
@@ -54,7 +54,7 @@ def listed(mask: Any, q: Tensor, k: Tensor) -> Tensor:
 def dense(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, grouped: bool, operands: TermOperands | None
 ) -> tuple[Tensor, Tensor]:
-    """What FlexAttention computes, in float32, differentiable on a CPU; rows that attend nothing are left undefined."""
+    """Compute FlexAttention's result in float32, differentiable on a CPU; empty rows stay undefined."""
     assert grouped == (q.shape[1] != k.shape[1])
     assert all(x.is_contiguous() for x in (q, k, v))
     if operands is None:
@@ -95,7 +95,7 @@ def test_offset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gradients_through_the_compiler_inside_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operator runs below autograd, and the compiler's own tracing of gradients needs autograd."""
+    """Gradients work although the operator runs below autograd, which the compiler's tracing of gradients needs."""
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, grouped: bool, operands: object
@@ -112,7 +112,7 @@ def test_gradients_through_the_compiler_inside_an_operator(monkeypatch: pytest.M
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compiled without a code generator: FlexAttention's own tracing, and its dense form, which gives lse on a CPU."""
+    """Compile without a code generator, by FlexAttention's own tracing and its dense form, which gives lse on a CPU."""
     COMPILED.clear()
 
     def as_on_a_gpu(case: Call, branch: Branch) -> str | None:
@@ -127,7 +127,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @torch.no_grad()
 def test_more_sizes_than_the_compiler_keeps_variants_of_one_function(traced: None) -> None:
-    """Nothing falls back to a form that is not compiled; a call of a known kind compiles nothing."""
+    """More sizes than the compiler's limit of variants all stay compiled, and a call of a known kind compiles nothing."""
     most = torch._dynamo.config.recompile_limit
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for step in range(most + 2):

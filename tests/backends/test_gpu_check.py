@@ -122,7 +122,7 @@ def test_what_raises_is_quoted(error: type[Exception]) -> None:
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, Call, str]]:
-    """What would be tried on a machine with a GPU where ``triton`` is wrong at D = 128."""
+    """Simulate a machine with a GPU where ``triton`` is wrong at D = 128, and record the checks."""
     made: list[tuple[str, Call, str]] = []
 
     def check(backend: Backend, of: Call, structure: str) -> str | None:
@@ -131,7 +131,7 @@ def checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, C
 
     monkeypatch.setattr(gpu_check, "check", check)
     monkeypatch.setattr(gpu_check, "_verdict", functools.cache(gpu_check._verdict.__wrapped__))  # type: ignore[attr-defined]
-    # no process of its own is begun: it would find no GPU
+    # no real process is started: it would find no GPU
     monkeypatch.setattr(gpu_check, "_COMMAND", ("/nonexistent",))
     monkeypatch.setenv(tuning.VARIABLE, str(tmp_path))
     monkeypatch.setattr(triton, "installed", lambda: True)
@@ -157,7 +157,7 @@ def test_auto_tries_a_gpu_kernel_once_for_each_kind(
     assert {of.device for _, of, _ in checks} == {"cuda:0"}
     (record,) = caplog.records
     assert record.getMessage() == "auto leaves out the backend triton on cuda:0: it is wrong"
-    # gradients are other kernels
+    # gradients have other kernels
     assert program.choose_backend("auto", case(needs_grad=True), window).name == "triton"
     assert len(checks) == 4
 
@@ -197,7 +197,7 @@ def test_on_a_cpu_explain_says_what_they_need() -> None:
 
 
 def test_without_a_gpu_auto_answers_as_if_all_went_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan for another machine can be explained here."""
+    """Without a GPU, auto assumes that every check passes, so that plans for other machines can be explained."""
     monkeypatch.setattr(triton, "installed", lambda: True)
     assert not torch.cuda.is_available()
     assert program.choose_backend("auto", case(), first(rw.SlidingWindow(9))).name == "triton"

@@ -35,7 +35,7 @@ def test_a_process_of_its_own_tries_and_a_machine_tries_once(monkeypatch: pytest
     assert known(*kept("dense_batched", CASE, "sparse")) is None
     assert tried("dense_batched", CASE, "sparse", no) is None
     assert known(*kept("dense_batched", CASE, "sparse")) == (None,)
-    # of other cases nothing is known
+    # other cases have no result yet
     assert known(*kept("dense_batched", dataclasses.replace(CASE, needs_grad=True), "sparse")) is None
     assert known(*kept("dense_batched", CASE, "causal")) is None
     assert known(*kept("cpu", CASE, "sparse")) is None
@@ -99,7 +99,7 @@ def test_what_the_verdict_is_kept_by(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ringweave.backends.triton.launch_config.measured", lambda case: ["described True"])
     names.add(kept("triton", CASE, "sparse")[0])
     assert len(names) == 6
-    # the order of a set is another one in every process
+    # the order of a set differs between processes
     spelled = {kept("triton", dataclasses.replace(CASE, features=frozenset(of)), "sparse")[1] for of in ("abc", "cba")}
     assert len(spelled) == 1
 

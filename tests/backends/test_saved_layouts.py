@@ -1,4 +1,4 @@
-"""Hooks of saved tensors that give tensors back in another layout: the same gradients, by every way to backward."""
+"""Hooks that return saved tensors in another layout change no gradient, on every path to backward."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def gradients(name: str, hooks: AbstractContextManager[Any], **options: Any) -> 
     given = extras()
     with hooks:
         out, lse = rw.attention_with_lse(q, k, v, pattern, **given, **options)
-    # the gradients of out and lse come in another layout too
+    # the gradients of out and lse have another layout too
     loss = (out.mT * torch.randn(2, 4, 24, N)).sum() + (lse.mT * torch.randn(2, N, 4)).sum()
     tables = [given["terms"].table] if "terms" in given else [x for x in given.values() if isinstance(x, Tensor)]
     return list(torch.autograd.grad(loss, [q, k, v, *tables]))
@@ -61,7 +61,7 @@ def same(got: list[Tensor], want: list[Tensor]) -> None:
 @pytest.mark.parametrize("way", ["auto", "dense_batched", "reference", "streamed"])
 @pytest.mark.parametrize("name", CASES)
 def test_saved_tensors_in_another_layout(name: str, way: str) -> None:
-    """By the quick path, the operators, and keys that stay on a host."""
+    """Gradients are right on the quick path, through the operators, and with keys on a host."""
     options = {"on_oom": "stream"} if way == "streamed" else {"backend": way}
     with streaming() if way == "streamed" else contextlib.nullcontext():
         want = gradients(name, contextlib.nullcontext(), **options)
@@ -71,7 +71,7 @@ def test_saved_tensors_in_another_layout(name: str, way: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["ring", "allgather"])
 def test_around_a_ring(schedule: str) -> None:
-    """Messages that are kept for backward are bytes, and come back as such."""
+    """Messages kept for backward around a ring are bytes, and are restored as bytes."""
     x = [torch.randn(1, heads, N, 16) for heads in (4, 2, 2)]
 
     def job(transport: Any) -> list[list[Tensor]]:

@@ -22,7 +22,7 @@ from ..test_conformance import conforms
 @pytest.mark.parametrize("pairs", [1, 40_000])
 @pytest.mark.parametrize("name", ["sinks", "global", "table_per_head", "dilated"])
 def test_strips_of_any_length_are_the_whole(name: str, pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One query tile at a time, or a few."""
+    """Strips of one query tile, or of a few, give the result of the whole."""
     monkeypatch.setattr(torch_sparse, "_PAIRS", pairs)
     conforms(Inputs.random(700, heads=4, kv_heads=2, dim=8), PATTERNS[name](700), "torch_sparse")
 
@@ -102,7 +102,7 @@ def test_on_a_gpu_it_is_refused() -> None:
 
 
 def test_it_runs_only_when_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even where a store says that it was fastest: nothing that is ours writes that."""
+    """auto does not choose torch_sparse, even if a tuning file says that it was fastest."""
     assert "torch_sparse" not in program.PREFERENCE
     case = Call(1, 2, 2, 64, 64, 16, 16, torch.float32, "cpu")
     (branch,) = branches(rw.SlidingWindow(9), 64, 64)

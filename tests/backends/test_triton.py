@@ -27,7 +27,7 @@ from ringweave.terms import TermOperands
 
 from ..cases import PATTERNS
 
-# a minute of one core; shared machines take several times that
+# a minute of CPU time; shared machines take several times as much
 pytestmark = pytest.mark.timeout(900)
 ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(
@@ -122,7 +122,7 @@ def test_which_plans_have_dead_positions_in_their_tiles(name: str, n: int) -> No
 
 
 def test_masks_of_a_plan_that_the_host_has_not_counted_are_not_read() -> None:
-    """On tensors that hold no values: to read one is an error."""
+    """The masks of a plan without counts on the host are not read; its tensors have no values, so reading raises."""
     table = rw.BlockTable(torch.empty(8, 8, dtype=torch.bool, device="meta"), 64) & rw.Causal()
     of = build(table, 512, 512, tile=(64, 64), device="meta")
     masks = queues.masks(of)
@@ -133,7 +133,7 @@ def test_masks_of_a_plan_that_the_host_has_not_counted_are_not_read() -> None:
 
 @pytest.mark.parametrize("name", ["causal", "sinks", "documents", "global", "nothing", "per_head", "full"])
 def test_rows_of_pairs_spell_the_same_relation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every entry of the union, by the masks of its two tiles, against the plan."""
+    """Rows of paired tiles have the plan's relation: each entry of the union, by the masks of its two tiles."""
     monkeypatch.setattr(pairing, "_WASTE", 2)
     n = 1100
     of = plan(PATTERNS[name](n), n, heads=4, tile=64)
@@ -162,7 +162,7 @@ def test_rows_of_pairs_only_where_lists_agree() -> None:
     assert pairing.paired(apart) is None
     rows = pairing.paired(together)
     assert rows is not None
-    # no tile is absent, so there is no mask
+    # both tiles exist, so no mask is needed
     assert rows.plan.mask_words.shape[0] == 0
     assert rows.plan.nnz * 2 == together.nnz
 
@@ -173,10 +173,10 @@ def test_queues_hold_every_task_once_and_the_longest_first() -> None:
     assert rows.shape == (2 * 4 * of.q_tiles, 1, 6)
     assert rows[:, 0, :3].unique(dim=0).shape[0] == 2 * 4 * of.q_tiles
     assert torch.equal(rows[:, 0, 3:5], ends(of.row_ptr, of.row_set, rows[:, 0], 0))
-    # the plan's order is by classes of half an octave
+    # the plan orders rows by length in classes of half an octave
     assert ((2 * (rows[:, 0, 4] - rows[:, 0, 3]).log2()).floor().diff() <= 0).all()
     columns = queues.column_queue(of, ratio=2, head_bytes=1, units=1).records
-    # the query heads of a key head have lists of their own
+    # the query heads of a key head have separate lists
     assert columns.shape == (2 * 2 * of.kv_tiles, 2, 6)
     assert columns[:, 0, :3].unique(dim=0).shape[0] == 2 * 2 * of.kv_tiles
     for member in range(2):
@@ -190,7 +190,7 @@ def test_queues_hold_every_task_once_and_the_longest_first() -> None:
 
 
 def ends(ptr: torch.Tensor, group: torch.Tensor, records: torch.Tensor, member: int) -> torch.Tensor:
-    """Where the lists of whole tasks begin and end."""
+    """Return the begin and end of the lists of whole tasks."""
     b, head, tile = records[:, :3].long().T
     of = group.long()[b, head + member]
     return torch.stack([ptr[of, tile], ptr[of, tile + 1]], 1)
@@ -235,7 +235,7 @@ def test_shares_of_long_lists_cover_them_once(units: int, monkeypatch: pytest.Mo
     for _, head, tile, first, count in queue.splits.tolist():
         mine = task == head * of.q_tiles + tile
         assert slot[mine].tolist() == list(range(first, first + count))
-        # one share begins where the one before it ends
+        # each share begins at the end of the one before
         ends = of.row_ptr[of.row_set[0, head], tile : tile + 2].tolist()
         assert [ends[0], *end[mine].tolist()] == [*begin[mine].tolist(), ends[1]]
 
@@ -256,7 +256,7 @@ def test_blocks_fit_the_device_and_the_tile() -> None:
 
 @needs_triton
 def test_what_nobody_attends_does_not_coarsen_a_tables_gradient() -> None:
-    """The quantum of its sum is of pairs that there are: of keys that are attended, and rows that attend."""
+    """The quantum of a table's gradient counts only pairs of attended keys and of rows that attend."""
     from ringweave.backends.triton import arguments
 
     short = rw.SlidingWindow(5) & rw.KeyPadding(100)

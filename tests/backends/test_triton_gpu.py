@@ -1,4 +1,4 @@
-"""The Triton backend on a GPU: conformance in all its types, the same bits each time."""
+"""Test the Triton backend on a GPU: conformance in all dtypes, and equal bits in repeated calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def poison() -> None:
-    """What torch.empty is given next holds NaN: an element that is never written shows. Small and large pools."""
+    """Fill freed memory of small and large pools with NaN, so that elements without a write show in torch.empty."""
     held = [torch.full((2**17,), torch.nan, device=DEVICE) for _ in range(64)]
     held.append(torch.full((2**26,), torch.nan, device=DEVICE))
     torch.cuda.synchronize()
@@ -65,7 +65,7 @@ def test_dims_and_tiles(dim: int, value_dim: int, block: int, dtype: str) -> Non
     "names", [("softcap", "distance"), ("alibi", "bias"), ("shared_bias",), ("distance", "softcap")]
 )
 def test_terms_and_dropout(names: tuple[str, ...], dtype: str) -> None:
-    """As the CPU's dense_batched, which test_terms.py holds against the formula; table gradients are the same bits each time."""
+    """Terms and dropout equal the CPU's dense_batched, which test_terms.py tests; table gradients repeat to the bit."""
     n, found = 300, []
     x = Inputs.random(n, heads=4, kv_heads=2, batch=2, dim=64, dtype=DTYPES[dtype])
     pattern = (rw.SlidingWindow(90) | rw.Sinks(3)) & rw.Causal()
@@ -142,7 +142,7 @@ def test_strides() -> None:
 
 
 def test_more_elements_than_32_bits_count() -> None:
-    """Keys past the 2**31-th element: as those of a copy of the end alone."""
+    """Keys past the 2**31-th element give the results of a contiguous copy of them."""
     nk, window = 2**24 + 1000, 300
     k = torch.zeros(1, 1, nk, 128, dtype=torch.bfloat16, device=DEVICE)
     k[:, :, -512:] = torch.randn(1, 1, 512, 128, device=DEVICE)

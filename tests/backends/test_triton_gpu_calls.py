@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not triton.installed(), reason
 
 
 def launches(call: Callable[[], object], trace: Path) -> list[str]:
-    """The kernels that a call launches, sorted by name; plans and kernels made by calls before."""
+    """Return the kernels that a call launches, sorted by name, after earlier calls made plans and kernels."""
     for _ in range(2):
         call()
     torch.cuda.synchronize()
@@ -35,7 +35,7 @@ def launches(call: Callable[[], object], trace: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", ["full", "causal", "window", "sinks", "documents", "table_per_head"])
 def test_launches(name: str, tmp_path: Path) -> None:
-    """One kernel forward, three backward."""
+    """A call launches one kernel forward and three backward."""
     x = Inputs.random(2048, heads=4, dim=64, dtype=torch.bfloat16).to(DEVICE)
     pattern = EVERYTHING[name](2048)
     leaves = x.leaves()
@@ -53,7 +53,7 @@ def test_launches(name: str, tmp_path: Path) -> None:
 
 
 def test_launches_of_a_decoding_step(tmp_path: Path) -> None:
-    """The shares of one long row, and their join."""
+    """A decoding step launches the shares of its long row, and their join."""
     nk = 50_000
     x = Inputs.random(1, nk, heads=8, kv_heads=1, dim=64, dtype=torch.bfloat16).to(DEVICE)
 
@@ -65,7 +65,7 @@ def test_launches_of_a_decoding_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["sinks", "global", "table_per_head"])
 def test_forward_and_backward_in_a_graph(name: str) -> None:
-    """Once plans, queues and kernels are there, a call reads nothing from the device: it can be captured."""
+    """Once plans, queues and kernels exist, a call reads nothing from the device, so it can be captured."""
     x = Inputs.random(3000, heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16).to(DEVICE)
     pattern = EVERYTHING[name](3000)
     leaves = x.leaves()
@@ -102,7 +102,7 @@ def test_a_second_call_does_not_wait(name: str) -> None:
 
 
 def test_a_table_within_a_pattern_is_planned_and_computed_in_a_graph() -> None:
-    """Masks are there, and nothing is read of them; at a replay the table is another one."""
+    """A table within a pattern is planned inside a graph without reading its masks; a replay uses another table."""
     x = Inputs.random(1024, heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16).to(DEVICE)
     tables = torch.rand(2, 16, 16, generator=torch.Generator().manual_seed(1)) < 0.4
     mask, leaves = tables[0].to(DEVICE), x.leaves()

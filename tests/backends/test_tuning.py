@@ -1,4 +1,4 @@
-"""The tuning store: what auto makes of it, and that it survives everything that may happen to a file."""
+"""Test the tuning file: auto's use of it, and that damaged files do no harm."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_auto_takes_what_was_measured_for_the_same_kind_alone() -> None:
     dense = branch(rw.Causal())
     assert write_entries([entry("dense_batched", case(), dense)]) == tuning.tuning_file()
     assert chosen(case(), dense) == "dense_batched"
-    # lengths within a power of two are of one kind
+    # lengths between two powers of two are of one kind
     assert chosen(case(1500), branch(rw.Causal(), 1500)) == "dense_batched"
     for about, of in (
         (case(4096), branch(rw.Causal(), 4096)),
@@ -120,7 +120,7 @@ def test_auto_takes_the_tiles_that_were_measured_and_a_named_backend_its_own() -
 
 @pytest.mark.parametrize("name", ["sdpa", "triton"])
 def test_tiles_of_a_backend_that_is_not_taken_are_not_either(name: str) -> None:
-    """Of one that cannot run the case: auto takes another, with tiles of its own."""
+    """Measured tiles of a backend that cannot run the case are not used: auto takes another backend with its own tiles."""
     write_entries([entry(name, case(), branch(), (32, 64))])
     assert sides_of("auto", case()) == (128, 128)
 
@@ -156,7 +156,7 @@ KERNEL = {
 
 
 def spelled(**changes: object) -> str:
-    """A store of one answer and one kernel, with some fields changed."""
+    """Return a file with one answer and one kernel, with some fields changed."""
     found, kernel = (
         {name: changes.get(name, value) for name, value in each.items() if changes.get(name, value) is not ...}
         for each in (ENTRY, KERNEL)
@@ -208,7 +208,7 @@ def test_a_corrupt_file_is_ignored_with_one_warning(
             tuning.refresh()
             assert chosen(case(), branch()) == "dense_batched"
     assert [each.message.startswith(f"the tuning store {path} is ignored: ") for each in caplog.records] == [True]
-    # the next answer replaces it
+    # the next answer replaces the damaged file
     write_entries([entry("dense_batched", case(), branch(rw.Causal()))])
     assert chosen(case(), branch(rw.Causal())) == "dense_batched"
 

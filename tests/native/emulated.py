@@ -1,4 +1,4 @@
-"""The native kernel on a processor that is only emulated: ``ringweave._cpu`` as a program that is handed its calls.
+"""Run the native kernel on an emulated processor: ``ringweave._cpu`` becomes a program that receives the calls.
 
 The module's own binding and kernels are compiled for aarch64 and run by qemu-user; ``aarch64/nanobind/nanobind.h`` is the
 other side. As a plugin of pytest it stands in for the extension before the package looks for it, so that the suite runs on
@@ -30,9 +30,9 @@ from ringweave.errors import ShapeError, UnsupportedError
 
 ROOT = Path(__file__).parents[2]
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-#: One that multiplies pairs of bfloat16, and one of 2016 that has neither them nor arithmetic in float16.
+#: One processor that multiplies pairs of bfloat16, and one of 2016 without that and without float16 arithmetic.
 PROCESSORS = ("max", "cortex-a72")
-#: Which of them the plugin takes, and where the program lies.
+#: Environment variables: the processor that the plugin uses, and the path of the program.
 PROCESSOR, PROGRAM = "RINGWEAVE_TEST_PROCESSOR", "RINGWEAVE_TEST_PROGRAM"
 
 #: Tests that run on it: the kernel's, and those of the library that name it. Left out are 4,000 tokens, threads that call
@@ -44,21 +44,21 @@ SUITE = [
     "tests/test_precision.py",
     "tests/test_kv_cache.py",
     "-k=native or cpu",
-    # the last one measures the processor, and an emulator's speed says nothing
+    # the last test measures the processor, and an emulator's speed says nothing
     *(
         f"--deselect=tests/native/test_kernel.py::test_{name}"
         for name in ("several_python_threads", "variants", "the_first_variant_is_as_fast_as_any")
     ),
 ]
 
-_TYPES = {  # as DLPack numbers them
+_TYPES = {  # DLPack's codes of dtypes
     torch.int8: (0, 8), torch.int16: (0, 16), torch.int32: (0, 32), torch.int64: (0, 64), torch.uint8: (1, 8),
     torch.float16: (2, 16), torch.float32: (2, 32), torch.float64: (2, 64), torch.bfloat16: (4, 16),
 }  # fmt: skip
 
 
 def _path() -> str:
-    """Where programs lie: the environment's own before the system's."""
+    """Return the folders of programs: the environment's own before the system's."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
@@ -68,7 +68,7 @@ CROSS = {"cmake": "cmake", "ninja": "ninja-build", COMPILER: "g++-aarch64-linux-
 
 
 def missing(packages: dict[str, str] = CROSS) -> str | None:
-    """Return which tools have to be installed; None if all are there."""
+    """Return the tools to install, or None if all are installed."""
     wanted = [
         f"{name} (Debian: {package})" for name, package in packages.items() if not shutil.which(name, path=_path())
     ]
@@ -81,7 +81,7 @@ TOOLS = (f"-DCMAKE_CXX_COMPILER={COMPILER}", "-DCMAKE_SYSTEM_NAME=Linux", "-DCMA
 
 def build(folder: Path, *options: str) -> Path:
     """Compile the program and return its path."""
-    # ninja cannot read what make hands to its jobs
+    # ninja cannot read the job server that make passes on
     environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "CXXFLAGS")}
     environment["PATH"] = _path()
     folders = "-S", str(ROOT), "-B", str(folder)
@@ -97,7 +97,7 @@ def build(folder: Path, *options: str) -> Path:
 
 
 def _span(x: Tensor) -> Tensor:
-    """The bytes from a tensor's first element to its last."""
+    """Return the bytes from a tensor's first element to its last."""
     elements = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
     return x.detach().as_strided((elements,), (1,)).view(torch.uint8)
 
@@ -124,7 +124,7 @@ def _encoded(value: Any, tensors: list[tuple[Tensor, bytes]]) -> Iterator[bytes]
 
 
 class Program:
-    """The program, running on an emulated processor: it takes one call after the other."""
+    """The program on an emulated processor; calls take turns."""
 
     def __init__(self, path: Path, processor: str):
         self._command = [EMULATOR, "-cpu", processor, str(path)]
@@ -138,7 +138,7 @@ class Program:
         with self._one:
             try:
                 kind, text, found = self._answer(message, [len(memory) for _, memory in tensors])
-            except BaseException:  # a call that is given up leaves an answer, which the next would take for its own
+            except BaseException:  # an abandoned call leaves an answer, which the next call would take for its own
                 if self._process is not None:
                     self._process.kill()
                     self.close()
@@ -155,7 +155,7 @@ class Program:
         if self._process is None:
             self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # one that ended has nothing to say either
+        with contextlib.suppress(BrokenPipeError):  # nor does one that has ended have an answer
             self._process.stdin.write(message)
             self._process.stdin.flush()
         kind, size = struct.unpack("<cI", self._read(5))
@@ -171,7 +171,7 @@ class Program:
         return read
 
     def close(self) -> int | None:
-        """End it; its exit status."""
+        """End the program and return its exit status."""
         if self._process is None:
             return None
         self._process.communicate()
@@ -180,7 +180,7 @@ class Program:
 
 
 def module(program: Program, like: ModuleType) -> ModuleType:
-    """A module of the functions of the extension ``like``, which says how they are called."""
+    """Return a module with the functions of the extension ``like``, called by its signatures."""
     made = ModuleType("ringweave._cpu")
     made.__file__ = like.__file__
 
@@ -202,7 +202,7 @@ def module(program: Program, like: ModuleType) -> ModuleType:
     for name, one in vars(like).items():
         if hasattr(one, "__nb_signature__") and not isinstance(one, type):
             setattr(made, name, function(name, one.__nb_signature__[0]))
-    # prepared calls pass addresses, which mean nothing to another process
+    # prepared calls pass addresses, which are invalid in another process
     made.Prepared = like.Prepared  # type: ignore[attr-defined]
     return made
 
@@ -211,7 +211,7 @@ _stand_in: list[Program] = []
 
 
 def pytest_configure() -> None:
-    """Stand in for the extension, and let no call be prepared."""
+    """Replace the extension, and let no call be prepared."""
     import ringweave
     from ringweave import _cpu
     from ringweave.backends import BACKENDS, cpu
@@ -227,7 +227,7 @@ def pytest_unconfigure() -> None:
 
 
 def main(folder: str, *arguments: str) -> int:
-    """Build, and run the tests; 0 where all pass."""
+    """Build, run the tests, and return 0 if all pass."""
     if absent := missing():
         print(absent, file=sys.stderr)
         return 2
@@ -240,7 +240,7 @@ def main(folder: str, *arguments: str) -> int:
         "tests.native.emulated",
         "-p",
         "no:cacheprovider",
-        "--timeout=1800",  # emulated instructions take many times as long
+        "--timeout=1800",  # emulated instructions take many times longer
         *SUITE,
         *arguments,
     ]

@@ -1,4 +1,4 @@
-"""Calls on tensors that end at a protected page, or begin behind one: run by test_guarded.py in a process of its own.
+"""Make calls on tensors that border on a protected page; test_guarded.py runs this in its own process.
 
 Inputs, the plan's arrays and what the library allocates for the native kernel lie so that one byte read or written
 beyond them ends the process; each call is named before it runs. ``python -m tests.native.guarded cpu|torch|beyond``.
@@ -26,12 +26,12 @@ from ringweave.plan import Branch
 PAGE = mmap.PAGESIZE
 _mprotect = ctypes.CDLL(None, use_errno=True).mprotect
 _mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-#: whether tensors end at a page, or begin behind one
+#: whether tensors end at a page, or begin after one
 SIDES = ("end", "begin")
 
 
 def guarded(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, side: str, beyond: int = 0) -> Tensor:
-    """A tensor of NaN (integers: -1) between two protected pages, next to one of them, or ``beyond`` it."""
+    """Return a tensor of NaN (integers: -1) between two protected pages, at one of them, or ``beyond`` it."""
     elements = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     size = (elements - beyond) * dtype.itemsize
     room = -(-size // PAGE) * PAGE
@@ -46,7 +46,7 @@ def guarded(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, si
 
 
 def copied(x: Tensor, side: str, order: Sequence[int] | None = None, gap: int = 0) -> Tensor:
-    """The same numbers, guarded: dimensions laid out in an order, innermost last, rows of it ``gap`` elements apart."""
+    """Copy a tensor to guarded memory, with dimensions in an order, innermost last, and its rows ``gap`` elements apart."""
     if not x.numel():
         return x
     strides, step = [0] * x.ndim, 1
@@ -57,7 +57,7 @@ def copied(x: Tensor, side: str, order: Sequence[int] | None = None, gap: int = 
 
 
 class Torch:
-    """The module that the native kernel's file calls torch, with an allocator that guards."""
+    """Replace torch in the native kernel's file, with an allocator of guarded memory."""
 
     side = "end"
 
@@ -70,7 +70,7 @@ class Torch:
 
 
 def guard_library(to: Torch) -> None:
-    """Let the library's own arrays be guarded."""
+    """Allocate the library's own arrays in guarded memory."""
     cpu.torch = to  # type: ignore[assignment]
     plain = Branch.plan
 
@@ -90,13 +90,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "channels first": {"order": (0, 1, 3, 2)},
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: odd lengths, at and around tiles; few queries are a kernel of their own
+#: odd lengths, at and around tiles; few queries have their own kernel
 LENGTHS = [(1, 1), (1, 129), (2, 40), (4, 257), (5, 33), (16, 63), (33, 7), (65, 127), (130, 131)]
 DIMS = [(8, 8), (16, 24), (24, 16), (40, 72), (64, 64), (104, 8), (8, 136), (256, 256)]
 
 
 def calls(backend: str) -> Iterator[tuple[str, rw.Pattern, tuple[int, int], tuple[int, int], torch.dtype, str]]:
-    """(layout, pattern, lengths, dims, dtype, side): each value with some of the others."""
+    """Yield (layout, pattern, lengths, dims, dtype, side), each value with some of the others."""
     every_dim = DIMS if backend == "cpu" else [(1, 1), (7, 12), (24, 16), (33, 40), (64, 64)]
     for i, (lengths, dims) in enumerate(itertools.product(LENGTHS, every_dim)):
         if backend == "sdpa":
@@ -108,7 +108,7 @@ def calls(backend: str) -> Iterator[tuple[str, rw.Pattern, tuple[int, int], tupl
 
 
 def run(backend: str, to: Torch) -> int:
-    """Run all calls of a backend; how many."""
+    """Run all calls of a backend, and return their number."""
     number = 0
     for layout, pattern, (nq, nk), (dim, value_dim), dtype, side in calls(backend):
         print(

@@ -1,4 +1,4 @@
-"""Plans made from dense masks, and the kernel called on poisoned outputs and held against the oracle."""
+"""Build plans from dense masks, call the kernel with poisoned outputs, and compare with the oracle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PlanArgs = dict[str, Tensor | int]
 
 
 def plan_of(masks: Tensor, row_set: Tensor, q_tile: int, kv_tile: int, listed: Tensor | None = None) -> PlanArgs:
-    """The kernel's arguments for masks (G, Nq, Nk); ``listed`` (G, tiles, tiles) may name empty tiles as well."""
+    """Return the kernel's arguments for masks (G, Nq, Nk); ``listed`` (G, tiles, tiles) may list empty tiles too."""
     _, nq, nk = masks.shape
 
     def tiled(x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def plan_of(masks: Tensor, row_set: Tensor, q_tile: int, kv_tile: int, listed: T
 def random_masks(
     groups: int, nq: int, nk: int, q_tile: int, kv_tile: int, density: float = 0.5, seed: int = 0
 ) -> Tensor:
-    """(G, Nq, Nk): tiles that are full, partial (with rows and columns of no pair) or empty."""
+    """Return masks (G, Nq, Nk) with full, partial and empty tiles; some rows and columns of partial tiles have no pair."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -74,7 +74,7 @@ def poison(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @dataclass
 class Case:
-    """Inputs, a plan, and how far from the oracle its results may lie."""
+    """Inputs, a plan, and the bounds on errors against the oracle."""
 
     x: Inputs
     plan: PlanArgs
@@ -104,7 +104,7 @@ class Case:
         return grads
 
     def run(self, variant: str = "", threads: int = 2, out: Tensor | None = None) -> dict[str, Tensor]:
-        """All five results."""
+        """Return all five results."""
         out, lse = self.forward(variant, threads, out)
         return dict(zip(NAMES, (out, lse, *self.backward(out, lse, variant, threads)), strict=True))
 
@@ -112,11 +112,11 @@ class Case:
         return {"q": self.x.q, "k": self.x.k, "v": self.x.v, "scale": self.scale}
 
     def rows(self) -> PlanArgs:
-        """Return the plan without its columns, which forward does not take."""
+        """Return the plan without its columns, which forward does not use."""
         return {name: value for name, value in self.plan.items() if name not in COLUMNS}
 
     def check(self, variant: str = "", threads: int = 2, out: Tensor | None = None) -> dict[str, Tensor]:
-        """Runs and compares: at most twice the error of torch's own attention, or of rounding."""
+        """Check that errors are at most twice those of torch's own attention, or those of rounding."""
         if self.want is None:
             self.want = exact(self.x, self.mask, self.scale)
             floor = rounding(self.x, self.mask, self.want, self.scale)
@@ -146,7 +146,7 @@ def case(
     masks: Tensor | None = None,
     change: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Case:
-    """A random case; ``change`` makes views of its tensors."""
+    """Draw a case; ``change`` makes views of its tensors."""
     x = Inputs.random(
         nq, nk, batch=batch, heads=heads, kv_heads=kv_heads, dim=dims[0], value_dim=dims[1], dtype=DTYPES[dtype]
     )
@@ -157,5 +157,5 @@ def case(
     return Case(x, plan, dims[0] ** -0.5 if scale is None else scale, masks[row_set].float())
 
 
-#: the same for every variant: the oracle is computed once
+#: one case for all variants, so that the oracle runs once
 shared_case = functools.cache(case)

@@ -35,7 +35,7 @@ def test_no_compiler(hidden: str, tmp_path: Path) -> None:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
     env = {name: value for name, value in os.environ.items() if name not in ("CC", "CXX")}
-    # CMake and ninja are there (an isolated build brings its own), nothing else is
+    # only CMake and ninja are installed, as in an isolated build
     env["PATH"] = str(Path(sys.executable).parent)
     if hidden == "compiler_named_by_variable":
         env |= {"PATH": os.environ["PATH"], "CC": "/nonexistent", "CXX": "/nonexistent"}
@@ -51,7 +51,7 @@ def test_no_compiler(hidden: str, tmp_path: Path) -> None:
 
 
 def configured(folder: Path, *options: str) -> tuple[list[str], dict[str, list[str]]]:
-    """Configure a build: the instruction sets that its message names, and the compiler's flags of each."""
+    """Configure a build; return the instruction sets in its message, and the compiler's flags of each."""
     command = ["cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", "-DRINGWEAVE_PROGRAM=ON", *options]
     environment = os.environ | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=240)
@@ -83,7 +83,7 @@ def test_no_compiler_fuses_sums(optimize: str, tmp_path: Path) -> None:
 @needs_cmake
 @pytest.mark.skipif(CPU_VARIANT in os.environ, reason="another instruction set is named")
 def test_a_build_for_this_machine_has_what_its_best_needs(tmp_path: Path) -> None:
-    """It has the best instruction set, and the builds that this one calls; configured twice, it is the same."""
+    """A build for this machine has its best instruction set and the sets that this one calls; configuring again changes nothing."""
     for _ in range(2):
         names, flags = configured(tmp_path, EXPORT, "-DRINGWEAVE_NATIVE=ON")
         assert set(flags) == set(names)
@@ -94,7 +94,7 @@ def test_a_build_for_this_machine_has_what_its_best_needs(tmp_path: Path) -> Non
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads ELF")
 def test_openmp_by_soname() -> None:
-    """No path leads to another libgomp than the one that torch has loaded."""
+    """The library loads libgomp by SONAME, so that it shares the one that torch has loaded."""
     binary = Path(_cpu.__file__).read_bytes()
     assert b"libgomp.so.1\0" in binary
     if shutil.which("readelf"):

@@ -12,7 +12,7 @@ from ringweave.errors import ShapeError, UnsupportedError
 
 from .plans import COLUMNS, ROWS, Case, _cpu, case
 
-#: Arguments that only one of forward and backward takes.
+#: Arguments of only one of forward and backward.
 FORWARD, BACKWARD = ("out",), ("dout", "delta", "dq", "dk", "dv", *COLUMNS)
 
 
@@ -106,7 +106,7 @@ def test_refuses(name: str, named: str, change: Callable[[object], object], good
 
 
 def test_corrupt_plans(good: dict[str, object]) -> None:
-    """Random damage is refused or, where the numbers still make a plan, computed without reading out of bounds."""
+    """Randomly damaged plans are refused or, where still valid, computed without reading out of bounds."""
     generator = torch.Generator().manual_seed(1)
     fields = (*ROWS, *COLUMNS, "row_set")
     reaches = (2, 8, 100, 2**31 - 1)
@@ -132,7 +132,7 @@ def test_corrupt_plans(good: dict[str, object]) -> None:
 
 
 def test_columns_that_are_not_the_transpose_still_end(good: dict[str, object]) -> None:
-    """They name other tiles than the rows do; the sums' turns follow from the columns alone."""
+    """Columns that list other tiles than the rows do still terminate, since the order of sums follows from the columns alone."""
     other = arguments(case(100, 90, (32, 16), batch=2, heads=4, dims=(16, 24), groups=2, density=0.9))
     full = {"mask_id": torch.full_like(good["mask_id"], -1)}  # type: ignore[call-overload]
     call(good | {name: other[name] for name in (*COLUMNS, "mask_words")} | full)

@@ -1,4 +1,4 @@
-"""A part of ``make arm``: the kernel for aarch64, compiled without optimization and run by an emulator."""
+"""Test the kernel for aarch64, compiled without optimization, in an emulator; this is a part of ``make arm``."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def running(request: pytest.FixtureRequest, program: Path) -> Iterator[Running]:
     one = Program(program, request.param)
     native = module(one, plans._cpu)
-    assert native.variants() == VARIANTS[request.param]  # asked of the processor
+    assert native.variants() == VARIANTS[request.param]  # queried from the emulated processor
     yield native, TRIED[request.param]
     one.close()
 
 
 @pytest.fixture
 def emulated(running: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
-    """The module, in the place of the machine's own, and the variants to try."""
+    """Return the module in place of the machine's own, and the variants to try."""
     for user in (plans, test_terms):
         monkeypatch.setattr(user, "_cpu", running[0])
     return running
@@ -50,7 +50,7 @@ def emulated(running: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_every_variant(dtype: str, emulated: Running) -> None:
-    """Forward, backward and a decoding step; heads that share keys, partial tiles, odd lengths, rows without a key."""
+    """Forward, backward and a decoding step are right with shared heads, partial tiles, odd lengths, and rows without keys."""
     many = shared_case(45, 90, (32, 48), dtype=dtype, batch=2, heads=4, kv_heads=2, dims=(24, 40), groups=2)
     few = shared_case(1, 333, (32, 48), dtype=dtype, heads=4, kv_heads=2, dims=(40, 24), density=0.9)
     assert not many.mask.any(-1).all()
@@ -61,7 +61,7 @@ def test_every_variant(dtype: str, emulated: Running) -> None:
 
 
 def of_exponents(x: Tensor, least: int, most: int, special: tuple[int, ...] = ()) -> Tensor:
-    """Random bfloat16 of these exponents in the shape of ``x``, a fifth of them with the bits of ``special``."""
+    """Draw bfloat16 of these exponents in the shape of ``x``; a fifth have the bits of ``special``."""
     exponents, rest = torch.randint(least, most + 1, x.shape) << 7, torch.randint(2**7, x.shape)
     bits = exponents | rest | torch.randint(2, x.shape) << 15
     if special:
@@ -71,11 +71,11 @@ def of_exponents(x: Tensor, least: int, most: int, special: tuple[int, ...] = ()
 
 
 def bits_of(x: Tensor) -> Tensor:
-    """The bits of float32, where all NaNs are equal and zeros of different signs are not."""
+    """Return the bits as float32, with equal bits for all NaNs; zeros keep their signs."""
     return x.float().nan_to_num(nan=12345.0, posinf=torch.inf, neginf=-torch.inf).view(torch.int32)
 
 
-#: Zeros, numbers below the least normal one, and that one.
+#: Zeros, subnormal numbers, and the least normal one.
 SMALL = (0x0000, 0x8000, 0x0001, 0x807F, 0x0080)
 
 
@@ -88,13 +88,13 @@ SMALL = (0x0000, 0x8000, 0x0001, 0x807F, 0x0080)
 def test_a_block_of_rows_has_the_bits_of_single_ones(
     of_keys: tuple[int, ...], of_values: tuple[int, ...], dims: tuple[int, int], emulated: Running
 ) -> None:
-    """BFMMLA in blocks of an even number of rows, and BFDOT in decoding steps, single rows and odd depths."""
+    """BFMMLA over even blocks of rows gives the bits of BFDOT in decoding steps, single rows and odd depths."""
     nq, nk = 13, 89  # the second chunk of keys has 13 pairs
     whole = case(nq, nk, (16, 96), dtype="bf16", heads=1, kv_heads=1, dims=dims, masks=torch.ones(1, nq, nk) > 0)
     x = whole.x
     x.q, x.k = of_exponents(x.q, *of_keys), of_exponents(x.k, *of_keys)  # type: ignore[arg-type]
     x.v, x.dout = of_exponents(x.v, *of_values), of_exponents(x.dout, *of_values)  # type: ignore[arg-type]
-    # in some rows and channels only, since they make NaN of all that they meet
+    # only in some rows and channels, since they make NaN of every result that reads them
     x.q[..., 3, 1], x.q[..., 5, 2], x.v[..., 7, 3], x.v[..., 7, 5] = torch.inf, torch.nan, -torch.inf, torch.nan
     for variant in emulated[1]:
         out, lse = whole.forward(variant, out=poison(*x.dout.shape))
@@ -120,14 +120,14 @@ def test_terms_and_dropout(nq: int, emulated: Running) -> None:
 @pytest.mark.parametrize("nq", [1, 5])
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
 def test_every_code_of_8_bits(stored: torch.dtype, nq: int, emulated: Running) -> None:
-    """A row of one key returns its value: few queries read codes in registers, more of them widen a tile."""
+    """A row of one key returns its value for every 8-bit code: few queries read codes in registers, more of them widen a tile."""
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     wanted = codes.view(stored).float() * 0.5
     plan = plan_of(torch.eye(256, dtype=torch.bool)[:, None].expand(-1, nq, -1), torch.arange(256)[:, None], 16, 16)
     q, scales = torch.ones(256, 1, nq, 8), torch.full((256, 1, 256), 0.5)
     bytes_ = codes.view(torch.int8) if stored == torch.int8 else codes
     v = bytes_.view(1, 1, 256, 1).expand(256, 1, 256, 8).contiguous()
-    # a key that is not a number would spoil its row
+    # a NaN key would make its row NaN
     k = torch.zeros_like(v)
     for variant in emulated[1]:
         out, lse = poison(256, 1, nq, 8), poison(256, 1, nq)
@@ -163,7 +163,7 @@ def test_a_program_that_ends_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_call_that_is_given_up(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its answer is not taken for the next one's."""
+    """The answer of an abandoned call is not taken for the next call's."""
     one = Program(program, PROCESSORS[0])
     native = module(one, plans._cpu)
 

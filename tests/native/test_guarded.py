@@ -1,4 +1,4 @@
-"""Nothing reads or writes beyond a tensor: see guarded.py, which this runs."""
+"""Nothing reads or writes beyond a tensor: this runs guarded.py."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_scores_of_several_hundred(variant: str) -> None:
     ids=str,
 )
 def test_few_rows(nq: int, heads: int, dims: tuple[int, int], dtype: str, variant: str) -> None:
-    """Decoding: values, NaN rules and thread independence over split lists."""
+    """Decoding gives exact values, NaN only where due, and equal bits for any thread count over split lists."""
     mask = random_masks(1, nq, 1000, 32, 32, density=0.9)
     mask[:, :, 160:192] = mask[:, :, 7] = False
     mask[:, 0, 9], mask[:, 1:, 9] = False, True
@@ -147,7 +147,7 @@ def test_nan_stays_where_nobody_looks(bad: float, dtype: str, variant: str) -> N
     x.q[:, :, dead_q] = x.k[:, :, dead_k] = bad
     x.dout[:, :, dead_q] = x.v[:, :, dead_k] = bad
     out, lse = sparse.forward(variant)
-    # what attention's own backward does with rows that attend nothing
+    # attention's own backward, for rows that attend nothing
     out_or_zero = torch.where(dead_q[:, None], 0, out)
     x.dlse[:, :, dead_q] = 0
     dirty = (out, lse, *sparse.backward(out_or_zero, lse, variant))
@@ -170,7 +170,7 @@ def test_nan_key_reaches_its_readers_only(dtype: str, variant: str) -> None:
 @every_dtype
 @pytest.mark.parametrize("nq", [1, 40])
 def test_an_infinite_score(nq: int, dtype: str, variant: str) -> None:
-    """As in dense arithmetic: lse is infinite, the row is not a number, and no other row knows."""
+    """An infinite score makes lse infinite and its row NaN, as in dense arithmetic, and changes no other row."""
     whole = case(nq, 64, (32, 32), dtype=dtype, masks=torch.ones(1, nq, 64, dtype=torch.bool))
     whole.x.q[:, :, 0] = whole.x.k[:, :, 50] = 0
     whole.x.q[:, :, 0, 3], whole.x.k[:, :, 50, 3] = torch.inf, 1
@@ -185,7 +185,7 @@ def test_an_infinite_score(nq: int, dtype: str, variant: str) -> None:
 @every_variant
 @every_dtype
 def test_nan_key_of_another_tile_spares_dq(dtype: str, variant: str) -> None:
-    """Key 5 is read by query tile 1 only: dQ of tile 0, which has the key masked, stays finite."""
+    """A NaN in key 5, which only query tile 1 attends, leaves dQ of tile 0 finite, although its mask excludes the key."""
     masks = torch.ones(1, 64, 32, dtype=torch.bool)
     masks[:, :32, 5] = False
     sparse = case(64, 32, (32, 32), dtype=dtype, heads=1, kv_heads=1, masks=masks)
@@ -204,7 +204,7 @@ def test_nan_key_of_another_tile_spares_dq(dtype: str, variant: str) -> None:
 )
 def test_threads_change_nothing(lengths: tuple[int, int], heads: tuple[int, int], dtype: str, variant: str) -> None:
     masks = random_masks(1, *lengths, 32, 32, density=0.6)
-    # a row and a column far longer than the others: both are split
+    # one row and one column far longer than the others, both split
     masks[:, :32] = masks[:, :, :32] = True
     whole = case(*lengths, (32, 32), dtype=dtype, heads=heads[0], kv_heads=heads[1], dims=(32, 32), masks=masks)
     first = whole.check(variant, threads=1)
@@ -218,7 +218,7 @@ def test_threads_change_nothing(lengths: tuple[int, int], heads: tuple[int, int]
 @every_dtype
 @pytest.mark.parametrize("density", [0.15, 1.0])
 def test_windows_of_query_tiles(density: float, dtype: str, variant: str) -> None:
-    """Where the sums of dQ of one key head are too many, dK and dV are kept from window to window."""
+    """If the sums of dQ of a key head exceed the scratch, dK and dV are kept between windows of query tiles."""
     wide = shared_case(1300, 90, (64, 32), dtype=dtype, heads=16, kv_heads=1, dims=(256, 24), groups=2, density=density)
     first = wide.check(variant, threads=1)
     assert all(torch.equal(first[name], result) for name, result in wide.run(variant, threads=3).items())
@@ -253,7 +253,7 @@ def test_several_python_threads() -> None:
 
 
 def test_the_gil_is_released() -> None:
-    """Python goes on while the kernel computes: a long call leaves time for many steps."""
+    """The kernel releases the GIL: Python runs many steps during a long call."""
     n = 2048
     long = case(n, n, (128, 128), heads=8, kv_heads=8, dims=(64, 64), masks=torch.ones(1, n, n, dtype=torch.bool))
     worker = threading.Thread(target=long.forward, kwargs={"threads": 1})
@@ -271,7 +271,7 @@ def test_variants() -> None:
 
 @pytest.mark.measures
 def test_the_first_variant_is_as_fast_as_any() -> None:
-    """Some processors multiply pairs of bfloat16 slower than floats."""
+    """The first variant is at least as fast as any: some processors multiply pairs of bfloat16 slower than floats."""
     n = 512
     masks = torch.ones(1, n, n, dtype=torch.bool)
     full = case(n, n, (128, 128), dtype="bf16", heads=4, kv_heads=4, dims=(128, 128), masks=masks)
@@ -312,7 +312,7 @@ def one_key_each(n: int) -> Tensor:
 
 @every_variant
 def test_every_float16_passes_unchanged(variant: str) -> None:
-    """A row of one key returns its value: the portable conversions hold for every finite number."""
+    """A row of one key returns its value, for every finite float16, through the portable conversions."""
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16)
     every = every[every.isfinite()].view(1, 1, -1, 64)
     n = every.shape[2]
@@ -324,7 +324,7 @@ def test_every_float16_passes_unchanged(variant: str) -> None:
 @every_variant
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_narrowing_is_torchs(dtype: str, variant: str) -> None:
-    """Subnormals and overflow included, through dV = P dO with one key a row."""
+    """Rounding to 16 bits equals torch's, with subnormals and overflow, tested by dV = P dO with one key a row."""
     values = torch.randn(4000) * 10.0 ** torch.randint(-9, 6, (4000,))
     values = values.to(DTYPES[dtype]).view(1, 1, -1, 8)
     n = values.shape[2]

@@ -1,4 +1,4 @@
-"""Lanes past the valid ones: few queries over strided views, with terms, at odd rates and lengths.
+"""Lanes of a vector past the valid keys do not count, for few queries over strided views, with terms, at odd rates and lengths.
 
 Panels of a view begin at any key, so kernels load vectors that reach past the last one. What they find there must not
 count. ``python -m tests.native.test_lanes`` draws in a process of its own, in memory that the allocator filled.
@@ -28,7 +28,7 @@ DRAWS = 48
 
 @dataclass
 class Draw:
-    """A random call over a view by residue."""
+    """A random call over a residue view."""
 
     inputs: list[Tensor]
     pattern: rw.Pattern
@@ -39,7 +39,7 @@ class Draw:
 
     @staticmethod
     def of(seed: int) -> Draw:
-        """Draw sizes, a relation by residue, and one to four terms in any order."""
+        """Draw sizes, a relation by residue, and one to four terms in random order."""
         r, generator = Random(seed), torch.Generator().manual_seed(seed)
 
         def randn(*shape: int) -> Tensor:
@@ -116,7 +116,7 @@ def test_few_queries_over_views(variant: str, seed: int, monkeypatch: pytest.Mon
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MALLOC_PERTURB_ is a setting of glibc")
 def test_few_queries_in_filled_memory() -> None:
-    """Numbers that the allocator left in a kernel's scratch memory are neither used nor indices of reads."""
+    """Values that the allocator left in a kernel's scratch are neither used nor taken as indices."""
     environment = os.environ | {"MALLOC_PERTURB_": "85"}
     environment.pop(CPU_VARIANT, None)
     command, root = [sys.executable, "-m", __name__], Path(__file__).parents[2]

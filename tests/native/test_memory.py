@@ -23,7 +23,7 @@ pytest.importorskip("ringweave._cpu", exc_type=ImportError)
 
 PATTERNS: dict[str, Callable[[int], rw.Pattern]] = {
     "window": lambda n: rw.SlidingWindow(128),
-    # the first query attends every key: all columns are kept between windows
+    # the first query attends every key, so all columns are kept between windows
     "global": lambda n: rw.SlidingWindow(128) | rw.Global(1),
     "blocks": lambda n: rw.patterns.random_blocks(n, max(0.01, 128 / n), block_size=128),
 }

@@ -1,4 +1,4 @@
-"""Keys in pages, at the binding: the bits of keys side by side, and no table that leads out of memory."""
+"""Keys in pages give the bits of contiguous keys at the binding, and no page table leads to invalid memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LENGTHS = (200, 77, 0)
 
 
 def stored(x: Tensor, page: int, spare: int = 2, gap: int = 0) -> tuple[Tensor, Tensor]:
-    """Keys (B, H, N, D) in shuffled pages among poisoned ones, rows ``gap`` elements apart; and their table."""
+    """Return keys (B, H, N, D) in shuffled pages among poisoned ones, rows ``gap`` elements apart, and their table."""
     batch, heads, nk, dim = x.shape
     columns = -(-nk // page)
     count = batch * columns + spare
@@ -35,7 +35,7 @@ def paged(each: Case, page: int, variant: str = "", gap: int = 0) -> tuple[Tenso
     k, table = stored(keys, page, gap=gap)
     v, _ = stored(values, page)
     for b, n in enumerate(LENGTHS):
-        table[b, -(-n // page) :] = -7  # no page, and not read
+        table[b, -(-n // page) :] = -7  # an invalid page number, which is not read
     out, lse = poison(*x.dout.shape, dtype=x.q.dtype), poison(*x.q.shape[:3])
     inputs = each.inputs() | {"k": k, "v": v}
     _cpu.forward(
@@ -45,7 +45,7 @@ def paged(each: Case, page: int, variant: str = "", gap: int = 0) -> tuple[Tenso
 
 
 def ragged_case(nq: int, tile: int, dtype: str, dims: tuple[int, int] = (24, 40), nk: int = 256) -> Case:
-    """Three batch elements that end at LENGTHS, of masks that allow nothing behind them."""
+    """Return a case of three batch elements that end at LENGTHS; their masks allow nothing after that."""
     generator = torch.Generator().manual_seed(2)
     masks = torch.rand(3, nq, nk, generator=generator) < 0.7
     masks[:, :, 32:64] = False
@@ -61,7 +61,7 @@ def ragged_case(nq: int, tile: int, dtype: str, dims: tuple[int, int] = (24, 40)
 @pytest.mark.parametrize("nq", [1, 40])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_the_bits_of_keys_side_by_side(dtype: str, nq: int, variant: str) -> None:
-    """Of pages smaller than a tile, as large and larger; whatever lies elsewhere in the pool."""
+    """Pages smaller than a tile, equal to it and larger give the bits of contiguous keys, whatever other pages contain."""
     for tile, page, gap in [
         (128, 16, 0),
         (64, 64, 0),
@@ -116,7 +116,7 @@ def test_what_leads_out_of_memory_is_refused() -> None:
 @pytest.mark.parametrize("pattern", [rw.Causal(), (rw.SlidingWindow(9) | rw.Dilated(9, 4)) & rw.Causal()], ids=str)
 @pytest.mark.parametrize("scaled", [False, True], ids=["floats", "8 bits"])
 def test_a_wrong_page_of_a_known_step_is_refused_as_at_the_first_call(scaled: bool, pattern: rw.Pattern) -> None:
-    """The error has the type and the text of the first call's, and the step works again once the table is right."""
+    """A wrong page in a known step raises the error of a first call, and the step works again with a right table."""
     precision = rw.Precision(kv=torch.int8) if scaled else rw.Precision()
     cache = rw.PagedCache.empty(batch=2, length=64, heads=1, dim=8, page=16, precision=precision)
     cache.append(torch.randn(2, 1, 40, 8), torch.randn(2, 1, 40, 8))

@@ -13,12 +13,12 @@ from torch import Tensor
 from ..oracle import Inputs
 from .plans import DTYPES, VARIANTS, Case, case, plan_of, random_masks
 
-TOKENS = 4225  # 33 tiles of 128 queries and one of a single query
+TOKENS = 4225  # 33 tiles of 128 queries, and a last tile of one query
 Results = tuple[Tensor, Tensor]
 
 
 def alone(whole: Case, tile: int, *, gathered: bool, apart: bool) -> Case:
-    """One query tile: K and V whole, or gathered with their tiles renumbered; with ``apart``, no heads share a list."""
+    """Return one query tile with all of K and V, or with its own tiles gathered and renumbered; if ``apart``, heads share no list."""
     x, plan = whole.x, whole.plan
     names = ("row_ptr", "col", "mask_id", "row_set")
     row_ptr, col, mask_id, row_set = (torch.as_tensor(plan[name]) for name in names)
@@ -65,7 +65,7 @@ def assert_rows_alone(whole: Case, variant: str = "") -> None:
 
 @functools.cache
 def masks_of(pattern: str) -> Tensor:
-    """Lists of key tiles, with 128 a tile: short; up to 34; up to 265 of 16 beside short ones; some 17."""
+    """Return masks with short lists of key tiles, long lists, and long lists beside short ones."""
     i, j = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
     if pattern == "causal":
         return (j <= i)[None]
@@ -92,7 +92,7 @@ def test_a_tile_alone(pattern: str, heads: tuple[int, int], dtype: str, dim: int
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_tile_alone_on_every_variant(variant: str, dtype: str, heads: tuple[int, int]) -> None:
-    """Lists of up to 33 tiles of 256, some of them cut beside the others; the last query tile has two queries."""
+    """Query tiles computed alone keep their bits on every variant, for lists of up to 33 tiles of 256, some split in the whole call."""
     masks = random_masks(1, 66, 8300, 16, 256, density=0.2)
     masks[:, :16] = masks[:, 64:] = True
     whole = case(66, 8300, (16, 256), dtype=dtype, heads=heads[0], kv_heads=heads[1], dims=(16, 24), masks=masks)
@@ -100,7 +100,7 @@ def test_a_tile_alone_on_every_variant(variant: str, dtype: str, heads: tuple[in
 
 
 def test_many_long_lists() -> None:
-    """Those of twenty batches are not cut, where their partial sums would take 26 MB; that of one batch is."""
+    """Lists of twenty batch elements are not split, since partial sums would take 26 MB; those of one are, with equal bits."""
     masks = torch.ones(1, 256, 10000, dtype=torch.bool)
     many = case(256, 10000, (256, 256), batch=20, heads=1, kv_heads=1, dims=(8, 256), masks=masks)
     x, results = many.x, many.forward()

@@ -1,4 +1,4 @@
-"""A query row's bits are a function of the row: not of chunks, steps, padding, pages, batches or threads.
+"""A query row's bits depend on the row alone: not on chunks, steps, padding, pages, batches or threads.
 
 Ranks are held to one device's bits in ``parallel/test_schedules``.
 """
@@ -23,13 +23,13 @@ from .. import cases
 from .plans import DTYPES, VARIANTS
 
 TILE = 128
-#: Rows of several blocks; of a window, those of one tile are in different places of their blocks; and of one.
+#: Patterns and lengths: rows of several blocks, windows that begin at different places of a block, and rows of one block.
 PATTERNS = {
     "causal": (rw.Causal(), 2500),
     "window": (rw.SlidingWindow(2300) & rw.Causal(), 2900),
     "sinks": ((rw.Sinks(5) | rw.SlidingWindow(333)) & rw.Causal(), 1100),
     "around": (rw.SlidingWindow(200, 150), 700),
-    # computed in strided views, or in token order where that is faster
+    # computed in strided views, or in token order if that is faster
     "dilated": (rw.Dilated(64, 4) & rw.Causal(), 1100),
     "strided": (rw.Strided(5) & rw.Causal(), 2700),
     "far": (rw.Dilated(9, 100) & rw.Causal(), 1300),
@@ -38,13 +38,13 @@ PATTERNS = {
 Ways = Iterator[tuple[str, rw.AttentionOutput, slice]]
 
 
-#: Of padding on the left; places in a bias begin there.
+#: Tokens of padding on the left, where the entries of a bias begin.
 PADDED = 2 * TILE
 
 
 @dataclass
 class Call:
-    """What calls have besides tensors and a pattern; a bias is cut to a call's rows and columns."""
+    """Options of a call besides tensors and pattern; a bias is cut to the call's rows and columns."""
 
     terms: tuple[rw.terms.Term, ...] = ()
     bias: Tensor | None = None
@@ -59,10 +59,10 @@ class Call:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, pattern: rw.Pattern, first: int = 0, *, at: int = 0
     ) -> rw.AttentionOutput:
-        """Of queries from ``first`` on; all lie ``at`` places later."""
+        """Compute queries from ``first`` on; all positions are shifted by ``at``."""
         terms = self.added(first + at, q.shape[2], at, k.shape[2])
         with torch.random.fork_rng([]):
-            torch.manual_seed(0)  # dropout's
+            torch.manual_seed(0)  # the seed of dropout
             return rw.attention_with_lse(q, k, v, pattern, q_offset=first, terms=terms, backend="cpu", **self.more)
 
 
@@ -70,7 +70,7 @@ def of_distance(heads: int) -> tuple[rw.terms.Term, ...]:
     return rw.DistanceBias(torch.randn(heads, 2 * 90 + 1)), rw.Softcap(3.0), rw.ALiBi.of_heads(heads)
 
 
-#: Of a number of heads and tokens.
+#: Calls by name, each for a number of heads and tokens.
 CALLS: dict[str, Callable[[int, int], Call]] = {
     "terms": lambda heads, n: Call(of_distance(heads), torch.randn(1, heads, n + 512, n + 512)),
     "dropout": lambda heads, n: Call(of_distance(heads)[1:], more={"dropout": 0.25}),
@@ -87,7 +87,7 @@ def in_pages(x: Tensor, page: int) -> Tensor:
 
 
 def paged(q: Tensor, k: Tensor, v: Tensor, pattern: rw.Pattern, call: Call, page: int) -> Tensor:
-    """The last queries of all, and keys and values in pages."""
+    """Compute the last queries over keys and values in pages."""
     (count, heads, n, dim), more = k.shape, dict(call.more)
     precision = more.pop("precision", None)
     if precision is not None:
@@ -132,7 +132,7 @@ def ways(q: Tensor, k: Tensor, v: Tensor, name: str, call: Call, draw: random.Ra
 
 @contextlib.contextmanager
 def as_many_threads() -> Iterator[None]:
-    """Leave the number of threads as it was."""
+    """Restore the number of threads at the end."""
     before = torch.get_num_threads()
     try:
         yield
@@ -151,7 +151,7 @@ def assert_same_bits(
     call = CALLS[added](heads[0], n) if added else Call()
     torch.set_num_threads(1)
     whole = call.attend(q, k, v, pattern)
-    for b in range(1 if added == "dropout" else 2):  # it is drawn by batch element
+    for b in range(1 if added == "dropout" else 2):  # dropout depends on the batch element
         alone = [x[b : b + 1] for x in (q, k, v)]
         for way, got, rows in ways(*alone, name, call, draw):
             for of_row, result, want in zip(("out", "lse"), got, whole, strict=True):
@@ -181,7 +181,7 @@ def test_same_bits_on_every_variant(variant: str, name: str, dtype: str, monkeyp
 @pytest.mark.parametrize("rate", [3, 5, 6, 7])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_views_count_each_key_once(variant: str, rate: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A view in bfloat16, with blocks of sums that begin at odd keys, has the lse of the definition."""
+    """In bfloat16, a view with blocks of sums that begin at odd keys has the lse of the definition."""
     monkeypatch.setenv(CPU_VARIANT, variant)
     q, k, v = (torch.randn(1, 1, 2700, 16).bfloat16() for _ in range(3))
     pattern = rw.Strided(rate) & rw.Causal()
@@ -217,12 +217,12 @@ def otherwise(q: Tensor, k: Tensor, v: Tensor, pattern: rw.Pattern) -> Ways:
 
 
 def draws_rows(pattern: rw.Pattern) -> bool:
-    """Whether queries may begin at a later token: not with a table for exactly n queries."""
+    """Return whether queries may begin at a later token; a table for exactly n queries allows only the first."""
     return "BlockTable" not in pattern.spec
 
 
 def is_for_any_length(pattern: rw.Pattern, n: int) -> bool:
-    """Whether a pattern takes more than n keys; documents, grids and tables are made for n."""
+    """Return whether a pattern takes more than n keys; documents, grids and tables are made for n."""
     try:
         pattern.check(n, n + 77, 0)
     except rw.PatternError:
@@ -268,7 +268,7 @@ def test_same_bits_of_the_gallery(name: str, dtype: str, n: int) -> None:
 def test_same_bits_with_more(
     variant: str, added: str, name: str, dtype: str, sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Terms, dropout, learned sinks, keys and values in 8 bits."""
+    """Terms, dropout, learned sinks, and 8-bit keys and values keep the bits of rows too."""
     monkeypatch.setenv(CPU_VARIANT, variant)
     heads, kv_heads, *dims = sizes
     assert_same_bits(name, DTYPES[dtype], (heads, kv_heads), *dims, added)
@@ -276,7 +276,7 @@ def test_same_bits_with_more(
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_steps_of_a_union_run_prepared_and_have_the_same_bits(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One prepared call for each part, merged in float32; also over pages."""
+    """A step of a union runs one prepared call for each part, merged in float32, with equal bits, also over pages."""
     pattern = (rw.SlidingWindow(70) | rw.Dilated(40, 16)) & rw.Causal()
     q, k, v = (torch.randn(2, heads, 1100, 32).to(DTYPES[dtype]) for heads in (4, 2, 2))
     whole = rw.attention_with_lse(q, k, v, pattern, backend="cpu")

@@ -1,4 +1,4 @@
-"""Score terms and dropout of the kernel, against dense formulas in float64."""
+"""Score terms and dropout of the kernel equal dense formulas in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..term_oracles import ORACLES
 from .plans import DTYPES, VARIANTS, Case, _cpu, case, poison, random_masks
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
-#: By the kernel's names; and those without tables.
+#: Terms by the kernel's names, and those without tables.
 KINDS = {kind.kernel: kind for kind in terms.KINDS.values()}
 ALONE = [name for name, kind in KINDS.items() if not kind.axes]
 Term = tuple[str, list[float], Tensor | None]
@@ -28,7 +28,7 @@ SEED = -(2**40) - 7
 
 @dataclass
 class Scored:
-    """A case with terms and dropout; ``places`` are the kernel's arguments of these names."""
+    """A case with terms and dropout; ``places`` are the kernel's position arguments."""
 
     plain: Case
     terms: list[Term] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Scored:
     drop: int = 0
 
     def positions(self) -> tuple[Tensor, Tensor]:
-        """(B or 1, Nq), (B or 1, Nk)."""
+        """Return the positions (B or 1, Nq) and (B or 1, Nk)."""
         places, zero = self.places, torch.zeros(1, dtype=torch.int32)
         return (
             places["rows"] + places.get("q_offset", zero)[:, None],
@@ -44,7 +44,7 @@ class Scored:
         )
 
     def kept(self) -> Tensor:
-        """(B, Hq, Nq, Nk): which weights dropout keeps."""
+        """Return the weights that dropout keeps, (B, Hq, Nq, Nk)."""
         x = self.plain.x
         rows, columns = (p.expand(len(x.q), -1).long().numpy() for p in self.positions())
         heads, batch = self.places["heads"].numpy(), np.arange(len(x.q))
@@ -99,7 +99,7 @@ class Scored:
         if self.drop:
             weights = weights * self.kept() * (65536 / (65536 - self.drop))
         out = narrow(weights) @ v
-        if dtype != torch.float64:  # what backward takes from the stored result
+        if dtype != torch.float64:  # backward reads the stored, rounded result
             delta = (x.dout.to(dtype) * narrow(out.detach())).sum(-1)
             alive.register_hook(lambda _: x.dlse - delta)
         learned = [t for t in tables if t is not None and t.requires_grad]
@@ -132,7 +132,7 @@ class Scored:
         return dict(zip(NAMES, (out, lse, *grads), strict=True)) | found
 
     def check(self, variant: str = "", threads: int = 2) -> dict[str, Tensor]:
-        """Runs and compares: at most twice the error of the same formula in float32, or of rounding.
+        """Check that errors are at most twice those of the formula in float32, or those of rounding.
 
         Where few pairs are added the formula's own error is chance: the largest of some orders of its sums counts.
         """
@@ -158,7 +158,7 @@ def learned(table: Tensor) -> Tensor:
 
 
 def places_of(plain: Case, *, spread: bool = False, offsets: bool = False, seed: int = 0) -> dict[str, Tensor]:
-    """Tokens one after the other, or rising at random."""
+    """Return positions that are consecutive, or rise at random."""
     x, generator = plain.x, torch.Generator().manual_seed(seed)
 
     def tokens(n: int) -> Tensor:
@@ -174,7 +174,7 @@ def places_of(plain: Case, *, spread: bool = False, offsets: bool = False, seed:
 
 
 def terms_of(name: str, plain: Case, places: dict[str, Tensor]) -> tuple[list[Term], int]:
-    """Terms, named in order, and dropout's threshold."""
+    """Return terms by name, in order, and the threshold of dropout."""
     heads = plain.x.q.shape[1]
     size = int(places["rows"].max()) + 1, int(places["columns"].max()) + 3
     kinds: dict[str, Term] = {
@@ -212,7 +212,7 @@ NAMED = [
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("name", NAMED)
 def test_terms(name: str, dtype: str, variant: str) -> None:
-    """Several heads on a list, batches, partial tiles, rows and columns that end within a tile."""
+    """Terms are right for several heads on a list, batches, partial tiles, and rows and columns that end within a tile."""
     plain = case(150, 130, (64, 32), dtype=dtype, batch=2, heads=4, kv_heads=2, dims=(24, 40), groups=2, density=0.7)
     first = scored(name, plain).check(variant, threads=1)
     assert all(torch.equal(first[key], result) for key, result in scored(name, plain).run(variant).items())
@@ -226,7 +226,7 @@ def test_terms(name: str, dtype: str, variant: str) -> None:
     ids=str,
 )
 def test_few_and_odd_queries(nq: int, heads: tuple[int, int], dims: tuple[int, int], name: str, variant: str) -> None:
-    """Decoding, and lanes of one vector that belong to several heads."""
+    """Terms are right in decoding, and where lanes of one vector belong to several heads."""
     plain = case(nq, 333, (32, 48), heads=heads[0], kv_heads=heads[1], dims=dims, density=0.9)
     scored(name, plain, offsets=True).check(variant)
 
@@ -245,7 +245,7 @@ def test_uneven_tokens(name: str, offsets: bool, nq: int, variant: str) -> None:
 
 @pytest.mark.parametrize("step", [(3, 3), (8, 8), (2, 5), (-1, 1)], ids=str)
 def test_even_tokens_that_are_apart(step: tuple[int, int]) -> None:
-    """Dilated views; steps that differ; descending positions."""
+    """Terms use positions in dilated views, with uneven steps, and in descending order."""
     plain = case(100, 90, (32, 32), dims=(16, 16))
     places = places_of(plain)
     places["rows"] = places["rows"] * abs(step[0])
@@ -279,7 +279,7 @@ def test_patterns(dtype: str, mask: str, name: str) -> None:
 
 @every_variant
 def test_slopes_of_a_softcap_far_below_the_scores(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where every score is near the cap, slopes are small differences: they keep their digits, also through lse alone."""
+    """Where every score is near the cap, slopes are small differences; they keep their digits, also with a gradient of lse alone."""
     monkeypatch.setenv("RINGWEAVE_CPU_VARIANT", variant)
     torch.manual_seed(0)
     q, k, v = (1 + 0.1 * torch.randn(1, 2, 6, 16) for _ in range(3))
@@ -300,7 +300,7 @@ def test_slopes_of_a_softcap_far_below_the_scores(variant: str, monkeypatch: pyt
 @every_variant
 @pytest.mark.parametrize("nq", [2, 60])
 def test_an_infinite_bias_is_a_mask(nq: int, variant: str) -> None:
-    """Weight 0, no word of an overflow, and a row of nothing else is empty."""
+    """An infinite bias gives weight 0 without an overflow, and a row of nothing else is empty."""
     plain = case(nq, 64, (32, 32), masks=torch.ones(1, nq, 64, dtype=torch.bool))
     each = scored("bias", plain)
     table = each.terms[0][2]
@@ -366,7 +366,7 @@ def test_nan_reaches_its_readers(name: str, variant: str) -> None:
 
 
 def test_what_nobody_attends_does_not_coarsen_a_tables_gradient() -> None:
-    """It is summed in multiples of a bound over pairs: padding of any size, in keys of a head alone too, is no pair."""
+    """A table's gradient is summed in multiples of a bound over pairs, and padding, also of one head's keys, does not raise the bound."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, heads, 200, 8, generator=generator) for heads in (4, 2, 2, 4))
     short = rw.SlidingWindow(5) & rw.KeyPadding(100)
@@ -385,7 +385,7 @@ def test_what_nobody_attends_does_not_coarsen_a_tables_gradient() -> None:
 
 @every_variant
 def test_the_cap_is_exact_near_zero_and_far(variant: str) -> None:
-    """A row of one key has its score as lse; a product that is infinite stays so."""
+    """A row of one key has its capped score as lse, near zero and far from it; an infinite product stays infinite."""
     n = 2048
     masks = torch.eye(n, dtype=torch.bool)[None]
     plain = case(n, n, (16, 16), heads=1, kv_heads=1, dims=(8, 8), masks=masks, scale=1.0)
@@ -418,7 +418,7 @@ def test_dropouts_bits_are_fair() -> None:
 
 
 def test_philox_by_its_published_words() -> None:
-    """The known answers of Random123."""
+    """Philox gives the known answers of Random123."""
     full = [np.array([0xFFFFFFFF])] * 4
     assert [int(w[0]) for w in philox([np.array([0])] * 4, 0)] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     assert [int(w[0]) for w in philox(full, 2**64 - 1)] == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
@@ -466,7 +466,7 @@ def test_strides_of_other_tables() -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_windows_of_query_tiles(dtype: str) -> None:
-    """dV is kept from window to window, and only the last one knows of dropout's factor."""
+    """dV is kept between windows of query tiles, and only the last window applies dropout's factor."""
     plain = case(1300, 90, (64, 32), dtype=dtype, heads=16, kv_heads=1, dims=(256, 24), groups=2)
     each = scored("distance dropout", plain)
     first = each.check(threads=1)
@@ -474,7 +474,7 @@ def test_windows_of_query_tiles(dtype: str) -> None:
 
 
 def test_long_lists() -> None:
-    """Lists in blocks that several threads sum."""
+    """Terms are right for lists in blocks that several threads sum."""
     masks = random_masks(1, 66, 1500, 16, 16, density=0.4)
     masks[:, :16] = True
     each = scored("alibi distance softcap dropout", case(66, 1500, (16, 16), heads=4, kv_heads=1, masks=masks))

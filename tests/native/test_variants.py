@@ -1,4 +1,4 @@
-"""Conformance on every instruction set that the machine has, chosen as users choose it."""
+"""Run conformance tests on every instruction set that the machine has, selected as users select it."""
 
 from __future__ import annotations
 
