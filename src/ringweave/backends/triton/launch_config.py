@@ -251,7 +251,7 @@ def _fold(rules: Iterable[Rule], blocks: Blocks, facts: Mapping[str, object]) ->
     return blocks
 
 
-@fact
+@process_cache
 def usual(
     kernel: str,
     dim: int,
