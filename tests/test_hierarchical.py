@@ -268,4 +268,4 @@ def test_the_module(combine: str) -> None:
     with pytest.raises(rw.UnsupportedError, match="attn_mask: got"):
         layer(x, x, x, attn_mask=rw.Sinks(4))
     with pytest.raises(rw.UnsupportedError, match=r"sink_logits: got .*, with HierarchicalAttention"):
-        rw.nn.HierarchicalAttention(32, 4, pool=16, top_k=1, window=16, sinks=True)
+        rw.nn.HierarchicalAttention(32, 4, pool=16, top_k=1, window=16, sink_logits=True)

@@ -138,7 +138,7 @@ def test_dropout_is_for_training() -> None:
 
 
 def test_fewer_key_heads_norms_rotation_and_sinks() -> None:
-    options = {"num_kv_heads": 2, "qk_norm": True, "rotary_base": 10000.0, "sinks": True, "batch_first": True}
+    options = {"num_kv_heads": 2, "qk_norm": True, "rotary_base": 10000.0, "sink_logits": True, "batch_first": True}
     module = rw.nn.MultiheadAttention(E, H, pattern=rw.Causal(), **options)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -185,7 +185,7 @@ def test_rotation_in_bfloat16_is_exact_far_out() -> None:
 
 
 def test_context() -> None:
-    options = {"rotary_base": 10000.0, "sinks": True, "batch_first": True}
+    options = {"rotary_base": 10000.0, "sink_logits": True, "batch_first": True}
     torch.manual_seed(0)
     alone = rw.nn.MultiheadAttention(E, H, pattern=rw.SlidingWindow(9) & rw.Causal(), **options)
     context = rw.ContextParallel(None, alone.pattern, N, heads=(H, H), placement="striped")

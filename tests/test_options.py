@@ -246,7 +246,7 @@ OWN: dict[str, Any] = {
     "pool": 16, "top_k": 3, "window": 5, "combine": GATES, "gates": GATES, "dilation": 2, "is_causal": True,
     "embed_dim": 2 * CHANNELS, "num_heads": 2 * HEADS, "bias": False, "add_bias_kv": True, "add_zero_attn": True,
     "kdim": 5, "vdim": 5, "batch_first": False, "device": "meta", "dtype": torch.float64, "num_kv_heads": 1,
-    "qk_norm": True, "rotary_base": 100.0, "sinks": True, "need_weights": True, "average_attn_weights": False,
+    "qk_norm": True, "rotary_base": 100.0, "need_weights": True, "average_attn_weights": False,
     "key_padding_mask": lambda: torch.arange(TOKENS).expand(BATCH, -1) > 40,
     "attn_mask": lambda: torch.ones(TOKENS, TOKENS).tril(-5).bool(),
     "positions": lambda: torch.arange(TOKENS) ** 2,
@@ -255,6 +255,7 @@ OWN: dict[str, Any] = {
 SPECIAL: dict[tuple[str, str], Any] = {
     ("hierarchical_attention", "window"): 16,
     ("HierarchicalAttention", "window"): 16,
+    **{(name, "sink_logits"): True for name in MODULES},
     **{
         (name, "terms"): lambda: rw.Bias(learned(1, HEADS, TOKENS, TOKENS))
         for name in ("neighborhood_attention", "NeighborhoodAttention")
@@ -268,7 +269,7 @@ REFUSED: dict[str, set[str]] = {
     "MultiheadAttention": MODULES_REFUSE,
     "LongNetAttention": MODULES_REFUSE | {"pattern", "need_weights", "is_causal"},
     "HierarchicalAttention": MODULES_REFUSE
-    | {"pattern", "dropout", "terms", "sinks", "context", "precision"}
+    | {"pattern", "dropout", "terms", "sink_logits", "context", "precision"}
     | {"attn_mask", "key_padding_mask", "is_causal", "need_weights"},
     "NeighborhoodAttention": {"embed_dim"},
 }

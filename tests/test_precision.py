@@ -13,7 +13,7 @@ from torch import Tensor
 import ringweave as rw
 from ringweave.backends import cpu
 from ringweave.patterns import Pattern
-from ringweave.precision import STORED, store, widened
+from ringweave.precision import STORED, dequantize_rows, quantize_rows
 
 from .oracle import Inputs, errors, exact, rounding, torch_errors
 
@@ -56,7 +56,7 @@ def test_the_fast_order_is_exact_too(pattern: Pattern) -> None:
 
 def kept(x: Inputs, dtype: torch.dtype) -> Inputs:
     """Return the stored numbers in float32."""
-    k, v = (widened(*store(side, dtype)) for side in (x.k, x.v))
+    k, v = (dequantize_rows(*quantize_rows(side, dtype)) for side in (x.k, x.v))
     return Inputs(x.q.float(), k, v, x.dout.float(), x.dlse)
 
 
@@ -152,18 +152,18 @@ def test_a_cache_holds_what_a_call_stores(kv: str, backend: str) -> None:
 def test_how_well_it_stores(kv: str) -> None:
     """Stored values are within 0.5/127 (int8) or 16/448 (fp8) of their row's largest element, zeros and extreme values included."""
     rows = torch.randn(64, 128) * torch.logspace(-30, 30, 64)[:, None]
-    codes, scale = store(rows, KV[kv])
-    lost = (widened(codes, scale) - rows).abs() / rows.abs().amax(-1, keepdim=True)
+    codes, scale = quantize_rows(rows, KV[kv])
+    lost = (dequantize_rows(codes, scale) - rows).abs() / rows.abs().amax(-1, keepdim=True)
     assert lost.max() <= (0.5 / 127 if kv == "int8" else 16 / 448) * (1 + 1e-5)
     assert codes.float().abs().amax(-1).eq(STORED[KV[kv]]).all()
     edges = torch.zeros(5, 8)
     edges[1, 3], edges[2, 3], edges[3, 3], edges[4, 3] = 3e38, 1e-44, torch.inf, torch.nan
-    back = widened(*store(edges, KV[kv]))
+    back = dequantize_rows(*quantize_rows(edges, KV[kv]))
     assert back[0].eq(0).all()
     torch.testing.assert_close(back[1], edges[1])
     assert back[2].abs().max() <= 1e-38
     assert back[3:].isnan().all()
-    stored = sum(side.nbytes for side in store(torch.randn(1, 8, 100, 64), KV[kv]))
+    stored = sum(side.nbytes for side in quantize_rows(torch.randn(1, 8, 100, 64), KV[kv]))
     assert stored <= 0.55 * 8 * 100 * 64 * 2
 
 

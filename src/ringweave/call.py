@@ -13,7 +13,7 @@ from torch import Tensor
 from .patterns import Full, Pattern, check_extents
 from .patterns.shifted import first_positions
 from .plan import pattern_of
-from .precision import Precision, Scales, widened
+from .precision import Precision, Scales, dequantize_rows
 from .terms import Dropout, Term, TermOperands, tables_in, terms_of, written
 from .torch_compat import require
 from .types import Context, Pages, acc_dtype
@@ -259,7 +259,9 @@ class Operands(NamedTuple):
         """Convert keys and values stored in 8 bits to numbers in the dtype of sums; others stay as they are."""
         if self.scales is None:
             return self
-        k, v = (widened(x, scale, acc_dtype(self.q.dtype)) for x, scale in zip(self[1:3], self.scales, strict=True))
+        k, v = (
+            dequantize_rows(x, scale, acc_dtype(self.q.dtype)) for x, scale in zip(self[1:3], self.scales, strict=True)
+        )
         return self._replace(k=k, v=v, scales=None)
 
 

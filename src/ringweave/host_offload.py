@@ -45,7 +45,7 @@ def copies_of(inputs: Operands) -> Copies:
     return Copies(inputs.q.device)
 
 
-class Stretch(NamedTuple):
+class Piece(NamedTuple):
     """A piece of a branch: some key tiles, and the rows that attend them.
 
     Attributes:
@@ -59,14 +59,14 @@ class Stretch(NamedTuple):
     branch: Branch
 
 
-def stretches(branch: Branch, tiles: int) -> list[Stretch]:
+def pieces(branch: Branch, tiles: int) -> list[Piece]:
     """Cut the attended keys of a branch into pieces of at most ``tiles`` tiles."""
     if branch.structure != "sparse":
         # full and causal branches have no plan, and are cut into full and causal pieces for dense kernels
         side = tiles * branch.tile[1]
-        return [_dense(branch, key, min(key + side, branch.nk)) for key in range(0, _attended(branch), side)]
+        return [_dense_piece(branch, key, min(key + side, branch.nk)) for key in range(0, _attended(branch), side)]
     plan = branch.plan("cpu")
-    known, key = derived_values(plan), ("stretches", tiles)
+    known, key = derived_values(plan), ("pieces", tiles)
     if key not in known:
         row, col = plan.tile_rows().numpy(), plan.col.numpy()
         columns = np.unique(col).astype(np.int64)
@@ -75,8 +75,8 @@ def stretches(branch: Branch, tiles: int) -> list[Stretch]:
         first, last = np.full(len(parts), plan.q_tiles), np.zeros(len(parts), np.int64)
         np.minimum.at(first, number, row)
         np.maximum.at(last, number, row)
-        known[key] = [_stretch(branch, plan, *each) for each in zip(parts, first, last + 1, strict=True)]
-    made: list[Stretch] = known[key]
+        known[key] = [_planned_piece(branch, plan, *each) for each in zip(parts, first, last + 1, strict=True)]
+    made: list[Piece] = known[key]
     return made
 
 
@@ -84,14 +84,14 @@ def _attended(branch: Branch) -> int:
     return branch.nk if branch.structure == "full" else min(branch.nq, branch.nk)
 
 
-def _dense(branch: Branch, start: int, stop: int) -> Stretch:
+def _dense_piece(branch: Branch, start: int, stop: int) -> Piece:
     # the rows from a piece's first key on see that piece causally again
     first = 0 if branch.structure == "full" else start
     part = replace(branch, rate=1, q_first=0, k_first=0, nq=branch.nq - first, nk=stop - start)
-    return Stretch((slice(start, stop),), slice(first, branch.nq), part)
+    return Piece((slice(start, stop),), slice(first, branch.nq), part)
 
 
-def _stretch(branch: Branch, plan: BlockPlan, columns: Int64, first: np.int64, last: np.int64) -> Stretch:
+def _planned_piece(branch: Branch, plan: BlockPlan, columns: Int64, first: np.int64, last: np.int64) -> Piece:
     runs = tuple(
         slice(int(run[0]) * plan.kv_tile, min((int(run[-1]) + 1) * plan.kv_tile, plan.nk))
         for run in np.split(columns, np.flatnonzero(np.diff(columns) > 1) + 1)
@@ -99,29 +99,29 @@ def _stretch(branch: Branch, plan: BlockPlan, columns: Int64, first: np.int64, l
     part, begin = subplan(plan, np.arange(first, last), columns), int(first) * plan.q_tile
     # heads are counted within the view, because views of other heads may share the plan
     cut = CutBranch.of(branch, part, heads=(0, branch.head_count, 1))
-    return Stretch(runs, slice(begin, begin + part.nq), cut)
+    return Piece(runs, slice(begin, begin + part.nq), cut)
 
 
 class _Work(NamedTuple):
     """A piece of a branch, and the view of the branch."""
 
     view: BranchSlice
-    stretch: Stretch
+    piece: Piece
 
     def of_host(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Yield (indices in the piece, view of the keys in x) for each run of keys; x is (B, Hkv, Nk, ...)."""
         tokens, end = x[:, :, self.view.keys], 0
-        for run in self.stretch.runs:
+        for run in self.piece.runs:
             begin, end = end, end + run.stop - run.start
             yield slice(begin, end), tokens[:, :, run]
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
         """Return the shape of the piece's keys, with each distinct key head once."""
-        return x.shape[0], self.view.heads.count, self.stretch.branch.nk, *x.shape[3:]
+        return x.shape[0], self.view.heads.count, self.piece.branch.nk, *x.shape[3:]
 
     def rows(self, x: Tensor) -> Tensor:
         """Return the piece's rows of (B, Hq, Nq, ...)."""
-        return self.view.of_q(x)[:, :, self.stretch.rows]
+        return self.view.of_q(x)[:, :, self.piece.rows]
 
     def inputs(self, inputs: Operands, keys: Iterator[Tensor]) -> Operands:
         """Return the kernel's operands for the piece; ``keys`` yields its tensors on the device."""
@@ -130,8 +130,8 @@ class _Work(NamedTuple):
             columns = asked.columns[view.keys]
             asked = asked._replace(
                 heads=asked.heads[view.heads.queries],
-                rows=asked.rows[view.queries][self.stretch.rows],
-                columns=torch.cat([columns[run] for run in self.stretch.runs]),
+                rows=asked.rows[view.queries][self.piece.rows],
+                columns=torch.cat([columns[run] for run in self.piece.runs]),
             )
         mine = inputs._replace(q=self.rows(inputs.q), terms=asked)
         return mine.of_keys(lambda _: view.heads.for_kernel(next(keys)))
@@ -206,7 +206,7 @@ class HostProgram(Program):
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=acc)
         with copies_of(operands) as copies:
             for work, _, mine in _arriving(copies, _slots(copies, operands, works), works, operands):
-                branch = work.stretch.branch
+                branch = work.piece.branch
                 part, part_lse = choose_backend(backend, mine.call(), branch).forward(mine, branch, acc)
                 merge_into(work.rows(out), work.rows(lse), part, part_lse)
         return out.to(q.dtype), lse
@@ -219,7 +219,7 @@ class HostProgram(Program):
         operands, works = self._works(operands)
         dout, dlse, out, lse = returned.detached()
         backend, call = self.call.backend, operands.call(needs_grad=True)
-        delta_of = choose_backend(backend, call, works[0].stretch.branch).delta if works else delta_in_chunks
+        delta_of = choose_backend(backend, call, works[0].piece.branch).delta if works else delta_in_chunks
         delta = delta_of(dout, out, lse, dlse)
         dtype = dtype or call.dtype
         # a key in several branches gets several gradients, which are summed in float32
@@ -229,7 +229,7 @@ class HostProgram(Program):
         with copies_of(operands) as copies:
             slots = _slots(copies, operands, works, sums)
             for work, slot, mine in _arriving(copies, slots, works, operands):
-                branch = work.stretch.branch
+                branch = work.piece.branch
                 chosen = choose_backend(backend, mine.call(needs_grad=True), branch)
                 assert chosen.backward is not None
                 upstream = Upstream(work.rows(dout), work.rows(lse), work.rows(delta))
@@ -259,7 +259,7 @@ class HostProgram(Program):
             view, side = BranchSlice(branch, call), branch.tile[1]
             tensors = _tensors(operands)
             token = sum(len(x) * view.heads.count * math.prod(x.shape[3:]) * x.itemsize for x in tensors)
-            works += [_Work(view, each) for each in stretches(branch, max(1, PIECE // (token * side)))]
+            works += [_Work(view, each) for each in pieces(branch, max(1, PIECE // (token * side)))]
         return operands, works
 
 

@@ -15,7 +15,7 @@ from .errors import PageError, PatternError, ShapeError, UnsupportedError, shown
 from .patterns import KeyPadding, Pattern
 from .patterns.alignment import ends_at_query
 from .patterns.shifted import with_offsets
-from .precision import STORED, Precision, Scales, as_precision, store
+from .precision import STORED, Precision, Scales, as_precision, quantize_rows
 from .torch_compat import version
 from .types import DTYPES
 
@@ -228,7 +228,7 @@ class PagedCache:
                 self.v.transpose(1, 2).index_put_(at, v.transpose(1, 2))
             else:
                 for of, x, scales in zip((self.k, self.v), (k, v), self.scales, strict=True):
-                    x, scale = store(x, of.dtype)
+                    x, scale = quantize_rows(x, of.dtype)
                     scales.transpose(1, 2).index_put_(at, scale.transpose(1, 2))
                     _indexed(of).transpose(1, 2).index_put_(at, _indexed(x).transpose(1, 2))
         book.lengths[chosen] += k.shape[2]

@@ -76,7 +76,7 @@ class MultiheadAttention(nn.Module):
         rotary_base: Base of rotary position embeddings, such as 10000.0; None for no rotation.
         terms: Score terms. The caller registers their parameters and keeps the tensors: the module does not see those
             that ``functional_call`` or ``load_state_dict(assign=True)`` put in their place.
-        sinks: Whether to learn one logit per head that joins the denominator and has no value.
+        sink_logits: Whether to learn one logit per head that joins the denominator and has no value.
         context: Ranks that share the sequence: inputs are this rank's shards, and rotation uses global positions.
         precision: Dtypes that attention rounds to; projections have the dtype of the parameters.
         backend: ``"auto"`` or the name of a backend, as in :func:`ringweave.attention`.
@@ -115,7 +115,7 @@ class MultiheadAttention(nn.Module):
         qk_norm: bool = False,
         rotary_base: float | None = None,
         terms: Term | Sequence[Term] | None = (),
-        sinks: bool = False,
+        sink_logits: bool = False,
         context: ContextParallel | None = None,
         precision: Precision | None = None,
         backend: str = "auto",
@@ -123,7 +123,7 @@ class MultiheadAttention(nn.Module):
         super().__init__()
         for name, value in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
             if flag(name, value, ShapeError):
-                raise UnsupportedError(name, True, "False", "Pass sinks=True for a learned sink.")
+                raise UnsupportedError(name, True, "False", "Pass sink_logits=True for a learned sink.")
         if not isinstance(pattern, Pattern):
             refuse(pattern)
         self.embed_dim = whole("embed_dim", embed_dim, 1, error=ShapeError)
@@ -163,7 +163,7 @@ class MultiheadAttention(nn.Module):
         normed = flag("qk_norm", qk_norm, ShapeError)
         self.q_norm = nn.RMSNorm(self.head_dim, **place) if normed else None
         self.k_norm = nn.RMSNorm(self.head_dim, **place) if normed else None
-        if flag("sinks", sinks, ShapeError):
+        if flag("sink_logits", sink_logits, ShapeError):
             self.sink_logits = nn.Parameter(torch.zeros(self.num_heads, device=device, dtype=dtype))
         else:
             self.register_parameter("sink_logits", None)
@@ -222,7 +222,8 @@ class MultiheadAttention(nn.Module):
             (output, weights): output has query's shape; weights are None without ``need_weights``.
         Raises:
             ShapeError: The tensors do not fit.
-            UnsupportedError: Weights are asked for with terms, sinks, tensor masks, a context, a precision or dropout.
+            UnsupportedError: Weights are asked for with terms, sink logits, tensor masks, a context, a precision or
+                dropout.
         """
         x, batched = self._batch_first(query, key, value)
         q, k, v = self._projected(*x)

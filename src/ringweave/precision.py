@@ -101,7 +101,7 @@ def scale_of(x: Tensor, most: float) -> Tensor:
     return scale.masked_fill_(scale.isinf(), torch.nan)
 
 
-def store(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Round rows (..., channels) to 8 bits and return (codes, scales (...))."""
     scale = scale_of(x, STORED[dtype])
     codes = x.float() / scale[..., None]
@@ -110,6 +110,6 @@ def store(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (codes.round_() if dtype == torch.int8 else codes).to(dtype), scale
 
 
-def widened(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize_rows(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the values of stored rows: codes times scales."""
     return x.to(dtype) * scale[..., None]

@@ -31,7 +31,7 @@ from .plan.steps import StepPart, parts_of_step
 from .precision import NATIVE, Precision
 from .program import Program, Step, compiled, is_whole
 from .terms import Term, threshold_of
-from .torch_compat import plain, unwatched
+from .torch_compat import is_plain_cpu, no_interception
 from .types import NotGiven, Pages
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def find(given: Arguments, cache: PagedCache | None = None) -> Found:
     profiler watches operators, or an argument cannot be part of a key.
     """
     q, k, v, pattern, scale, q_offset, backend = given[:7]
-    if not (plain(q, k, v) and unwatched() and type(backend) is str):
+    if not (is_plain_cpu(q, k, v) and no_interception() and type(backend) is str):
         return _NOTHING
     options = _options(given)
     if type(q_offset) not in _OFFSETS or not (scale is None or type(scale) is float) or options is None:
@@ -252,7 +252,7 @@ def _layouts(cache: PagedCache) -> tuple[int, Hashable] | None:
     Prepared calls pass addresses of these tensors, and ``.data`` may give a tensor another storage.
     """
     table, lengths, scales = cache.table, cache.lengths, cache.scales
-    if scales and not (plain(*scales, cache.k) and scales.k.is_contiguous() and scales.v.is_contiguous()):
+    if scales and not (is_plain_cpu(*scales, cache.k) and scales.k.is_contiguous() and scales.v.is_contiguous()):
         return None
     of_scales = scales and (scales.k.shape, scales.v.shape, scales.k.dtype, scales.v.dtype)
     layouts = table.shape, table.stride(), table.dtype, lengths.shape, lengths.stride(), lengths.dtype, of_scales
@@ -326,7 +326,7 @@ def _options(given: Arguments) -> tuple[Any, ...] | None:
 
 
 def _table_kinds(tables: tuple[Tensor, ...], grad: bool) -> tuple[Hashable, ...] | None:
-    if not all(plain(x, x, x) for x in tables):
+    if not all(is_plain_cpu(x, x, x) for x in tables):
         return None
     return tuple([(x.shape, x.dtype, grad and x.requires_grad) for x in tables])
 

@@ -546,7 +546,7 @@ def terms_of(spec: str, tables: Sequence[Tensor]) -> tuple[Term, ...]:
 
 
 #: Number of values of a pair's 16 random bits; the pair is dropped if they are below the threshold.
-STEPS = 2**16
+DROPOUT_LEVELS = 2**16
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
@@ -567,7 +567,7 @@ class Dropout(NamedTuple):
     @property
     def factor(self) -> float:
         """Factor of the weights that are kept."""
-        return STEPS / (STEPS - self.threshold)
+        return DROPOUT_LEVELS / (DROPOUT_LEVELS - self.threshold)
 
     def kept(self, at: Pairs) -> Tensor:
         """Return a bool tensor of the pairs' shape that is True where a weight is kept."""
@@ -604,8 +604,8 @@ def threshold_of(p: float) -> int:
     Raises:
         ShapeError: The rate is above 0, and so small or so close to 1 that it would round to 0 or 1.
     """
-    threshold = round(p * STEPS)
-    if p > 0 and not 0 < threshold < STEPS:
+    threshold = round(p * DROPOUT_LEVELS)
+    if p > 0 and not 0 < threshold < DROPOUT_LEVELS:
         wanted = "0, or at least 2 ** -16 and at most 1 - 2 ** -16"
         raise ShapeError("dropout", shown(p), wanted, "It is rounded to a multiple of 2 ** -16.")
     return threshold

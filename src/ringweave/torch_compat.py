@@ -116,7 +116,7 @@ _USUAL = _key_sets(("BackendSelect", "ADInplaceOrView"), ("BackendSelect",))
 
 if _has_level and None not in (_keys_of, _included, _functions, _transforms, _profiled, _PLAIN, _USUAL):
 
-    def plain(a: Tensor, b: Tensor, c: Tensor) -> bool:
+    def is_plain_cpu(a: Tensor, b: Tensor, c: Tensor, /) -> bool:
         """Whether three tensors are ordinary tensors in main memory."""
         # unrolled by hand: a generator expression doubles the overhead
         return (
@@ -126,7 +126,7 @@ if _has_level and None not in (_keys_of, _included, _functions, _transforms, _pr
             and _keys_of(c).raw_repr() in _PLAIN
         )
 
-    def all_plain(tensors: Iterable[Tensor]) -> bool:
+    def are_plain_cpu(tensors: Iterable[Tensor], /) -> bool:
         """Whether all tensors are ordinary tensors in main memory."""
         # a plain loop, since a generator expression doubles the overhead
         for x in tensors:  # noqa: SIM110
@@ -134,7 +134,7 @@ if _has_level and None not in (_keys_of, _included, _functions, _transforms, _pr
                 return False
         return True
 
-    def unwatched() -> bool:
+    def no_interception() -> bool:
         """Whether no mode, transform, trace, profiler or autocast is active that would see or change operators."""
         return not (
             _included().raw_repr() not in _USUAL
@@ -147,17 +147,11 @@ if _has_level and None not in (_keys_of, _included, _functions, _transforms, _pr
 
 else:
 
-    def plain(a: Tensor, b: Tensor, c: Tensor) -> bool:
+    def _unknown(*tensors: object) -> bool:
         """Return False, since this cannot be known: the call then goes through the operators."""
         return False
 
-    def all_plain(tensors: Iterable[Tensor]) -> bool:
-        """Return False, since this cannot be known: the call then goes through the operators."""
-        return False
-
-    def unwatched() -> bool:
-        """Return False, since this cannot be known: the call then goes through the operators."""
-        return False
+    is_plain_cpu = are_plain_cpu = no_interception = _unknown
 
 
 def forward_mode() -> bool:

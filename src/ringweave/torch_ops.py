@@ -27,7 +27,7 @@ from .patterns.function import Pinned, check_use, note_use, pinned
 from .patterns.reader import called
 from .plan import pattern_of
 from .program import Program, Returned
-from .torch_compat import all_plain, dispatch_modes, forward_mode, transforming, untraced, unwatched
+from .torch_compat import are_plain_cpu, dispatch_modes, forward_mode, no_interception, transforming, untraced
 from .types import acc_dtype
 
 _library = torch.library.Library("ringweave", "DEF")
@@ -225,7 +225,7 @@ def refuse_twice(ctx: Any, *_: Any) -> NoReturn:
     _refuse("a second derivative", "Call the formula on small dense tensors for one.")
 
 
-def may_go_round(program: Program, tensors: Iterable[Tensor]) -> bool:
+def can_bypass_operator(program: Program, tensors: Iterable[Tensor]) -> bool:
     """Whether a program may run without its operator, with no difference that anything could observe.
 
     This needs plain tensors in main memory, the native kernel, and no mode, transform, trace, profiler or autocast,
@@ -234,8 +234,8 @@ def may_go_round(program: Program, tensors: Iterable[Tensor]) -> bool:
     return (
         # first, since a trace cannot follow the other checks
         not torch.compiler.is_compiling()
-        and unwatched()
-        and all_plain(tensors)
+        and no_interception()
+        and are_plain_cpu(tensors)
         and not program.call.pattern.tables
         and program.native
     )
@@ -262,7 +262,7 @@ class _Attention(Differentiable):
     def forward(q: Tensor, k: Tensor, v: Tensor, program: Program, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """Run the program or its operator; tensors are separate arguments because autograd ignores those in lists."""
         # a constant program was looked up only because nothing watches the call
-        if program.constant or may_go_round(program, (q, k, v, *tensors)):
+        if program.constant or can_bypass_operator(program, (q, k, v, *tensors)):
             return run(program, q, k, v, tensors)
         call = program.call
         return attention_op(q, k, v, list(tensors), call.text, *call.numbers)  # type: ignore[no-any-return]
@@ -292,7 +292,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 def followed(text: str, tensors: Sequence[Tensor], q: Tensor) -> Pattern | None:
     """Build the pattern of an operator's text if it contains a function or key bounds, and the call is not traced."""
     spec = text.partition("\n")[0]
-    return pattern_of(spec, tensors) if all_plain((q,)) and called(spec) & {"TokenMask", "KeyPadding"} else None
+    return pattern_of(spec, tensors) if are_plain_cpu((q,)) and called(spec) & {"TokenMask", "KeyPadding"} else None
 
 
 def _save(ctx: Any, pattern: Pattern | None, *saved: Any) -> None:
@@ -326,7 +326,7 @@ def _gradients(
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     watched = q, k, v, out, lse, dout, *(tensors if dlse is None else (dlse, *tensors))
-    if program is not None and not torch.is_grad_enabled() and may_go_round(program, watched):
+    if program is not None and not torch.is_grad_enabled() and can_bypass_operator(program, watched):
         saved = q, k, v, out, lse
         grads = None if program.prepared is None else _prepared_backward(program, saved, dout, dlse)
         if grads is not None:

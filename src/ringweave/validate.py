@@ -26,7 +26,7 @@ from .patterns.documents import packed_apart
 from .patterns.fitting import refuse
 from .patterns.function import of_call
 from .patterns.shifted import with_offsets
-from .precision import as_precision, store
+from .precision import as_precision, quantize_rows
 from .program import compiled, names
 from .terms import Term, as_terms, rounded, threshold_of
 from .torch_ops import refuse_gradient
@@ -192,7 +192,7 @@ def checked(given: Arguments) -> Checked:
     more: tuple[Tensor, ...] = ()
     if policy.kv is not None:
         _check_stored(given, policy.kv, terms)
-        (k, of_k), (v, of_v) = store(k, policy.kv), store(v, policy.kv)
+        (k, of_k), (v, of_v) = quantize_rows(k, policy.kv), quantize_rows(v, policy.kv)
         more = of_k, of_v
     text, tensors = pack(pattern, terms, call.dropout, *more)
     # Set after the checks, so that forward runs even on a named backend that refuses the gradient of a table.

@@ -11,7 +11,7 @@ import torch
 import ringweave as rw
 from ringweave.backends.triton import launch, queues
 from ringweave.backends.triton.launch_config import Device
-from ringweave.precision import STORED, store, widened
+from ringweave.precision import STORED, dequantize_rows, quantize_rows
 
 from ..cases import MIXTURES, PATTERNS
 from ..oracle import Inputs
@@ -121,7 +121,7 @@ def test_pages(page: int, nq: int, dtype: torch.dtype, kv: str) -> None:
     for out, x in zip(got[::2], rows, strict=True):
         call = {"q_offset": x.k.shape[2] - nq, "terms": rw.ALiBi.of_heads(4)}
         side_by_side = rw.attention(x.q, x.k, x.v, pattern, precision=policy, backend="triton", **call)[0]
-        k, v = (widened(*store(side, KV[kv])).double() for side in (x.k, x.v))
+        k, v = (dequantize_rows(*quantize_rows(side, KV[kv])).double() for side in (x.k, x.v))
         want = rw.attention(x.q.double(), k, v, pattern, backend="reference", **call)[0]
         assert (out - want).abs().max() <= 2 * (side_by_side - want).abs().max() + 1e-6
         assert (side_by_side - want).norm() <= torch.finfo(dtype).eps * want.norm() + 1e-5

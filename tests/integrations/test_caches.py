@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, Quantize
 
 import ringweave as rw
 from ringweave.integrations.transformers import ModelCache, interface, patch
-from ringweave.precision import STORED, store, widened
+from ringweave.precision import STORED, dequantize_rows, quantize_rows
 
 from .. import oracle
 from .frames import calls
@@ -304,7 +304,7 @@ class Rounded(DynamicLayer):
     kv = torch.int8
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        key_states, value_states = (widened(*store(x, self.kv)) for x in (key_states, value_states))
+        key_states, value_states = (dequantize_rows(*quantize_rows(x, self.kv)) for x in (key_states, value_states))
         return super().update(key_states, value_states, *args, **kwargs)
 
 
@@ -343,7 +343,7 @@ def test_pages_in_8_bits_are_attended_as_they_are_stored(kv: torch.dtype, monkey
         out, nk = rw.paged_attention(q, pages, pattern, **kwargs), int(pages.lengths[0])
         assert pages.scales is not None
         k, v = (
-            widened(x, scale)[pages.table.long()].transpose(1, 2).flatten(2, 3)[:, :, :nk]
+            dequantize_rows(x, scale)[pages.table.long()].transpose(1, 2).flatten(2, 3)[:, :, :nk]
             for x, scale in ((pages.k, pages.scales.k), (pages.v, pages.scales.v))
         )
         calls.append((q.clone(), k, v, out))

@@ -416,7 +416,7 @@ def test_the_module_and_its_parameters() -> None:
     def step(mesh: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
         ctx = None if mesh is None else ContextParallel(mesh, WINDOW, TOKENS, heads=(4, 4), placement="zigzag")
         layer = rw.nn.MultiheadAttention(
-            32, 4, dropout=0.2, batch_first=True, pattern=WINDOW, rotary_base=1000.0, sinks=True, context=ctx
+            32, 4, dropout=0.2, batch_first=True, pattern=WINDOW, rotary_base=1000.0, sink_logits=True, context=ctx
         )
         bias = torch.nn.Parameter(torch.zeros(4, 65))
         layer.terms = (rw.DistanceBias(bias),)

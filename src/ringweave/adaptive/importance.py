@@ -13,7 +13,7 @@ from ..errors import ShapeError, shown
 from ..patterns import BlockTable, Causal, Pattern
 from ..patterns.block_sets import ListedBlocks, MaskBlocks
 from .mass import tile_mass
-from .pooling import block_means, stretches
+from .pooling import block_means, token_runs
 
 if TYPE_CHECKING:
     from ..parallel import ContextParallel, PendingTable
@@ -140,9 +140,9 @@ class ImportanceTracker:
         whole_k = k if self.context is None else self.context.unshard(k, 2)
         # tables are small, so they are computed on the host
         rows, means = [], []
-        for stretch in stretches(self.context, self.tokens):
-            mine = q[:, :, stretch.begin : stretch.end], lse[:, :, stretch.begin : stretch.end]
-            rows.append(self._measure(*mine, whole_k, stretch.position, scale))
+        for run in token_runs(self.context, self.tokens):
+            mine = q[:, :, run.begin : run.end], lse[:, :, run.begin : run.end]
+            rows.append(self._measure(*mine, whole_k, run.position, scale))
             means.append(block_means(mine[0], self.block_size))
         # copy the tables: the current pattern shares their memory, and a backward pass may still need it
         self._indices, self._trials = self._indices.clone(), self._trials.clone()

@@ -14,8 +14,8 @@ from ..patterns import BlockTable
 from ..types import acc_dtype
 from ..validate import check_tensors
 from .mass import TileMass
-from .pooling import by_block, in_cache, largest, least, stretches
-from .selection import HEADS, Grid, Score, amount_of, choose, chunk_rows, grid_of, products
+from .pooling import by_block, in_cache, largest, least, token_runs
+from .selection import HEADS, BlockGrid, Score, amount_of, chunk_rows, grid_of, products, top_blocks
 
 if TYPE_CHECKING:
     from ..parallel import ContextParallel, PendingTable
@@ -140,7 +140,7 @@ class BlockIndexer(nn.Module):
         with torch.no_grad():
             score = self._scorer(q, k, grid)
             groups = {"query": 0, "kv": self.kv_heads, "shared": 1}[heads]
-            return choose(score, grid, amount, self._step(q, grid), groups, self.heads, False, q.device)
+            return top_blocks(score, grid, amount, self._step(q, grid), groups, self.heads, False, q.device)
 
     def share(self, context: ContextParallel, q: Tensor, k: Tensor, *, version: int, **options: Any) -> PendingTable:
         """Choose blocks for this rank's queries, and start to combine all ranks' choices into one common table.
@@ -164,7 +164,7 @@ class BlockIndexer(nn.Module):
         every, side = context.unshard(k, 2), self.block_size
         sizes = len(q), self.heads, context.local // side, -(-context.seq_len // side) + 1
         rows = torch.zeros(sizes, dtype=torch.bool, device="cpu")
-        for begin, end, position in stretches(context, context.seq_len):
+        for begin, end, position in token_runs(context, context.seq_len):
             listed = self(q[:, :, begin:end], every, q_offset=position, **options).blocks.listed()
             count = -(-(end - begin) // side)
             listed = listed[:, :, -count:].cpu().long().repeat_interleave(self.heads // listed.shape[1], 1)
@@ -234,7 +234,7 @@ class BlockIndexer(nn.Module):
         names = ("head_dim", "heads", "kv_heads", "index_heads", "index_dim", "block_size", "pool")
         return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
-    def _grid(self, q: Tensor, k: Tensor, q_offset: int, causal: bool, local: int, sinks: int) -> Grid:
+    def _grid(self, q: Tensor, k: Tensor, q_offset: int, causal: bool, local: int, sinks: int) -> BlockGrid:
         check_tensors(q, k, k)
         if (q.shape[1], k.shape[1], q.shape[3]) != (self.heads, self.kv_heads, self.head_dim):
             got = f"{q.shape[1]} and {k.shape[1]} heads of {q.shape[3]}"
@@ -246,11 +246,11 @@ class BlockIndexer(nn.Module):
             raise ShapeError("q_offset", q_offset, wanted, "Begin chunks at block boundaries.")
         return grid
 
-    def _step(self, q: Tensor, grid: Grid) -> int:
+    def _step(self, q: Tensor, grid: BlockGrid) -> int:
         pools = self.block_size // self.pool
         return chunk_rows(q, 2 * pools * pools * grid.columns)
 
-    def _scorer(self, q: Tensor, k: Tensor, grid: Grid) -> Score:
+    def _scorer(self, q: Tensor, k: Tensor, grid: BlockGrid) -> Score:
         """Return the function that scores block rows: (B, Hq, rows, columns)."""
         q, k = q.detach(), k.detach()
         pools, acc, dim = self.block_size // self.pool, acc_dtype(self.query.dtype), self.head_dim

@@ -78,7 +78,7 @@ def in_cache(reduce: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return some
 
 
-class Stretch(NamedTuple):
+class TokenRun(NamedTuple):
     """Tokens [begin, end) of a shard, which have consecutive positions from `position` on."""
 
     begin: int
@@ -86,15 +86,15 @@ class Stretch(NamedTuple):
     position: int
 
 
-def stretches(context: ContextParallel | None, tokens: int) -> list[Stretch]:
+def token_runs(context: ContextParallel | None, tokens: int) -> list[TokenRun]:
     """Split a rank's tokens into runs of consecutive positions, without padding."""
     if context is None:
-        return [Stretch(0, tokens, 0)]
+        return [TokenRun(0, tokens, 0)]
     positions = context.positions.numpy()
     positions = positions[positions < tokens]
     cuts = np.flatnonzero(np.diff(positions) != 1) + 1
     bounds = [0, *cuts.tolist(), len(positions)]
-    return [Stretch(a, b, int(positions[a])) for a, b in itertools.pairwise(bounds) if b > a]
+    return [TokenRun(a, b, int(positions[a])) for a, b in itertools.pairwise(bounds) if b > a]
 
 
 class KeyBounds:

@@ -30,7 +30,7 @@ _CHUNK, _CHUNK_ELSEWHERE = 2**22, 2**28
 
 
 @dataclass(frozen=True)
-class Grid:
+class BlockGrid:
     """A grid of query blocks by key blocks, with the blocks that must be chosen and those that may be.
 
     Attributes:
@@ -127,7 +127,7 @@ class Amount:
     mass: float | None
     density: float | None
 
-    def places(self, grid: Grid) -> int:
+    def places(self, grid: BlockGrid) -> int:
         """Return an upper bound on the number of blocks chosen in a row."""
         if self.density is not None:
             return max(min(grid.columns, math.ceil(self.density * grid.columns - 1e-9)), grid.forced())
@@ -233,12 +233,12 @@ def select(
             score, width = _means(q, k, grid, scale, pool)
         groups = {"query": 0, "kv": k.shape[1], "shared": 1}[heads]
         is_mass = method == "antidiagonal" or pool is not None
-        return choose(score, grid, amount, chunk_rows(q, width), groups, q.shape[1], is_mass, q.device)
+        return top_blocks(score, grid, amount, chunk_rows(q, width), groups, q.shape[1], is_mass, q.device)
 
 
-def choose(
+def top_blocks(
     score: Score,
-    grid: Grid,
+    grid: BlockGrid,
     amount: Amount,
     step: int,
     groups: int,
@@ -312,7 +312,7 @@ def chunk_rows(q: Tensor, width: int) -> int:
 
 def grid_of(
     q: Tensor, k: Tensor, block_size: object, q_offset: object, causal: object, local: object, sinks: object
-) -> Grid:
+) -> BlockGrid:
     """Validate the arguments of a grid and build it.
 
     Raises:
@@ -322,7 +322,7 @@ def grid_of(
     sides = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
     if len(sides) != 2:
         raise PatternError("block_size", shown(sides), "one side or two", "Pass (queries, keys).")
-    return Grid(
+    return BlockGrid(
         q.shape[2],
         k.shape[2],
         (whole("block_size", sides[0], 1), whole("block_size", sides[1], 1)),
@@ -333,7 +333,7 @@ def grid_of(
     )
 
 
-def amount_of(method: str, top_k: object, mass: object, density: object, grid: Grid) -> Amount:
+def amount_of(method: str, top_k: object, mass: object, density: object, grid: BlockGrid) -> Amount:
     """Validate ``top_k``, ``mass`` and ``density``, and combine them.
 
     Raises:
@@ -378,7 +378,7 @@ def products(q: Tensor, k: Tensor) -> Tensor:
     return by_head
 
 
-def _means(q: Tensor, k: Tensor, grid: Grid, scale: float, pool: object) -> tuple[Score, int]:
+def _means(q: Tensor, k: Tensor, grid: BlockGrid, scale: float, pool: object) -> tuple[Score, int]:
     """Return a scorer by block means (with a pool: by a softmax over pool means) and its numbers per block row."""
     if pool is None:
         queries = block_means(q, grid.sides[0], first=grid.first) * scale
@@ -393,7 +393,7 @@ def _means(q: Tensor, k: Tensor, grid: Grid, scale: float, pool: object) -> tupl
     return _shares(lambda rows: queries[:, :, rows.start * per : rows.stop * per], keys, grid, pool)
 
 
-def _shares(queries: Callable[[range], Tensor], keys: Tensor, grid: Grid, pool: int) -> tuple[Score, int]:
+def _shares(queries: Callable[[range], Tensor], keys: Tensor, grid: BlockGrid, pool: int) -> tuple[Score, int]:
     """Return a scorer by softmax over key pools, summed over a block's pools and averaged over its query pools.
 
     Args:
@@ -433,7 +433,7 @@ def _shares(queries: Callable[[range], Tensor], keys: Tensor, grid: Grid, pool: 
     return score, mine * others * grid.columns
 
 
-def _bounds(q: Tensor, k: Tensor, grid: Grid, scale: float, bounds: KeyBounds | None) -> tuple[Score, int]:
+def _bounds(q: Tensor, k: Tensor, grid: BlockGrid, scale: float, bounds: KeyBounds | None) -> tuple[Score, int]:
     if bounds is None:
         low, high = by_block(k, grid.sides[1], least), by_block(k, grid.sides[1], largest)
     else:
@@ -459,7 +459,7 @@ def _padded(x: Tensor, before: int, after: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, 0, before, after)) if before or after else x
 
 
-def _antidiagonals(q: Tensor, k: Tensor, grid: Grid, scale: float, stride: object) -> tuple[Score, int]:
+def _antidiagonals(q: Tensor, k: Tensor, grid: BlockGrid, scale: float, stride: object) -> tuple[Score, int]:
     stride = part_of("stride", stride, grid)
     # With keys in token order and queries reversed, the product of two rows of `stride` tokens sums an antidiagonal.
     keys = _padded(k, 0, -k.shape[2] % grid.sides[1]).unflatten(2, (-1, stride)).flatten(3)
@@ -474,7 +474,7 @@ def _antidiagonals(q: Tensor, k: Tensor, grid: Grid, scale: float, stride: objec
     return _shares(queries, keys, grid, stride)
 
 
-def part_of(name: str, tokens: object, grid: Grid) -> int:
+def part_of(name: str, tokens: object, grid: BlockGrid) -> int:
     """Validate the number of tokens in a part of a block: a pool or a stride.
 
     Raises:

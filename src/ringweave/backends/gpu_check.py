@@ -34,8 +34,8 @@ from ..call import Call, Operands
 from ..errors import in_a_line, says_no_memory
 from ..patterns import BlockTable, Causal, Full, Global, Pattern, SlidingWindow
 from ..plan import Branch
-from ..precision import Scales, store
-from ..terms import KINDS, STEPS, Dropout, TermOperands
+from ..precision import Scales, quantize_rows
+from ..terms import DROPOUT_LEVELS, KINDS, Dropout, TermOperands
 from . import reference, tuning
 from .backend import Backend, Upstream
 from .tuning import where
@@ -116,7 +116,7 @@ def _check(backend: Backend, call: Call, pattern: Pattern) -> str | None:
     branch = Branch.whole(pattern, call.nq, call.nk, heads=call.heads, batch=call.batch)
     scales = None
     if call.kv_dtype is not None:
-        (k, of_k), (v, of_v) = store(k, call.kv_dtype), store(v, call.kv_dtype)
+        (k, of_k), (v, of_v) = quantize_rows(k, call.kv_dtype), quantize_rows(v, call.kv_dtype)
         scales = Scales(of_k, of_v)
     operands = Operands(q, k, v, call.head_dim**-0.5, _term_operands(call, generator), None, scales)
     out, lse = reference.forward(operands, branch, call.dtype)
@@ -159,7 +159,7 @@ def _term_operands(call: Call, generator: torch.Generator) -> TermOperands | Non
     )  # fmt: skip
     heads, rows, columns = (torch.arange(side, device=device) for side in sides[1:])
     offsets = torch.zeros(call.batch, 2, dtype=torch.int64, device=device)
-    dropout = Dropout(STEPS // 8, 2**40 + 7) if "dropout" in call.features else None
+    dropout = Dropout(DROPOUT_LEVELS // 8, 2**40 + 7) if "dropout" in call.features else None
     return TermOperands(terms, dropout, heads, rows, columns, offsets, totals)
 
 

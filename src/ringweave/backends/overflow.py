@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..call import Operands
 from ..plan import Branch, unpack_masks
-from ..precision import STORED, widened
+from ..precision import STORED, dequantize_rows
 from ..types import Pages, acc_dtype
 from .backend import tiled
 
@@ -88,7 +88,7 @@ def _largest_scores(operands: Operands, branch: Branch) -> Iterator[tuple[int, i
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
             own, *scale = (x[b, h // ratio] if pages is None else pages.gathered(x, b, h // ratio) for x in stored)
-            own = widened(own, scale[0]) if scale else own
+            own = dequantize_rows(own, scale[0]) if scale else own
             queries, keys = tiled(q[b, h].to(acc), plan.q_tile), tiled(own.to(acc), plan.kv_tile)
             real = tiled(torch.ones(len(own), 1, device=q.device), plan.kv_tile)[..., 0] > 0
             top = torch.full(queries.shape[:2], -torch.inf, dtype=acc, device=q.device)

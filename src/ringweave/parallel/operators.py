@@ -18,7 +18,7 @@ from ..backends.backend import readable
 from ..call import Arguments, Call, Operands, term_operands
 from ..errors import UnsupportedError
 from ..patterns.function import pinned
-from ..terms import STEPS, Term, tables_in
+from ..terms import DROPOUT_LEVELS, Term, tables_in
 from ..torch_compat import transforming, untraced
 from ..torch_ops import (
     differentiate,
@@ -195,7 +195,7 @@ def _terms_field(call: Call, tensors: Sequence[Tensor]) -> Digest | None:
     last = len(tensors) - (call.dropout > 0)
     shapes = iter(tensors[last - tables_in(call.terms) : last])
     shown = re.sub(r"\b_\b", lambda _: str(tuple(next(shapes).shape)), call.terms)
-    drops = f"dropout {call.dropout / STEPS:.6g}"
+    drops = f"dropout {call.dropout / DROPOUT_LEVELS:.6g}"
     shown = ", ".join(([shown] if call.terms else []) + ([drops] if call.dropout else []))
     return Digest(text_words(f"{shown} {call.dropout}", 1)[0], shown)
 

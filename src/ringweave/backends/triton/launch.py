@@ -214,7 +214,7 @@ def launch_dkv(given: BackwardArguments, dtype: torch.dtype) -> tuple[Tensor, Te
 
 
 @contextlib.contextmanager
-def explained() -> Iterator[None]:
+def as_unsupported() -> Iterator[None]:
     """Convert Triton's errors, which are not RuntimeErrors, to UnsupportedError: the case cannot run on this GPU."""
     try:
         yield

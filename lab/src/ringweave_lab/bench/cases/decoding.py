@@ -16,7 +16,7 @@ import ringweave as rw
 from ringweave.backends import cpu
 from ringweave.call import Call
 from ringweave.errors import UnsupportedError
-from ringweave.precision import STORED, store, widened
+from ringweave.precision import STORED, dequantize_rows, quantize_rows
 from ringweave.torch_ops import attend
 
 from ...tune.measure import interleaved, ratio
@@ -89,7 +89,7 @@ def _caches(k: Tensor, v: Tensor, dtype: torch.dtype) -> list[tuple[Callable[[Te
     tokens, dim = k.shape[2:]
     scales: tuple[Tensor, ...] = ()
     if dtype in STORED:
-        (k, of_k), (v, of_v) = store(k, dtype), store(v, dtype)
+        (k, of_k), (v, of_v) = quantize_rows(k, dtype), quantize_rows(v, dtype)
         scales = (of_k, of_v)
     else:
         k, v = k.to(dtype), v.to(dtype)
@@ -131,12 +131,12 @@ def _errors(tokens: int) -> Iterator[Target]:
         out = rw.attention(q, k, v, precision=policy).double()
         made = [q, k, v] if policy.compute is None else [x.to(policy.compute) for x in (q, k, v)]
         if policy.kv is not None:
-            made[1:] = [widened(*store(x, policy.kv)) for x in (k, v)]
+            made[1:] = [dequantize_rows(*quantize_rows(x, policy.kv)) for x in (k, v)]
         rounded = rw.attention(made[0].double(), made[1].double(), made[2].double())
         for of, want in (("what was given", whole), ("what it was rounded to", rounded)):
             lost = float((out - want).norm() / want.norm())
             yield Target(f"{name}: error against {of}", f"{tokens} keys", lost * 1e6, None, False, "ppm")
     for dim in (128, 64):
         x = torch.randn(1, 8, 64, dim, generator=generator)
-        small = sum(each.nbytes for each in store(x, torch.int8)) / x.bfloat16().nbytes
+        small = sum(each.nbytes for each in quantize_rows(x, torch.int8)) / x.bfloat16().nbytes
         yield Target("bytes read of int8 over those of bfloat16", f"D = {dim}", small, 0.55, False)
