@@ -116,7 +116,7 @@ def test_what_was_measured_is_taken_for_the_same_kernel_and_tiles_alone() -> Non
     assert asked() == USUAL
     write_entries([], [entry(SMALL)])
     assert asked() == SMALL
-    # the table alone, for those who compile it
+    # the table alone, for offline compilation
     assert launch_config_for("forward", 64, 64, 2, (128, 128), HOPPER) == USUAL
     # 40 channels are padded to 64
     assert asked(dim=40) == SMALL

@@ -12,7 +12,7 @@ from ringweave.parallel.transport.protocol import Communicator, Pending
 
 
 class Late:
-    """Messages that are there at a time at the earliest."""
+    """Messages that do not arrive before a given time."""
 
     def __init__(self, pending: Pending, carrier: Delayed, seconds: float) -> None:
         self.pending, self.carrier = pending, carrier
@@ -31,7 +31,7 @@ class Late:
 class Delayed:
     """A communicator over a simulated slow wire: a message arrives ``latency`` + bytes / ``bandwidth`` after it is posted.
 
-    Only wait() blocks, and only for what is left of that time. Agreements are not delayed.
+    Only wait() blocks, and only for the rest of that time. Agreements are not delayed.
 
     Args:
         carrier: Carries the messages.
@@ -48,7 +48,7 @@ class Delayed:
         return getattr(self.carrier, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # who records a trace sets it
+        # a recorder of traces sets it
         setattr(self.carrier, name, value) if name == "trace" else super().__setattr__(name, value)
 
     def exchange(
@@ -59,7 +59,7 @@ class Delayed:
         what: str,
         stage: int | None = None,
     ) -> Pending:
-        """Start messages, late."""
+        """Start delayed messages."""
         pending = self.carrier.exchange(sends, receives, what=what, stage=stage)
         nbytes = [tensor.nbytes for _, tensor in (*sends, *receives)]
         if not sum(nbytes):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ringweave as rw
 
-# odd: no number of ranks and no tile divides it, so that there is padding
+# odd, so that no number of ranks and no tile divides it, and there is padding
 TOKENS, BATCH, WORDS, WIDTH, HEADS = 203, 2, 64, 32, (4, 2)
 WINDOW = rw.SlidingWindow(24) & rw.Causal()
 WIDE = (rw.SlidingWindow(12) | rw.Global([0, 1, 150])) & rw.Causal()
@@ -66,7 +66,7 @@ class Model(nn.Module):
 
 
 def alone(words: Tensor) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of one process that has all excerpts, whole: (excerpts, TOKENS + 1)."""
+    """Return loss and gradients of one process with all excerpts (excerpts, TOKENS + 1) complete."""
     model = Model(None)
     logits = model(words[:, :-1], torch.arange(TOKENS))
     loss = cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten())
@@ -75,7 +75,7 @@ def alone(words: Tensor) -> tuple[float, dict[str, Tensor]]:
 
 
 def compose(around: int, wrap: str, again: bool, compiler: str | None, schedule: str = "auto") -> dict[str, Any]:
-    """A step of the wrapped model on a mesh (data parallel, context parallel): how far it is from one process.
+    """Run a step of the wrapped model on a mesh (data parallel, context parallel), and return its differences from one process.
 
     Args:
         around: Ranks of a context; the rest is data parallel.
@@ -108,7 +108,7 @@ def compose(around: int, wrap: str, again: bool, compiler: str | None, schedule:
     real = context.positions < TOKENS
     logits = model(words, context.positions)
     losses = cross_entropy(logits.transpose(1, 2), following, reduction="none")[:, real]
-    # the wrappers take the mean over ranks of the gradients of this: the gradient of the mean over all tokens
+    # the wrappers average the gradients of this over ranks: the gradient of the mean over all tokens
     loss = losses.sum() * ranks / (replicas * BATCH * TOKENS)
     loss.backward()
     total = loss.detach().clone()
@@ -129,10 +129,10 @@ def compose(around: int, wrap: str, again: bool, compiler: str | None, schedule:
 
 
 def whole_graph(compiler: str) -> float:
-    """The whole model as one graph: the largest error of loss and gradients."""
-    # compiled here, not by processes that outlive a worker that is killed
+    """Compile the whole model to one graph, and return the largest error of loss and gradients."""
+    # compiled in this process, not by processes that outlive a killed worker
     torch._inductor.config.compile_threads = 1
-    # in every run, whatever others have left on this machine's disk
+    # compiled in every run, whatever the machine's disk cache contains
     torch._functorch.config.enable_autograd_cache = False
     torch.compiler.reset()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))

@@ -1,4 +1,4 @@
-"""Jobs of test_failure: ranks that wait, while the test kills or stops one of them."""
+"""Jobs of test_failure: ranks that wait while the test kills or stops one of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Seen(NamedTuple):
 
 
 def communicate(carrier: Transport, how: str, peers: list[int]) -> None:
-    """One communication of the named kind among the given ranks, checked."""
+    """Communicate once in the named way among the given ranks, and check the messages."""
     rank, size = carrier.rank, carrier.size
     peers = [peer for peer in peers if peer != rank]
     if how == "agree":
@@ -50,7 +50,7 @@ def communicate(carrier: Transport, how: str, peers: list[int]) -> None:
 
 
 def wait_for_the_dead(how: str, victim: int, deadline: float, chain: bool = False) -> Seen | None:
-    """All ranks communicate, then all but the victim do, who waits to be killed.
+    """All ranks communicate once; then all but the victim do so again, and it waits to be killed.
 
     how: "exchange", "all_to_all", "agree"; or "compute": long work between two exchanges.
     chain: only rank 0 waits for the victim, the others wait for rank 0.
@@ -128,7 +128,7 @@ def _without_memory(*_: Any) -> Any:
 
 
 def wait_for_the_busy(seconds: float) -> Seen:
-    """Rank 2 waits for rank 3, who waits to be killed; rank 1 waits for rank 0, who computes for some seconds."""
+    """Rank 2 waits for rank 3, which waits to be killed; rank 1 waits for rank 0, which computes for some seconds."""
     carrier = Transport(dist.group.WORLD, deadline=30.0)
     carrier.agree(HEADER, what="plan")
     communicate(carrier, "exchange", list(range(carrier.size)))
@@ -144,7 +144,7 @@ def wait_for_the_busy(seconds: float) -> Seen:
 
 
 def again_after_an_error(victim: int) -> list[str]:
-    """Once failed, every further call raises, and quickly."""
+    """After a failure every further call raises, and quickly."""
     carrier = Transport(dist.group.WORLD, deadline=0.5)
     carrier.agree(HEADER, what="plan")
     if carrier.rank == victim:
@@ -161,7 +161,7 @@ def again_after_an_error(victim: int) -> list[str]:
 
 
 def repeat(how: str, silent: int, retries: int, repetitions: int) -> dict[str, Any]:
-    """In the second of three steps a rank's messages vanish: all repeat, and the numbers are right."""
+    """Lose a rank's messages in the second of three steps: all repeat it, and the received numbers are right."""
     carrier = Transport(dist.group.WORLD, deadline=1.0, retries=retries)
     rank, size = carrier.rank, carrier.size
     ranks = list(range(size))
@@ -171,7 +171,7 @@ def repeat(how: str, silent: int, retries: int, repetitions: int) -> dict[str, A
     def lossy(self: Connection, sends: Any, receives: Any, **options: Any) -> Any:
         if lost[0] and carrier.call_count >= 2:
             lost[0] -= 1
-            # rank 0 misses it; the others have theirs and go on
+            # rank 0 misses the message; the others have theirs and continue
             sends = [(peer, tensor) for peer, tensor in sends if peer != 0]
         return post(self, sends, receives, **options)
 
@@ -191,7 +191,7 @@ def repeat(how: str, silent: int, retries: int, repetitions: int) -> dict[str, A
             for pending, sent, received in buffers:
                 pending.wait()
                 values.append(received.clone())
-                # as a persistent buffer is: written over as soon as the wait is over
+                # like a persistent buffer: overwritten as soon as the wait is over
                 sent.fill_(-1.0)
                 received.fill_(-2.0)
     except RingError as caught:
@@ -207,7 +207,7 @@ def repeat(how: str, silent: int, retries: int, repetitions: int) -> dict[str, A
 
 
 def survive(victim: int, name_the_lost: bool) -> dict[str, Any]:
-    """The victim dies; the others regroup, and exchange among themselves, by transport and by torch.distributed."""
+    """The victim dies; the others regroup and exchange messages by transport and by torch.distributed."""
     carrier = Transport(dist.group.WORLD, deadline=20.0)
     rank, size = carrier.rank, carrier.size
     carrier.agree(HEADER, what="plan")
@@ -242,7 +242,7 @@ def lose_the_store(port: int) -> Seen:
     rendezvous().add(READY, 1)
     try:
         if rank == 0:
-            # computes until long after the store is lost
+            # compute until long after the store is lost
             time.sleep(2.0)
         carrier.agree(HEADER, what="plan")
     except RingError as error:
@@ -253,7 +253,7 @@ def lose_the_store(port: int) -> Seen:
 
 
 def host_a_store(pipe: Any) -> None:
-    """A process that does nothing but host a store."""
+    """A process that only hosts a store."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipe.send(store.port)
     time.sleep(60)
@@ -295,7 +295,7 @@ def forget() -> tuple[int, list[str]]:
 
 
 def fork_safety() -> tuple[int, int]:
-    """Threads of the fork server, and of this process after parallel regions of torch's and of the native kernel's."""
+    """Return the fork server's number of threads, and the default number in this process, after parallel regions here."""
     import psutil
 
     before = torch.get_num_threads()
@@ -309,7 +309,7 @@ def fork_safety() -> tuple[int, int]:
 
 
 def leave_open(rank: int, port: int) -> None:
-    """The whole of a process: it ends with its transport open and the watch at work."""
+    """Run a process that ends with its transport open and its watch running."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     carrier = Transport(dist.group.WORLD)
@@ -318,7 +318,7 @@ def leave_open(rank: int, port: int) -> None:
 
 
 def regroup_late(late: int) -> list[int] | str:
-    """One rank comes when the others have gone on."""
+    """One rank regroups after the others have continued."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank == late:
         time.sleep(2.0)
@@ -329,7 +329,7 @@ def regroup_late(late: int) -> list[int] | str:
 
 
 def regroup_twice() -> list[int]:
-    """All regroup, then all but the last: the second time in the first one's store."""
+    """All regroup, then all but the last: the second time in the first group's store."""
     rank, size = dist.get_rank(), dist.get_world_size()
     again = regroup(None, rank, size)
     assert again.ranks == list(range(size))

@@ -40,10 +40,10 @@ def changes(name: str) -> dict[str, Any]:
 
 
 def learn(name: str, case: str, wrap: str, again: bool = False) -> dict[str, Any]:
-    """Loss and gradients of all ranks, over those of this process alone."""
+    """Return loss and gradients over all ranks, relative to those of this process alone."""
     batch = batch_of(case)
     alone = model_of(name, "eager" if name == "gpt_oss" else "sdpa", config_of(name, **changes(name))).train()
-    # packed sequences one by one: gpt-oss gives the library's masks no positions, and attends across them
+    # packed sequences one by one: gpt-oss passes no positions to the library's masks, and attends across them
     cuts = [0, 70, TOKENS] if case == "packed" else [0, TOKENS]
     pieces = [
         alone(
@@ -90,7 +90,7 @@ def learn(name: str, case: str, wrap: str, again: bool = False) -> dict[str, Any
 
 
 def lose(victim: int) -> RingError | None:
-    """A rank is killed between two layers; what another is told."""
+    """Kill a rank between two layers, and return another rank's error."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     model = model_of("mistral", "ringweave", config_of("mistral", **changes("mistral"))).train()
     ctx = context_parallel(model, mesh["cp"], deadline=20.0)
@@ -105,7 +105,7 @@ def lose(victim: int) -> RingError | None:
 
 
 def refuse_differing() -> str:
-    """Ranks that shard batches of different lengths: a RingError, and no answer."""
+    """Shard batches of different lengths on different ranks, which raises RingError and gives no result."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     model = model_of("llama", "ringweave").eval()
     ctx = context_parallel(model, mesh["cp"], deadline=10.0)
@@ -136,7 +136,7 @@ def take_turns(name: str) -> dict[str, Any]:
         targets = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
         torch.nn.functional.cross_entropy(wanted.flatten(0, 1), targets.flatten()).backward()
         logits.append((wanted.detach(), targets))
-    # each before a step, the last first
+    # each batch before an optimiser step, the last one first
     for at, step in ((2, False), (0, False), (1, True)):
         with nullcontext() if step else model.no_sync():
             out = model(**shards[at]).logits
@@ -149,7 +149,7 @@ def take_turns(name: str) -> dict[str, Any]:
         ((mine.grad - theirs.grad).norm() / theirs.grad.norm().clamp(min=1e-6)).item()
         for mine, theirs in zip(bare.parameters(), alone.parameters(), strict=True)
     )
-    # ordinary passes, on one rank alone
+    # ordinary passes of one rank alone
     text = {key: batches[0][key] for key in ("input_ids", "attention_mask")}
     if dist.get_rank() == 0:
         with torch.no_grad():
@@ -164,7 +164,7 @@ def shortened(batch: dict[str, torch.Tensor], n: int) -> dict[str, torch.Tensor]
 
 
 def compile_whole(name: str, backend: str, how: str) -> float:
-    """Compile a model, or its parts, under a context: the largest error of batches in turn."""
+    """Compile a model, or its parts, under a context, and return the largest error of several batches."""
     torch.compiler.reset()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     model = model_of(name, "ringweave", config_of(name, **changes(name))).eval()
@@ -195,7 +195,7 @@ def compile_whole(name: str, backend: str, how: str) -> float:
 
 
 def shard_different_batches() -> str:
-    """Ranks that shard different batches of one length, as a sampler deals them out to replicas: a RingError."""
+    """Shard different batches of one length, as a sampler deals them to replicas, which raises RingError."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     model = model_of("llama", "ringweave").eval()
     ctx = context_parallel(model, mesh["cp"], deadline=10.0)

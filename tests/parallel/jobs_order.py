@@ -21,12 +21,12 @@ from ringweave.parallel import ContextParallel, Transport
 
 TOKENS, HEADS = 256, (2, 1)
 WINDOW, CAUSAL = rw.SlidingWindow(40), rw.Causal()
-# calls that nothing but their data, or their tags, tells apart
+# calls that differ in their data, or in their tags, only
 COUNT = 3
 
 
 def data(number: int) -> list[Tensor]:
-    """The whole q, k, v of a call, the same on all ranks."""
+    """Return the whole q, k and v of a call, equal on all ranks."""
     generator = torch.Generator().manual_seed(number)
     return [torch.randn(1, heads, TOKENS, 8, generator=generator) for heads in (2, 1, 1)]
 
@@ -53,7 +53,7 @@ class Program:
         return (WINDOW, 0.3) if self.named else (CAUSAL if number == 1 else WINDOW, 0.3 + number)
 
     def do(self, step: tuple[str, int]) -> bool:
-        """One step: whether its result is one device's."""
+        """Run one step, and return whether its result is one device's."""
         kind, number = step
         whole = [x.requires_grad_() for x in data(number)]
         pattern, scale = self.arguments(number)
@@ -81,7 +81,7 @@ class Program:
 
 
 def steps(seed: int) -> list[tuple[str, int]]:
-    """A program: some steps in some order; each backward after its forward."""
+    """Draw a program: some steps in random order, each backward after its forward."""
     source = random.Random(seed)
     calls = [("forward", number) for number in range(COUNT)] + [("backward", number) for number in range(COUNT)]
     others = [(kind, number) for kind in ("shards", "table") for number in range(2)]
@@ -89,7 +89,7 @@ def steps(seed: int) -> list[tuple[str, int]]:
 
 
 def shuffled(program: list[tuple[str, int]], source: random.Random) -> list[tuple[str, int]]:
-    """Another order, in which each backward still comes after its forward."""
+    """Return another order of a program, in which each backward still comes after its forward."""
     again = source.sample(program, len(program))
     for number in range(COUNT):
         first, second = sorted((again.index(("forward", number)), again.index(("backward", number))))
@@ -176,10 +176,10 @@ def contexts_in_another_order(made: bool) -> list[str | None]:
 
 
 def two_threads(calls: int, late: bool, deadline: float) -> dict[str, Any]:
-    """Two threads call one context in turn as they like; on rank 1 the second begins first."""
+    """Two threads call one context without synchronisation; on rank 1 the second one starts first."""
     ctx = ContextParallel(dist.group.WORLD, WINDOW, TOKENS, heads=HEADS, deadline=deadline)
     if not late:
-        # connected, so that calls are short
+        # connect first, so that calls are short
         rw.attention(*(ctx.shard(x, 2) for x in data(0)), WINDOW, context=ctx)
     right: list[bool] = []
     errors: list[RingError] = []
@@ -267,6 +267,6 @@ def groups_that_are_gone() -> dict[str, str]:
     make("default", default)
     make("mesh", mesh)
     make("none", dist.group.WORLD)
-    # who means it can say so
+    # a caller may confirm that it is meant
     ContextParallel(Transport(None), WINDOW, TOKENS, heads=HEADS)
     return said

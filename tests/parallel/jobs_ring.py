@@ -1,4 +1,4 @@
-"""Jobs of worker processes: attention with a context."""
+"""Jobs of worker processes: attention over a context."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from .processes import rendezvous
 
 
 def call(x: Inputs, pattern: Pattern, options: dict[str, Any]) -> spread.Share:
-    """One call over the default group."""
+    """Make one call over the default group."""
     return spread.call(dist.group.WORLD, x, pattern, options)
 
 
 def call_on_nodes(x: Inputs, pattern: Pattern, nodes: int) -> spread.Share:
-    """One call over a mesh of nodes."""
+    """Make one call over a mesh of nodes."""
     mesh = init_device_mesh("cpu", (nodes, dist.get_world_size() // nodes), mesh_dim_names=("node", "cp"))
     return spread.call(mesh, x, pattern, {})
 
 
 def differing(name: str) -> tuple[str, tuple[Any, ...], int]:
-    """A call in which rank 0 differs."""
+    """Make a call that differs on rank 0."""
     from .test_context import differing
 
     return differing(dist.group.WORLD, name, "allgather")
 
 
 def overlapped(latency: float) -> tuple[float, float, list[int], list[float]]:
-    """Seconds that messages flew and were waited for, stages computed, when each was posted and computed."""
+    """Return the seconds of delay and of waiting, the computed stages, and the times of posting and computing in turn."""
     transport = Delayed(Transport(dist.group.WORLD), latency=latency)
     ctx = ContextParallel(transport, rw.Full(), 16384, heads=(2, 2), schedule="ring")
     q, k, v = (torch.randn(1, 2, ctx.local, 64) for _ in range(3))
@@ -70,7 +70,7 @@ class Survived(NamedTuple):
 
 
 def killed(x: Inputs, pattern: Pattern, schedule: str, where: str, victim: int, regroups: bool) -> Survived:
-    """Train steps until the victim dies in its second forward, its second backward, or between two steps."""
+    """Train until the victim dies in its second forward, in its second backward, or between two steps."""
     ctx = ContextParallel(dist.group.WORLD, pattern, x.q.shape[2], heads=(2, 2), schedule=schedule)
     leaves = [ctx.shard(t, 2).requires_grad_() for t in (x.q, x.k, x.v)]
     dout = ctx.shard(x.dout, 2)
@@ -121,7 +121,7 @@ def silent(schedule: str, where: str, victim: int, deadline: float) -> tuple[str
     calls = itertools.count(1)
     try:
         rw.attention(*leaves, pattern, context=ctx).sum().backward()
-        # all begin at one time
+        # all start together
         ctx.unshard(leaves[0].detach(), 2)
         begin = time.monotonic()
         if ctx.rank == victim:
@@ -145,7 +145,7 @@ def silent(schedule: str, where: str, victim: int, deadline: float) -> tuple[str
 
 
 def raising(schedule: str, where: str, victim: int) -> tuple[list[str], float]:
-    """The victim's second kernel call raises, forward or backward: what each rank then says, twice, and how soon."""
+    """Raise in the victim's second kernel call, forward or backward; return each rank's errors of two calls, and the seconds."""
     pattern = rw.Causal()
     ctx = ContextParallel(
         dist.group.WORLD, pattern, 700, heads=(1, 1), schedule=schedule, placement="zigzag", deadline=60.0

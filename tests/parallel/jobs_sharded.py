@@ -22,7 +22,7 @@ PATTERNS = {
 
 
 def compared(compiled: bool = False) -> dict[str, float]:
-    """Relative errors against one device, by case and result; ``compiled``: as one graph."""
+    """Return relative errors against one device, by case and result; if ``compiled``, in one graph."""
     torch.compiler.reset()
     mesh = init_device_mesh("cpu", (2,))
     g = torch.Generator().manual_seed(0)
@@ -51,14 +51,14 @@ def compared(compiled: bool = False) -> dict[str, float]:
 
 def _spread(mesh: Any, placement: Placement) -> Callable[[Tensor], Tensor]:
     def spread(x: Tensor) -> Tensor:
-        # tables and sinks lie on every rank
+        # tables and sinks are replicated on all ranks
         return distribute_tensor(x, mesh, [placement if x.shape[-1] == 8 and x.ndim == 4 else Replicate()])
 
     return spread
 
 
 def attend(pattern: rw.Pattern, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) with everything that can be sharded."""
+    """Compute (out, lse) with every argument that can be sharded."""
     table, bias, slopes, sinks = rest
     terms = [rw.DistanceBias(table), rw.Bias(bias), rw.ALiBi(slopes), rw.Softcap(5.0)]
     return rw.attention_with_lse(q, k, v, pattern, terms=terms, sink_logits=sinks)
@@ -72,7 +72,7 @@ def results(
     spread: Callable[[Tensor], Tensor],
     call: Callable[..., tuple[Tensor, Tensor]] = attend,
 ) -> list[Tensor]:
-    """Out, lse and gradients of everything."""
+    """Return out, lse and all gradients."""
     leaves = [spread(x).detach().requires_grad_() for x in (*inputs, *rest)]
     *others, sinks = leaves
     out, lse = call(pattern, *others, rw.ALiBi.of_heads(4).slopes, sinks)
@@ -81,7 +81,7 @@ def results(
 
 
 def dropped() -> tuple[bool, bool]:
-    """Whether dropout of DTensors that one rank has is that of their local tensors, and drops at all."""
+    """Return whether dropout of DTensors on one rank equals that of their local tensors, and drops any weights."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "model"))["model"]
     q = distribute_tensor(torch.randn(1, 2, 64, 8), mesh, [Shard(1)])
     found = []
@@ -109,7 +109,7 @@ def refused() -> list[str]:
         ((batch,) * 3, rw.from_mask_mod(lambda b, h, q, k: q > k + b), {}),
         ((heads,) * 3, rw.LongNet([64], [8]), {}),
         ((spread(Replicate()),) * 3, rw.Causal(), {"dropout": 0.1}),
-        # what would fit a rank's own heads
+        # shapes that would fit a rank's own heads
         ((spread(Shard(1), 6),) * 3, rw.Causal(), {"sink_logits": torch.zeros(3)}),
         ((spread(Shard(1), 2),) * 3, rw.Causal(), {"terms": rw.ALiBi(torch.ones(1))}),
         ((heads, heads, spread(Shard(1), 3)), rw.Causal(), {}),

@@ -1,4 +1,4 @@
-"""Jobs of test_transport: what every rank does."""
+"""Jobs of test_transport, which run on every rank."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def transport(**options: Any) -> Transport:
 
 
 def numbers(source: int, target: int, nbytes: int) -> torch.Tensor:
-    """Bytes that say who sent them to whom."""
+    """Return bytes that identify their sender and receiver."""
     return ((torch.arange(nbytes) * 7 + source * 31 + target * 3) % 251).to(torch.uint8)
 
 
 def part(source: int, target: int) -> int:
-    """Bytes from rank to rank: uneven, and none for every third pair."""
+    """Return bytes for each pair of ranks: uneven, and empty for every third pair."""
     return 0 if (source + 2 * target) % 3 == 0 else 100 * source + 7 * target + 1
 
 
 def exchange_parts(
     carrier: Transport, received: torch.Tensor, splits: list[int], sent: torch.Tensor, sent_splits: list[int], what: str
 ) -> Pending:
-    """One message to and from each peer, all parts of two tensors."""
+    """Send one message to each peer and receive one, all as parts of two tensors."""
     parts = [list(enumerate(x.split(sizes))) for x, sizes in ((sent, sent_splits), (received, splits))]
     sends, receives = ([each for each in part if each[0] != carrier.rank] for part in parts)
     return carrier.exchange(sends, receives, what=what)
@@ -91,7 +91,7 @@ def exchange() -> dict[str, Any]:
 
 
 def floats() -> None:
-    """Other types than bytes, and a matrix."""
+    """Exchange other dtypes than bytes, and a matrix."""
     carrier = transport()
     peer = 1 - carrier.rank
     received = torch.zeros(3, 5)
@@ -110,7 +110,7 @@ def agree() -> tuple[list[list[list[int]]], int, int, int]:
 
 
 def random_traffic(rounds: int) -> None:
-    """Many exchanges of random sizes among all, several under way: every byte arrives where it belongs."""
+    """Make many exchanges of random sizes among all ranks, several at a time; every byte arrives where it belongs."""
     carrier = transport()
     rank, size = carrier.rank, carrier.size
     generator = torch.Generator().manual_seed(5)
@@ -151,11 +151,11 @@ def refusals() -> list[str]:
 
 
 def threads() -> tuple[list[str], int, int]:
-    """Threads that many transports, made and closed, have left, and open files before and after."""
+    """Return the threads left by many transports after close, and the numbers of open files before and after."""
     import psutil
 
     process = psutil.Process()
-    # a library's progress bars have one that stays
+    # the thread of a library's progress bars stays
     there = set(threading.enumerate())
     transport_once()
     before = process.num_fds()
@@ -209,7 +209,7 @@ def transport_once() -> None:
 
 
 def overlap() -> tuple[list[Any], float]:
-    """A message that takes 0.2 s flies while 0.3 s are computed."""
+    """Overlap a message of 0.2 s with 0.3 s of computing."""
     carrier = Delayed(Transport(dist.group.WORLD), latency=0.1, bandwidth=1e4)
     peer = 1 - carrier.rank
     carrier.agree(torch.zeros(1, dtype=torch.int64), what="plan")

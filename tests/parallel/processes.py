@@ -1,4 +1,4 @@
-"""Groups of worker processes on this machine's loopback: Gloo, one thread each, bounded in time, none left behind.
+"""Groups of worker processes on this machine's loopback: Gloo, one thread each, with bounded time, and no process left behind.
 
     results = pool4.run("tests.parallel.jobs_ring:forward", pattern, tensors)    # by rank; the workers' exceptions are raised
     result = forked(function, argument)                                          # one process, without a group
@@ -38,13 +38,13 @@ import torch.distributed as dist
 _QUIET = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _QUIET["OMP_WAIT_POLICY"] = "passive"
 _STARTING = threading.Lock()
-# torch looks up the name of ::ffff:127.0.0.1 for every connection to a store, at both ends: where the DNS is slow, for 1 s
-# and not for 5
+# torch resolves ::ffff:127.0.0.1 for every connection to a store, at both ends; with a slow DNS this limits it to 1 s
+# instead of 5
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 class Outcome(NamedTuple):
-    """What became of a job on one rank: a value, an exception with its traceback, or neither if the process died."""
+    """The outcome of a job on one rank: a value, an exception with its traceback, or neither if the process died."""
 
     value: Any = None
     error: BaseException | None = None
@@ -53,13 +53,13 @@ class Outcome(NamedTuple):
 
 
 class WorkerError(RuntimeError):
-    """A worker died, did not answer in time, or raised what cannot be pickled."""
+    """A worker died, did not answer in time, or raised an exception that cannot be pickled."""
 
 
 def server() -> multiprocessing.context.ForkServerContext:
-    """The fork server: a process that has imported torch and ringweave, and forks workers in milliseconds."""
+    """Return the fork server, a process that has imported torch and ringweave and forks workers in milliseconds."""
     context = multiprocessing.get_context("forkserver")
-    # torch loads its compiler at the first call of an operator, which would take a second of each worker
+    # torch loads its compiler at the first call of an operator, which would cost each worker a second
     jobs = [f"{__package__}.jobs_{name}" for name in ("compose", "failure", "order", "ring", "sharded", "transport")]
     context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "ringweave", __name__, *jobs])
     with _STARTING:
@@ -77,7 +77,7 @@ def server() -> multiprocessing.context.ForkServerContext:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a process that is started, not forked: one thread, and this project's tests to import."""
+    """Return the environment of a process that is started, not forked: one thread, and this project's tests importable."""
     path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, **_QUIET, "PYTHONPATH": path}
 
@@ -109,7 +109,7 @@ class Pool:
         return [member.process.pid for member in self._members if member is not None]
 
     def run(self, job: str, *args: Any, timeout: float = 60.0) -> list[Any]:
-        """Call "module:function" with the arguments on every rank; the results by rank.
+        """Call "module:function" with the arguments on every rank, and return the results by rank.
 
         The first exception of a worker is raised as it is, with all ranks' tracebacks as notes.
         """
@@ -123,7 +123,7 @@ class Pool:
         return [outcome.value for outcome in outcomes]
 
     def start(self, job: str, *args: Any) -> None:
-        """Begin a job on all ranks."""
+        """Start a job on all ranks."""
         if not self._open:
             self._mend()
         for member in self._members:
@@ -131,7 +131,7 @@ class Pool:
             member.pipe.send_bytes(pickle.dumps((job, args)))
 
     def outcomes(self, timeout: float, stopped: int | None = None) -> list[Outcome]:
-        """What became of the job on each rank; who has not answered in time is killed, and who is stopped at the end."""
+        """Return the job's outcome on each rank; ranks that exceed the time are killed, and stopped ones at the end."""
         found: dict[int, Outcome] = {}
         until = time.monotonic() + timeout
         while len(set(range(self.size)) - set(found) - {stopped}) and time.monotonic() < until:
@@ -155,16 +155,16 @@ class Pool:
         return [found[rank] for rank in range(self.size)]
 
     def reopen(self) -> None:
-        """Have the next job begin with a new default group, because the last one spoilt it."""
+        """Give the next job a new default group, because the last job spoilt the present one."""
         self._open = False
 
     def kill(self, rank: int) -> float:
-        """Kill a worker with SIGKILL, by its id; when, in time.time()."""
+        """Kill a worker with SIGKILL by its id, and return the time.time() of it."""
         self._ended.add(rank)
         return self.signal(rank, signal.SIGKILL)
 
     def signal(self, rank: int, number: int) -> float:
-        """Send a worker a signal, by its id; when, in time.time()."""
+        """Send a worker a signal by its id, and return the time.time() of it."""
         member = self._members[rank]
         assert member is not None
         now = time.time()
@@ -184,7 +184,7 @@ class Pool:
         atexit.unregister(self.close)
 
     def _mend(self) -> None:
-        """Replace the dead, and begin a new default group: the old one may be out of step."""
+        """Replace dead workers and make a new default group: the old one may be out of step."""
         self._groups += 1
         for rank, member in enumerate(self._members):
             if member is not None:
@@ -226,7 +226,7 @@ def forked(job: Callable[..., Any], *args: Any, timeout: float = 240.0) -> Any:
 
 @contextmanager
 def fresh(size: int) -> Iterator[Pool]:
-    """A pool of its own, for tests that kill workers or stop them; ended at exit."""
+    """Yield a separate pool for tests that kill or stop workers, and end it at exit."""
     pool = Pool(size)
     try:
         yield pool
@@ -235,7 +235,7 @@ def fresh(size: int) -> Iterator[Pool]:
 
 
 def rendezvous() -> dist.Store:
-    """In a job: the store that the test's process hosts, in the scope of this default group's test."""
+    """Return, inside a job, the store of the test's process, in the scope of this default group's test."""
     return _STORE[0]
 
 

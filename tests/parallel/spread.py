@@ -1,4 +1,4 @@
-"""One attention call spread over ranks, and its five results put together again."""
+"""Spread one attention call over ranks, and join its five results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def call(
     per_node: int | None = None,
     backend: str = "auto",
 ) -> Share:
-    """Forward and backward of this rank's shard."""
+    """Run forward and backward of this rank's shard."""
     heads = x.q.shape[1], x.k.shape[1]
     ctx = ContextParallel(mesh, pattern, x.q.shape[2], heads=heads, **options)
     if per_node is not None:
@@ -58,7 +58,7 @@ def call(
 
 
 def joined(shares: list[Share], tokens: int) -> dict[str, Tensor]:
-    """The whole results; asserts that padding is empty and that every token is somewhere."""
+    """Join the results of all ranks, and check that padding is empty and that every token is on a rank."""
     whole: dict[str, Tensor] = {}
     for name in NAMES:
         parts = [share.results[name] for share in shares]
@@ -75,12 +75,12 @@ def joined(shares: list[Share], tokens: int) -> dict[str, Tensor]:
 
 
 def spread(ranks: int, x: Inputs, pattern: Pattern, per_node: int | None = None, **options: Any) -> list[Share]:
-    """A call over ranks that are threads."""
+    """Make a call over ranks that are threads."""
     return run(ranks, call, x, pattern, options, per_node)
 
 
 def alone(x: Inputs, pattern: Pattern, backend: str = "auto") -> dict[str, Tensor]:
-    """The same call on one device."""
+    """Make the same call on one device."""
     leaves = x.leaves()
     out, lse = rw.attention_with_lse(*leaves, pattern, backend=backend)
     return dict(zip(NAMES, [out.detach(), lse.detach(), *gradients(out, lse, leaves, x)], strict=True))

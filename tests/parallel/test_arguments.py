@@ -1,4 +1,4 @@
-"""What public callables of ringweave.parallel refuse: a RingweaveError in one form, whatever comes."""
+"""Public callables of ringweave.parallel refuse wrong arguments with a RingweaveError in one form."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_what_is_refused(name: str, call: Callable[..., object], values: list[An
 
 
 def test_what_is_taken() -> None:
-    """What numpy calls a number is one; reading a tensor may wait for a GPU."""
+    """Numbers of numpy and tensors with one value are accepted; reading a tensor may wait for a GPU."""
     ctx = made(seq_len=np.int64(256), heads=[np.int64(2), np.int32(2)], deadline=np.float32(2), tolerance=0)
     assert (ctx.seq_len, ctx.heads, ctx.transport.deadline) == (256, (2, 2), 2.0)
     assert torch.equal(ctx.shard(X, -2), X)
@@ -165,7 +165,7 @@ def test_a_closed_context_computes_nothing_more() -> None:
 
 
 def test_groups_that_are_gone(pool2: Pool) -> None:
-    """Neither a group that is destroyed nor one of others' makes a context, of one rank or of any."""
+    """A destroyed group, or one without this rank, makes no context, with one rank or with several."""
     for rank, texts in enumerate(pool2.run("tests.parallel.jobs_order:groups_that_are_gone")):
         nobody = "a group that this process is no member of"
         wanted = {"none": "None after destroy_process_group()", "mesh": "a mesh without a group", "others": nobody}

@@ -1,4 +1,4 @@
-"""A model that uses a context inside what users put around models: loss and gradients are those of one process."""
+"""A model with a context inside the usual wrappers has the loss and gradients of one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .processes import Pool
 JOBS = "tests.parallel.jobs_compose"
 # relative; float32 sums in another order
 BOUND = 1e-5
-# 2 of the embedding and the head's, 10 of each layer
+# 2 parameters of the embedding and the head, 10 of each layer
 WEIGHTS = 23
 
 

@@ -1,4 +1,4 @@
-"""The state machine of a connection, with ranks as threads over one store; and the choice of the wait to blame."""
+"""Test the state machine of a connection, with threads as ranks over one store, and the choice of the wait to blame."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def together(jobs: list[Callable[[], Any]]) -> list[Any]:
 
 @pytest.fixture
 def pair() -> Any:
-    """Two connections in the state CONNECTING."""
+    """Return two connections in the state CONNECTING."""
     pair = connections(dist.HashStore(), 2)
     yield pair
     for connection in pair:
@@ -68,7 +68,7 @@ def test_the_first_failure_fails_all_ranks_for_good(pair: list[Connection]) -> N
     together([lambda: pair[0].connect(0, 10.0), lambda: pair[1].connect(0, 10.0)])
     first, second = ConnectionFailure(0, None, "first"), ConnectionFailure(1, None, "second")
     assert pair[0].fail(first) == first
-    # rank 1 learns of the first failure although it reports another one
+    # rank 1 learns of the first failure although it reports another
     assert pair[1].fail(second) == first
     assert pair[0].fail(second) == first
     for each in pair:

@@ -34,7 +34,7 @@ WINDOW = rw.SlidingWindow(100)
 @pytest.mark.parametrize("placement", ["auto", *NAMED])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_shards(ranks: int, placement: str) -> None:
-    """Every token is on one rank, at its position; unshard undoes shard, along any dimension."""
+    """Every token is on one rank, at its position, and unshard undoes shard along any dimension."""
     x = torch.randn(2, 301, 3)
 
     def job(transport: Transport) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -71,7 +71,7 @@ def test_shard_is_differentiable() -> None:
 
 
 def test_alone_it_is_plain_attention() -> None:
-    """One process without a group: the same code, the same bits, nothing moved, and no torch.distributed needed."""
+    """A context of one process without a group has the bits of plain attention, moves nothing, and needs no torch.distributed."""
     x = Inputs.random(300, heads=4, kv_heads=2, dim=8)
     for pattern in (WINDOW, rw.Causal(), rw.LongNet([64, 128], [1, 4])):
         ctx = rw.ContextParallel(None, pattern, 300, heads=(4, 2))
@@ -81,7 +81,7 @@ def test_alone_it_is_plain_attention() -> None:
 
 
 def test_several_patterns_under_one_placement() -> None:
-    """Window layers and causal layers in turn: the placement suits their sum, and both are exact."""
+    """Window and causal layers share one placement, which suits their sum, and both are exact."""
     x = Inputs.random(1024, heads=2, dim=8)
     patterns = [WINDOW, rw.Causal()]
 
@@ -106,11 +106,11 @@ def test_several_patterns_under_one_placement() -> None:
     st.integers(1, 200),
 )
 def test_no_mask_changes(name: str, placement: str, schedule: str, ranks: int, tokens: int) -> None:
-    """G12: V as one-hot rows shows which keys each query attends; it is the pattern's own relation, on every rank."""
+    """G12: with one-hot rows as V, each query's keys on every rank are those of the pattern."""
     pattern = PATTERNS[name](tokens)
     allowed = pattern.to_dense(tokens, heads=4)[0]
     values = torch.eye(tokens).expand(1, 4, -1, -1)
-    # the native kernel takes steps of 8 channels
+    # the native kernel computes channels in steps of 8
     values = torch.nn.functional.pad(values, (0, -tokens % 8))
     q = k = torch.zeros(1, 4, tokens, 8)
 
@@ -156,7 +156,7 @@ DIFFERENT = {
     "deadline": Difference({"deadline": 15.0}, {}, "deadline", ("15.0", "30.0")),
     "retries": Difference({"retries": 1}, {}, "retries", ("1", "0")),
 }
-# of a transport, which threads are given
+# options of a transport, which threads do not need
 OF_TRANSPORT = {"deadline", "retries"}
 
 
@@ -268,7 +268,7 @@ def test_replicated() -> None:
 
 @pytest.mark.parametrize("heads", [(), (4,), (2, 4)])
 def test_shared_table(heads: tuple[int, ...]) -> None:
-    """Rows that each rank found become the whole table on all of them, and attention with it is exact."""
+    """Rows that each rank found are joined to one table on all ranks, and attention over it is exact."""
     tokens, block = 1000, 64
     blocks = -(-tokens // block)
     table = torch.rand(*heads, blocks, blocks) < 0.5
@@ -281,7 +281,7 @@ def test_shared_table(heads: tuple[int, ...]) -> None:
         rows[..., mine < blocks, :] = table[..., mine[mine < blocks], :]
         pending = ctx.share_table(rows, block, version=3)
         q, k, v = (ctx.shard(t, 2) for t in (x.q, x.k, x.v))
-        # computes while the table travels
+        # computes while the table is exchanged
         rw.attention(q, k, v, rw.Causal(), context=ctx)
         pattern = pending.result()
         assert torch.equal(pattern.mask, table)
@@ -315,7 +315,7 @@ def test_table_errors() -> None:
 
 
 def test_a_table_of_one_shard_names_share_table() -> None:
-    """A rank's own selection, of its keys or of all keys, is refused with the way to gather all ranks' rows."""
+    """A table of a rank's own selection, over its keys or all, is refused, and the error names the call that gathers all rows."""
     x = Inputs.random(512, heads=2, dim=8)
 
     def job(transport: Transport) -> None:
@@ -331,7 +331,7 @@ def test_a_table_of_one_shard_names_share_table() -> None:
             )
             with pytest.raises(PatternError, match=f"^{re.escape(wanted)}$"):
                 rw.attention(q, k, v, table, context=ctx)
-        # a table of another length is no shard's
+        # a table of another length is no shard's table
         with pytest.raises(PatternError, match=r"Build the table for these lengths"):
             rw.attention(q, k, v, rw.BlockTable(torch.ones(3, 3, dtype=torch.bool), 64), context=ctx)
 
@@ -378,7 +378,7 @@ def test_trace(tmp_path: Path) -> None:
 
 
 def test_traces_are_written_for_the_viewers_of_the_profiler(tmp_path: Path) -> None:
-    """Chrome's trace events: a process per rank, microseconds, and no two slices of a row that cross."""
+    """Traces have Chrome's format: a process for each rank, microseconds, and no overlapping slices in a row."""
     messages = [
         Event("receive", "keys", stage, start, start + 2.0, 64) for stage, start in ((1, 1.0), (2, 1.5), (3, 3.25))
     ]
@@ -401,7 +401,7 @@ def test_traces_are_written_for_the_viewers_of_the_profiler(tmp_path: Path) -> N
 
 
 def test_caches() -> None:
-    """A pattern is planned once; a new table is planned anew."""
+    """A pattern is planned once, and a new table is planned anew."""
     ctx = ContextParallel(None, WINDOW, 512, heads=(1, 1))
     assert ctx.schedules.of(WINDOW) is ctx.schedules.of(rw.SlidingWindow(100))
     first, second = (rw.patterns.random_blocks(512, 0.5, seed=seed) for seed in (0, 1))
@@ -416,7 +416,7 @@ def test_a_handle_that_is_rebuilt_keeps_its_tag() -> None:
 
 
 def test_transforms_of_functions_are_refused() -> None:
-    """An exchange with other ranks is neither mapped nor differentiated by torch.func; torch's own error is not ours."""
+    """torch.func cannot map or differentiate an exchange with other ranks; the library's error says so before torch's own."""
     ctx = ContextParallel(None, WINDOW, 256, heads=(1, 1))
     x = torch.randn(2, 1, 1, 256, 8)
 
@@ -442,7 +442,7 @@ def test_a_context_that_is_gone() -> None:
 
 
 def test_copies_are_handles() -> None:
-    """What copies a module (an average of weights, a stack of layers) shares its context; what pickles it is told."""
+    """Copies of a module (a weight average, a stack of layers) share its context; pickling it raises an explanation."""
     ctx = ContextParallel(None, WINDOW, 64, heads=(2, 2))
     layer = rw.nn.MultiheadAttention(16, 2, pattern=WINDOW, context=ctx, batch_first=True)
     again = copy.deepcopy(layer)
@@ -459,7 +459,7 @@ def test_copies_are_handles() -> None:
 
 
 def test_patterns_and_terms_of_inference_mode() -> None:
-    """They serve calls outside of it, as without a context."""
+    """Patterns and terms made in inference mode serve calls outside of it, as without a context."""
     ctx = ContextParallel(None, WINDOW, 64, heads=(2, 2))
     with torch.inference_mode():
         pattern, term = rw.BlockTable(torch.ones(2, 1, 1, dtype=torch.bool), 64), rw.ALiBi.of_heads(2)
@@ -481,7 +481,7 @@ def test_whole_tensors_under_tables_of_key_heads() -> None:
 
 
 def test_contexts_of_other_lengths_share_connections() -> None:
-    """Ranks make them in any order, which a loader's workers leave open; they call them in one, or are told."""
+    """Ranks may create contexts of other lengths in any order, as a loader's workers do, but must call them in one order."""
     tokens = (200, 331)
     x = torch.randn(1, 2, max(tokens), 16)
 

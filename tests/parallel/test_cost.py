@@ -1,4 +1,4 @@
-"""The cost model: its formulas, and what holds whatever they are."""
+"""Test the cost model: its formulas, and bounds that hold for any formulas."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_window_over_two_ranks_by_hand() -> None:
     assert found.imbalance == pytest.approx(8 / 7.5)
     wait = received / 1e9 + 1e-5
     assert found.allgather == pytest.approx(max(7 * tile / 1e12, wait) + tile / 1e12)
-    # one message: the same, and a launch for its stage
+    # one message: equal, plus a launch for its stage
     assert found.ring == pytest.approx(found.allgather + 1e-5)
     assert found.ideal == pytest.approx(7.5 * tile / 1e12)
     assert found.efficiency == pytest.approx(found.ideal / found.allgather)
@@ -56,7 +56,7 @@ def test_a_window_over_two_ranks_by_hand() -> None:
 
 
 def test_a_ring_computes_while_it_waits() -> None:
-    """Many stages: only the last one's work comes after the last message."""
+    """With many stages, only the last stage's work follows the last message."""
     load = load_of(rw.Causal(), 64 * TILE, 8)
     found = estimate("contiguous", [load], Machine(1e13, 4e9, 0))
     received, remote = load.received[7] / 4e9, load.remote[7] / 1e13
@@ -77,7 +77,7 @@ def test_a_ring_computes_while_it_waits() -> None:
     ids=repr,
 )
 def test_what_no_placement_changes(pattern: Pattern) -> None:
-    """Operations are the plan's, no time is below the mean's, and bytes are those that the exchange names."""
+    """Operations are those of the plan, no time is below the mean's, and bytes are those that the exchange counts."""
     tokens = 64 * TILE
     program = branches(pattern, tokens, tokens, heads=8)
     totals = set()
@@ -138,7 +138,7 @@ def test_other_systems_in_closed_form() -> None:
     assert gather.seconds == pytest.approx(keys / 1e9 + 3e-5 + compute)
     assert ring.seconds == pytest.approx(3 * max(compute / 4, keys / 3 / 1e9 + 1e-5) + compute / 4)
     assert (ring.messages, ring.stages) == (3, 3)
-    # a quarter of the tokens leaves, three quarters of that for others: q, k, v there and the output back
+    # a quarter of the tokens moves to other ranks: q, k and v there, and the output back
     crosses = tokens / 4 * 3 / 4 * (8 * 128 + 4 * 256 + 8 * 128) * 2
     assert ulysses.bytes_worst == crosses
     assert ulysses.seconds == pytest.approx(crosses / 1e9 + 6e-5 + compute)

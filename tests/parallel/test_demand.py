@@ -1,4 +1,4 @@
-"""Demands against the dense relation: what each rank needs, receives and computes."""
+"""A rank's needs, received tiles and work agree with the dense relation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def demands(pattern: Pattern, placement: Placement, ratio: int = 2) -> list[Dema
 
 
 def tokens_moved(demand: Demand) -> np.ndarray:
-    """(ranks, ranks) key tokens, times key heads and batch elements, that a row's rank receives of a column's."""
+    """Return (ranks, ranks) key tokens, times key heads and batch elements, that a row's rank receives from a column's."""
     ranks = demand.placement.ranks
     receiver, sender, tokens = demand.receipts(demand.needs)
     moved = np.zeros((ranks, ranks), np.int64)
@@ -53,7 +53,7 @@ def test_needs_receipts_and_work_against_the_tokens(pattern: str, placement: str
         branch, plan, tile = demand.branch, demand.plan, demand.tile
         position = branch.k_first + np.arange(branch.nk) * branch.rate
         rank, slot = placed.owners(position), placed.slots(position)
-        # runs are whole, in order, and where they are said to be
+        # runs are whole, in order, and on their ranks
         for number, length in enumerate(demand.lengths):
             part = slice(number * demand.run, number * demand.run + length)
             assert (rank[part] == demand.owner[number]).all()

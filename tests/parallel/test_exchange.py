@@ -25,7 +25,7 @@ PATTERNS_AND_MIXTURES = PATTERNS | MIXTURES
 
 
 def least(pattern: rw.Pattern, x: Inputs, placement: rw.parallel.Placement) -> np.ndarray:
-    """(ranks, ranks) key tokens, times heads and batch elements, that must come to a row's rank from a column's.
+    """Return the (ranks, ranks) key tokens, times heads and batch elements, that a row's rank must receive from a column's.
 
     By token, from the dense relation of each branch: the tiles in which a query of the rank attends something.
     """
@@ -43,7 +43,7 @@ def least(pattern: rw.Pattern, x: Inputs, placement: rw.parallel.Placement) -> n
         kv_of = np.array([head // ratio for head in range(*branch.heads)])
         for rank in range(ranks):
             held = np.unique(np.flatnonzero(owner == rank) // tile)
-            # a rank that holds a part of a query tile computes that tile's row
+            # a rank with a part of a query tile computes that tile's row
             needed = tiles[:, :, held].any(2) if len(held) else np.zeros((*tiles.shape[:2], count), bool)
             for head in np.unique(kv_of):
                 wanted = np.repeat(needed[:, kv_of == head].any(1), tile, axis=1)[:, : branch.nk]
@@ -61,7 +61,7 @@ def moved(shares: list[Share]) -> np.ndarray:
 @pytest.mark.parametrize("placement", ["contiguous", "striped"])
 @pytest.mark.parametrize("name", list(PATTERNS_AND_MIXTURES))
 def test_received_bytes_are_the_least(name: str, placement: str) -> None:
-    """G1: forward keys and values once, backward their gradients once, in float32; nothing else but agreements."""
+    """G1: forward moves keys and values once, backward their gradients once, in float32, and nothing else except agreements."""
     x = Inputs.random(500, heads=4, kv_heads=2, batch=2, dim=8, value_dim=16, dtype=torch.bfloat16)
     pattern = PATTERNS_AND_MIXTURES[name](500)
     shares = spread(4, x, pattern, schedule="allgather", placement=placement)
@@ -74,7 +74,7 @@ def test_received_bytes_are_the_least(name: str, placement: str) -> None:
 @pytest.mark.parametrize("placement", ["contiguous", "striped"])
 @pytest.mark.parametrize("name", ["window", "causal", "documents", "per_head", "longnet"])
 def test_ring_moves_as_little(name: str, placement: str) -> None:
-    """G1: where no query moves: the least, and keys and values once more for backward, which keeps none."""
+    """G1: if no query moves, the ring moves the least forward, and keys and values again in backward, which stores none."""
     x = Inputs.random(700, heads=4, kv_heads=2, dim=8)
     pattern = PATTERNS_AND_MIXTURES[name](700)
     shares = spread(4, x, pattern, schedule="ring", placement=placement)
@@ -113,7 +113,7 @@ def test_a_node_receives_each_tile_once(name: str) -> None:
                 inside += int(demand.lengths[relayed].sum()) * len(kind.members)
     received = moved(shares)
     across = received[:4, 4:].sum() + received[4:, :4].sum()
-    # forward, and the gradients back: float32 both
+    # forward, and gradients back: both in float32
     assert across == union * 2 * (8 + 8) * 4
     assert received.sum() - across == inside * 2 * (8 + 8) * 4
 
@@ -146,7 +146,7 @@ def test_simulated_bytes_are_the_real_ones(name: str, ranks: int) -> None:
 
 
 def test_dilation_on_residues_moves_nothing() -> None:
-    """G2: a rate that the ranks divide."""
+    """G2: dilation by a multiple of the number of ranks moves nothing."""
     x = Inputs.random(4096, heads=2, dim=8)
     pattern = rw.Dilated(64, 8)
     assert len(branches(pattern, 4096, 4096, heads=2)) == 8
@@ -155,7 +155,7 @@ def test_dilation_on_residues_moves_nothing() -> None:
 
 
 def test_processes_count_the_same(pool4: Pool) -> None:
-    """The real transport's counters, over Gloo, are those of the threads."""
+    """The real transport's counters, over Gloo, equal those of threads."""
     x = Inputs.random(700, heads=4, kv_heads=2, dim=8)
     pattern = rw.SlidingWindow(100) | rw.Sinks(3)
     for options in ({"schedule": "allgather"}, {"schedule": "ring"}):

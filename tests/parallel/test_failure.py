@@ -1,4 +1,4 @@
-"""Every failure ends in a RingError on every survivor, in time, that names who is lost."""
+"""Every failure raises a RingError on every survivor in time, and the error names the lost rank."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .jobs_failure import READY, Seen
 from .processes import Pool, environment, fresh, server
 
 JOBS = "tests.parallel.jobs_failure"
-# each rank twice
+# each rank is a victim twice
 REPETITIONS = 20 if is_long() else 8
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    """Four ranks; who is killed is replaced before the next repetition."""
+    """Provide four ranks; a killed rank is replaced before the next repetition."""
     with fresh(4) as pool:
         yield pool
 
@@ -57,12 +57,12 @@ def test_a_killed_rank_is_told_by_all_in_time(pool: Pool, how: str) -> None:
         killed = pool.kill(victim)
         found = survivors(pool, victim)
         for seen in found:
-            # who computes raises at its next communication, 0.2 s after the kill at most
+            # a computing rank raises at its next communication, at most 0.2 s after the kill
             assert seen.at - killed < 2.0, (repetition, seen)
             assert seen.error.peer == victim
             assert seen.error.rank != victim
             at_plan = how == "agree" or "plan" in seen.error.cause
-            # who computes may still be in the exchange when another, who is through with it, tells of the loss
+            # a computing rank may still be in the exchange when another one, which finished it, reports the loss
             told = how == "compute" and f"rank {seen.error.rank} lost" not in seen.error.cause
             assert seen.error.step in ((1, 2) if told and at_plan else (2,) if at_plan else (1,))
             assert seen.error.stage == (3 if how == "exchange" else seen.error.stage)
@@ -77,7 +77,7 @@ def test_a_rank_killed_before_its_first_call(pool: Pool, how: str, size: int) ->
     pool.start(f"{JOBS}:before_the_first_call", how, size, 1, 30.0)
     ready(pool, 4)
     if how == "kill, called":
-        # it waits for the others to connect by now
+        # by now it waits for the others to connect
         time.sleep(0.5)
     killed = pool.kill(1)
     pool.store.set("go", "")
@@ -98,7 +98,7 @@ def test_a_rank_stopped_before_its_first_call(pool: Pool, size: int) -> None:
     ready(pool, 4)
     stopped = pool.signal(1, signal.SIGSTOP)
     for seen in survivors(pool, 1, stopped=1)[: size - 1]:
-        # the others have called up to a deadline before
+        # the others called up to a deadline earlier
         assert 0.3 < seen.at - stopped < deadline + 2.0
         assert seen.error.peer == 1
         assert "ranks [1] did not connect within 4 s" in seen.error.cause
@@ -116,7 +116,7 @@ def test_what_a_rank_raises_before_the_first_message_is_told(pool: Pool, size: i
 
 
 def test_a_rank_that_is_late_is_waited_for(pool: Pool) -> None:
-    """Longer than it takes to ask whether it lives."""
+    """A late rank is waited for longer than the time to check whether it lives."""
     assert pool.run(f"{JOBS}:before_the_first_call", "late", 4, 1, 30.0) == [True] * 4
 
 
@@ -128,7 +128,7 @@ def test_ranks_with_other_versions(pool: Pool) -> None:
 
 
 def test_who_does_not_talk_to_the_dead_is_told_by_the_flag(pool: Pool) -> None:
-    """Ranks 1 and 2 wait for rank 0 alone: their connections are whole."""
+    """Ranks 1 and 2 wait for rank 0 only; the flag tells them, although their connections are intact."""
     pool.start(f"{JOBS}:wait_for_the_dead", "exchange", 3, 30.0, True)
     ready(pool, 4)
     killed = pool.kill(3)
@@ -139,7 +139,7 @@ def test_who_does_not_talk_to_the_dead_is_told_by_the_flag(pool: Pool) -> None:
 
 
 def test_who_waits_for_the_busy_is_told_by_the_flag_alone(pool: Pool) -> None:
-    """Rank 1 waits for rank 0, who computes: no connection of the two is closed, and yet it hears of rank 3."""
+    """Rank 1 waits for rank 0, which computes; neither's connection is closed, and yet rank 1 hears of rank 3."""
     pool.start(f"{JOBS}:wait_for_the_busy", 4.0)
     ready(pool, 4)
     killed = pool.kill(3)
@@ -151,7 +151,7 @@ def test_who_waits_for_the_busy_is_told_by_the_flag_alone(pool: Pool) -> None:
 
 
 def test_who_waits_for_who_waits_is_not_blamed(pool: Pool) -> None:
-    """Ranks 1 and 2 wait for rank 0, who waits for the stopped one: all deadlines pass at about the same time."""
+    """Ranks 1 and 2 wait for rank 0, which waits for the stopped rank; all deadlines pass at about one time, and only that one is blamed."""
     for _ in range(3):
         pool.start(f"{JOBS}:wait_for_the_dead", "exchange", 3, 0.5, True)
         ready(pool, 4)
@@ -164,7 +164,7 @@ def test_who_waits_for_who_waits_is_not_blamed(pool: Pool) -> None:
 @pytest.mark.parametrize("how", ["exchange", "all_to_all", "agree"])
 def test_a_stopped_rank_is_noticed_at_the_deadline(pool: Pool, how: str) -> None:
     pool.start(f"{JOBS}:wait_for_the_dead", how, 2, 1.0)
-    # stopped before it can have heard of anything
+    # stopped before it can hear of a failure
     ready(pool, 4)
     stopped = pool.signal(2, signal.SIGSTOP)
     for seen in survivors(pool, 2, stopped=2):
@@ -177,7 +177,7 @@ def test_a_transport_that_failed_stays_failed(pool: Pool) -> None:
     texts = pool.run(f"{JOBS}:again_after_an_error", 1)
     for rank in (0, 2, 3):
         assert texts[rank] == ["1 2 True", "1 3 True", "1 4 True"]
-    # who was silent is told that the others have given up
+    # the silent rank is told that the others have given up
     assert texts[1] == ["1 2 True", "1 3 True", "1 4 True"]
 
 
@@ -257,14 +257,14 @@ def test_a_rank_that_never_comes_is_named(pool: Pool) -> None:
 
 
 def test_unequal_buffers_end_at_the_deadline(pool2: Pool) -> None:
-    """Gloo would abort the process."""
+    """Buffers of unequal sizes raise at the deadline, where Gloo would abort the process."""
     for peer, cause in pool2.run(f"{JOBS}:unequal"):
         assert peer in (0, 1)
         assert "no answer" in cause
 
 
 def test_a_forgotten_transport_ends() -> None:
-    # workers of their own: other tests' jobs leave threads of the compiler
+    # separate workers, since jobs of other tests leave the compiler's threads
     with fresh(2) as pool:
         for alive, names in pool.run(f"{JOBS}:forget"):
             assert alive == 2
@@ -307,7 +307,7 @@ def test_no_process_is_left() -> None:
 
 
 def test_regroup_is_a_function_by_its_public_name() -> None:
-    """Not the module in which it is, which a package's attribute becomes when it is loaded."""
+    """The public name regroup is a function, not the module that contains it, which loading would bind to the package's attribute."""
     code = "from ringweave.parallel import regroup; assert callable(regroup), regroup"
     subprocess.run([sys.executable, "-c", code], check=True, env=environment(), timeout=60)
 

@@ -17,7 +17,7 @@ from .threads import run
 
 
 class Case(NamedTuple):
-    """A call on four ranks: tokens, query heads, key heads, channels; the context's options; ranks of a node."""
+    """A call on four ranks: tokens, query heads, key heads, channels; options of the context; ranks of a node."""
 
     pattern: rw.Pattern
     sizes: tuple[int, int, int, int]
@@ -49,7 +49,7 @@ CASES = {
     "ring, head by head": Case(rw.SlidingWindow(600), (4096, 2, 2, 64), ring()),
     "ring, int8": Case(rw.Full(), (700, 2, 1, 8), ring(wire="int8")),
 }
-# by rank: bytes to each peer forward, and messages; the same after backward; bytes of agreements
+# by rank: forward bytes to each peer and messages; the same after backward; bytes of agreements
 Carried = list[tuple[list[int], int, list[int], int, int]]
 CARRIED: dict[str, Carried] = {
     "allgather, window": [
@@ -138,7 +138,7 @@ def order(transport: Transport, case: Case) -> list[str]:
 
 
 def test_the_order_of_a_ring() -> None:
-    """Rank 1 of 4: keys of a stage are started before the one before it is computed; results follow the stage."""
+    """Rank 1 of 4 posts the keys of a stage before it computes the stage before; results follow their stage."""
     assert run(4, order, CASES["ring, queries move"])[1] == [
         "agree",
         "keys, to 2: 16384, from 0: 24576, 0: 4096",
@@ -162,7 +162,7 @@ def test_the_order_of_two_hops() -> None:
 
 
 LOST = "The shard of rank 1 cannot be reached: regroup the survivors and shard again, or restart."
-# who falls silent in a kernel call has sent what that call needs no longer
+# a rank that falls silent in a kernel call has already sent the call's keys
 SILENT = {
     ("allgather", "forward"): "agree",
     ("allgather", "backward"): "gradients 0",

@@ -29,7 +29,7 @@ class Work:
 
 
 class Group:
-    """Records the calls that a process group of NCCL would get."""
+    """Record the calls that an NCCL process group would receive."""
 
     class Options:
         pass
@@ -69,14 +69,14 @@ def test_messages_start_together(link: NcclLink) -> None:
     assert link._group.calls == ["start", ("recv", 3, 7), ("send", 1, 5), ("send", 2, 6), "end"]
     link.wait(peer, work, 5.0, lambda: False)
     assert work.waited
-    # NCCL's watchdog ends the process: it must not be the first to lose patience
+    # NCCL's watchdog ends the process, so it must not time out first
     assert link._group.seconds > 300
     assert link.post([], []) == []
 
 
 def test_a_torch_without_calls_to_start_messages_together_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Options:
-        __slots__ = ()  # as of a class in C, which takes no other attribute
+        __slots__ = ()  # like a C class, it accepts no other attribute
 
     class Other:
         def __init__(self, *_: object) -> None:

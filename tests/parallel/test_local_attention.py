@@ -18,7 +18,7 @@ NAMES = ["window", "causal", "documents", "per_head", "longnet", "dilated"]
 
 
 def places(tokens: Tokens | None, count: int) -> np.ndarray:
-    """The places as an array; None stands for all ``count`` places."""
+    """Return places as an array; None stands for all ``count`` places."""
     if tokens is None:
         return np.arange(count)
     return np.arange(*tokens.span) if tokens.index is None else tokens.index.numpy()

@@ -1,4 +1,4 @@
-"""kill -9 of a rank while the others compute attention: every survivor is told in time, and no number is wrong."""
+"""If a rank is killed while others compute attention, every survivor raises in time, and no result is wrong."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .processes import Pool, fresh
 from .spread import alone, joined
 from .test_schedules import OneDevice
 
-# each rank in each schedule once
+# each rank is a victim once in each schedule
 REPETITIONS = 20 if is_long() else 8
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    """Four ranks; who is killed is replaced before the next repetition."""
+    """Provide four ranks; a killed rank is replaced before the next repetition."""
     with fresh(4) as pool:
         yield pool
 
@@ -47,7 +47,7 @@ def survivors(pool: Pool, victim: int, x: Inputs, schedule: str, where: str, reg
 
 @pytest.mark.parametrize("where", ["forward", "backward", "between"])
 def test_a_killed_rank(pool: Pool, where: str) -> None:
-    """G9: 20 repetitions (of a short run 8), in both schedules, any rank: RingError on every survivor within 2 s."""
+    """G9: in 20 repetitions (8 in a short run), in both schedules and for any rank, every survivor raises RingError within 2 s."""
     x = Inputs.random(700, heads=2, dim=8)
     for repetition in range(REPETITIONS):
         schedule = ("allgather", "ring")[repetition % 2]
@@ -56,7 +56,7 @@ def test_a_killed_rank(pool: Pool, where: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["allgather", "ring"])
 def test_survivors_go_on(pool: Pool, schedule: str) -> None:
-    """G9: regrouped in 3 s, and what three ranks compute from the replicated input is exact."""
+    """G9: survivors regroup in 3 s, and three ranks compute exact results from the replicated input."""
     x = Inputs.random(700, heads=2, dim=8)
     found = survivors(pool, 2, x, schedule, "forward", regroups=True)
     for each in found:
@@ -72,7 +72,7 @@ def test_ranks_are_lost_until_two_are_left(pool: Pool) -> None:
     victims = [1, 2]
     pool.start("tests.parallel.jobs_ring:killed_in_turn", x, pattern, victims)
     outcomes = pool.outcomes(60)
-    # of ranks 0, 2 and 3 the third
+    # the third of ranks 0, 2 and 3
     assert [rank for rank, outcome in enumerate(outcomes) if outcome.dead] == [1, 3]
     want = alone(x, pattern)["out"]
     for rank in (0, 2):
@@ -85,7 +85,7 @@ def test_ranks_are_lost_until_two_are_left(pool: Pool) -> None:
 
 
 def test_alone_after_a_failure(pool: Pool) -> None:
-    """``replicated(fallback="single")``: exact where every rank has everything; without it the error comes through."""
+    """``replicated(fallback="single")`` is exact after a failure if every rank has the whole input; without it the error is raised."""
     x = Inputs.random(500, heads=2, dim=8)
     pool.start("tests.parallel.jobs_ring:replicated", x, 1)
     outcomes = pool.outcomes(60)
@@ -100,7 +100,7 @@ def test_alone_after_a_failure(pool: Pool) -> None:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("schedule", ["allgather", "ring"])
 def test_a_rank_that_raises_in_a_call_tells_the_others(pool: Pool, schedule: str, where: str) -> None:
-    """Long before their deadline of 60 s, and then again."""
+    """If a rank raises in a call, the others raise long before their deadline of 60 s, and again in the next call."""
     cause = "got rank 2 raised KeyboardInterrupt: here; wanted no exception during a call. Fix the cause on that rank"
     for rank, (said, seconds) in enumerate(pool.run("tests.parallel.jobs_ring:raising", schedule, where, 2)):
         assert seconds < 30.0
@@ -111,7 +111,7 @@ def test_a_rank_that_raises_in_a_call_tells_the_others(pool: Pool, schedule: str
 
 @pytest.mark.parametrize("schedule", ["allgather", "ring"])
 def test_a_handler_calls_what_it_interrupted(pool: Pool, schedule: str) -> None:
-    """It is refused before a message of its own meets another's."""
+    """A call from a signal handler is refused before any of its messages meets the interrupted call's."""
     told, *others = pool.run("tests.parallel.jobs_ring:nested", schedule)
     assert len(told) >= 2
     assert all("a call during another call of the same thread, such as from a signal handler" in said for said in told)

@@ -93,7 +93,7 @@ def passed(
 
 
 def attended_keys(attention: LocalAttention, ratio: int) -> Tensor:
-    """Whether any query of a kernel call attends a key, (distinct key heads, keys); a buffer need hold no others."""
+    """Return whether any query of a kernel call attends a key, (distinct key heads, keys); a buffer needs only those keys."""
     by_query_head = attention.branch.plan().to_dense()[0].any(1)
     key_heads = [head // ratio for head in range(*attention.branch.heads)]
     rows = [[i for i, other in enumerate(key_heads) if other == head] for head in sorted(set(key_heads))]

@@ -1,4 +1,4 @@
-"""Models of transformers on several ranks: loss, logits and gradients are those of one process."""
+"""Models of transformers on several ranks have the loss, logits and gradients of one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def hold(pool: Pool, *options: object) -> None:
     for result in pool.run(f"{JOBS}:learn", *options, timeout=240):
         got, wanted = result["loss"]
         assert got == pytest.approx(wanted, rel=BOUND)
-        # the model's own loss, of shift_labels and the number of items, averages to the same
+        # the model's own loss, from shift_labels and the number of items, has the same mean
         assert result["own"] == pytest.approx(wanted, rel=BOUND)
         assert result["logits"] < 1e-4
         assert max(result["errors"].values()) < 5 * BOUND, result["errors"]
@@ -43,7 +43,7 @@ def test_ranks_that_differ_raise(pool2: Pool) -> None:
 
 @pytest.mark.parametrize("name", ["mistral", pytest.param("gemma3_text", marks=pytest.mark.long)])
 def test_batches_in_turn(pool2: Pool, name: str) -> None:
-    """Sharded ahead, computed in another order, accumulated; ordinary forward passes of one rank afterwards."""
+    """Batches that are sharded ahead are trained on in another order with accumulation, and ordinary passes of a rank still work."""
     for found in pool2.run(f"{JOBS}:take_turns", name, timeout=240):
         assert max(found.values()) < 5 * BOUND, found
 

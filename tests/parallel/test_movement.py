@@ -1,4 +1,4 @@
-"""Covers: valid, minimal against brute force, under the cap, and every edge of a plan computed exactly once."""
+"""Test covers: valid, minimal against brute force, below the cap, and with every edge of a plan computed exactly once."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def bytes_of(demand: Demand, moves: tuple[Moves, ...], of_key: int, of_query: in
 
 
 def least(demand: Demand, of_key: int, of_query: int) -> int:
-    """The fewest bytes, by trying every set of moved queries of every pair of ranks."""
+    """Return the fewest bytes, by trying every set of moved queries of every pair of ranks."""
     total = 0
     for kind in demand.kinds:
         row, col, _ = edges(demand, kind)
@@ -79,7 +79,7 @@ def tables(draw: st.DrawFn) -> tuple[torch.Tensor, Placement]:
     side = ranks * draw(st.integers(2, 10 // ranks))
     bits = draw(st.lists(st.booleans(), min_size=side * side, max_size=side * side))
     mask = torch.tensor(bits).reshape(side, side)
-    # some rows and columns that attend and are attended everywhere: what covers are for
+    # some rows and columns attend, and are attended, everywhere, where covers save most
     for line in draw(st.sets(st.integers(0, side - 1), max_size=2)):
         mask[line] = True
     for line in draw(st.sets(st.integers(0, side - 1), max_size=1)):
@@ -103,7 +103,7 @@ def test_movement_is_valid_and_minimal(
 
 
 def test_a_flow_decides_where_no_rule_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three rows that share four keys in pairs: every query is outweighed, no key is of one query alone."""
+    """Rows that share keys in pairs, where no rule decides between queries and keys, are decided by a maximum flow."""
     pytest.importorskip("scipy")
     mask = torch.zeros(8, 8, dtype=torch.bool)
     for i, keys in enumerate([(4, 5, 6), (5, 6, 7), (6, 7, 4), (7, 4, 5)]):
@@ -125,7 +125,7 @@ def test_a_flow_decides_where_no_rule_does(monkeypatch: pytest.MonkeyPatch) -> N
 def test_where_no_flow_is_solved_such_pairs_move_keys(
     monkeypatch: pytest.MonkeyPatch, where: object, name: str, value: object
 ) -> None:
-    """Without scipy, or where 32 bits do not hold the flow."""
+    """Without scipy, or if the flow exceeds 32 bits, such pairs move keys."""
     mask = torch.zeros(8, 8, dtype=torch.bool)
     for i, keys in enumerate([(4, 5, 6), (5, 6, 7), (6, 7, 4), (7, 4, 5)]):
         mask[i, list(keys)] = True
@@ -173,7 +173,7 @@ def test_global_rows_go_out_and_windows_stay() -> None:
     demand = demand_of(rw.patterns.longformer(256, 1), contiguous(512 * 128, 8, 128))
     (move,) = movement(demand, 65536, 98816)
     assert np.argwhere(move.queries).tolist() == [[rank, 0] for rank in range(1, 8)]
-    # each rank the first tile, and two tiles of each neighbour
+    # each rank needs the first tile, and two tiles of each neighbour
     assert (move.keys.sum(1) - 64).tolist() == [2] + [2 + 2 + 1] * 6 + [2 + 1]
     check_computed_once(demand, (move,))
 
@@ -191,7 +191,7 @@ def test_dense_and_local_patterns_are_proven_without_a_flow(pattern: Pattern, mo
 
 
 def test_heads_of_one_key_head_are_covered_together() -> None:
-    """A row that is global for one of two query heads: both heads' queries weigh, one head's work moves."""
+    """A row that is global for one of two query heads counts the queries of both heads, but moves the work of one."""
     pattern = rw.PerHead([rw.patterns.longformer(128, 1), rw.SlidingWindow(128, 128)])
     demand = demand_of(pattern, contiguous(64 * 128, 4, 128), (2, 1))
     (kind,) = demand.kinds

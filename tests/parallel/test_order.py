@@ -30,7 +30,7 @@ def in_order(results: list[Any], steps: int) -> None:
 
 
 def in_another(results: list[Any]) -> None:
-    """All raise, after the same number of steps, which were right; or all is right."""
+    """All ranks raise after equally many steps with right results, or all results are right."""
     assert len({len(right) for right, _ in results}) == 1
     assert len({error is None for _, error in results}) == 1
     assert all(all(right) for right, _ in results)
@@ -39,7 +39,7 @@ def in_another(results: list[Any]) -> None:
 @pytest.mark.parametrize("named", [False, True], ids=["by_arguments", "by_tag"])
 @pytest.mark.parametrize("schedule", ["allgather", "ring"])
 def test_programs(schedule: str, named: bool) -> None:
-    """Random ones: in one order they are right on all ranks, in another on one rank nothing is wrong in silence."""
+    """Random programs are right in one order on all ranks; with another order on one rank, every wrong order raises."""
     raised = 0
     for seed in range(12):
         ranks = 2 + seed % 3
@@ -47,7 +47,7 @@ def test_programs(schedule: str, named: bool) -> None:
         results = run(ranks, follow, seed, seed % ranks, schedule, named)
         in_another(results)
         raised += results[0][1] is not None
-    # by chance an order may be the same
+    # a random order may be the original one
     assert raised >= 10
 
 
@@ -57,11 +57,11 @@ def test_programs_of_processes(pool4: Pool) -> None:
 
 
 def test_calls_alike_in_another_order() -> None:
-    """Nothing but data tells them apart: a tag makes it seen, and the error has both."""
+    """Calls that differ in data only are told apart by their tags, and the error names both."""
 
     def job(transport: Transport) -> str:
         ctx = ContextParallel(transport, WINDOW, TOKENS, heads=HEADS)
-        # the second one meets its own kind, and raises all the same: who knows how far apart the ranks are
+        # the second calls have equal tags, but raise too: the ranks may be any number of calls apart
         for number in (transport.rank, 2):
             with pytest.raises(RingError) as error:
                 rw.attention(*(ctx.shard(x, 2) for x in data(number)), WINDOW, context=ctx.tagged(f"layer {number}"))
@@ -98,7 +98,7 @@ def test_contexts_in_another_order(pool2: Pool, made: bool) -> None:
 
 @pytest.mark.parametrize("late", [False, True], ids=["at_once", "in_turn"])
 def test_two_threads(pool2: Pool, late: bool) -> None:
-    """Right, or an error, of all ranks and long before the deadline."""
+    """Two threads get right results, or all ranks raise, long before the deadline."""
     for _ in range(3):
         results = pool2.run(f"{JOBS}:two_threads", 30, late, 20.0)
         assert all(result["causes"] for result in results)
@@ -149,7 +149,7 @@ def test_no_rank_computes_alone_where_ranks_differ() -> None:
 
 
 def test_what_ranks_tell_is_on_the_cpu() -> None:
-    """Whatever the default device; on another, nothing could be read."""
+    """Messages between ranks are on the CPU, whatever the default device is."""
 
     def job(transport: Transport) -> torch.Tensor:
         with torch.device("meta"):
@@ -176,7 +176,7 @@ class Layer(nn.Module):
 
 
 def test_what_is_compiled_for_one_layer_serves_all() -> None:
-    """Tags are no constants of a graph."""
+    """Tags are no constants of a graph, so a graph compiled for one layer serves all."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     ctx = ContextParallel(None, WINDOW, 128, heads=(2, 2))
@@ -196,7 +196,7 @@ def test_tags() -> None:
     with pytest.raises(UnsupportedError, match="tag: got 3; wanted text. Name the call, such as 'layer 3'."):
         ctx.tagged(3)  # type: ignore[arg-type]
     del ctx
-    # a handle keeps its context alive, and one of a handle too
+    # a handle keeps its context alive, and so does a handle of a handle
     for context in (named, named.tagged("b")):
         del named
         named = context
@@ -205,7 +205,7 @@ def test_tags() -> None:
 
 @pytest.mark.parametrize("text", ["", "layer 3", "ünïcode", "x" * 32, "é" * 16, "x" * 33, "a\0b", "\ud800"])
 def test_text_as_words(text: str) -> None:
-    """32 bytes travel as they are, more as a digest."""
+    """Texts of up to 32 bytes are sent as they are, longer ones as a digest."""
     words = header.text_words(text, 4)
     assert len(words) == 4
     assert words != header.text_words(text + "x", 4)
@@ -240,7 +240,7 @@ def test_a_rank_that_fails_and_tries_again_is_told() -> None:
         shards = [ctx.shard(x, 2) for x in data(0)]
         rw.attention(*shards, WINDOW, context=ctx)
         if transport.rank == 0:
-            # as where memory ends in a kernel
+            # as when memory runs out in a kernel
             ctx.call.counter.calls -= 1
         error = jobs_order.told(lambda: rw.attention(*shards, WINDOW, context=ctx))
         return error and error.cause

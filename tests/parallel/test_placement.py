@@ -1,4 +1,4 @@
-"""Placements: permutations with padding last; and the choice between them by bytes and work (G2, G3, G11)."""
+"""Placements are permutations with padding last; the choice between them is by bytes and work (G2, G3, G11)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_permutation_with_padding_last(name: str, tokens: int, ranks: int, blo
         assert (placement.owners(shard) == rank).all()
         assert np.array_equal(placement.slots(shard), np.arange(placement.local))
     assert sum(placement.tokens_of(rank) for rank in range(ranks)) == tokens
-    # a strided view lies on the ranks in runs, as its demand reads them
+    # a strided view is on the ranks in runs, as its demand reads them
     together, stride = placement.runs(rate)
     for offset in (0, rate - 1):
         view = np.arange(offset, placement.local * ranks, rate)
@@ -64,7 +64,7 @@ def test_a_permutation_with_padding_last(name: str, tokens: int, ranks: int, blo
 
 
 def test_ranks_that_hold_stretches_keep_strided_views_together() -> None:
-    """Not only blocks: a window at rate 16 asks for whole tiles of a contiguous placement."""
+    """Ranks with contiguous runs keep strided views together: a window at rate 16 needs whole tiles of a contiguous placement."""
     assert contiguous(2**20, 8, 128).runs(16) == (2**20 // 8 // 16, 16)
     assert zigzag(2**20, 8, 128).runs(16) == (2**20 // 16 // 16, 16)
     assert striped(2**20, 8, 128).runs(16) == (8, 16)
@@ -104,7 +104,7 @@ def chosen(pattern: Pattern, tokens: int, ranks: int, heads: tuple[int, int] = (
 
 
 def over_ring(choice: Choice, tokens: int, ranks: int, key_heads: int = 8) -> float:
-    """The worst rank's bytes over a full ring's."""
+    """Return the worst rank's bytes over a full ring's."""
     return choice.estimate.bytes_worst / (tokens * (ranks - 1) / ranks * key_heads * Widths().bytes_of_key)
 
 
@@ -117,7 +117,7 @@ GOALS: dict[str, tuple[Pattern, float]] = {
 
 @pytest.mark.parametrize("name", list(GOALS))
 def test_bytes_and_balance_of_what_is_chosen(name: str) -> None:
-    """G2 and G3: 2,048 tiles on 8 ranks."""
+    """G2 and G3 hold for the chosen placements of 2,048 tiles on 8 ranks."""
     pattern, bound = GOALS[name]
     choice = chosen(pattern, LONG, 8)
     assert over_ring(choice, LONG, 8) <= bound
@@ -126,7 +126,7 @@ def test_bytes_and_balance_of_what_is_chosen(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(GOALS))
 def test_bytes_of_what_is_chosen_where_every_head_has_its_keys(name: str) -> None:
-    """Keys weigh four times as much against the work: the time decides for bytes, at the expense of balance."""
+    """With as many key heads as query heads, keys weigh four times as much, and the choice saves bytes rather than balances work."""
     pattern, bound = GOALS[name]
     choice = chosen(pattern, LONG, 8, (8, 8))
     assert over_ring(choice, LONG, 8) <= bound
@@ -134,7 +134,7 @@ def test_bytes_of_what_is_chosen_where_every_head_has_its_keys(name: str) -> Non
 
 
 def test_bytes_and_balance_of_a_two_sided_longformer() -> None:
-    """G2: the global row goes to the keys, not all keys to the row."""
+    """G2: the global row moves to the keys, instead of all keys to the row."""
     tokens = 512 * TILE
     choice = chosen(rw.patterns.longformer(256, 1), tokens, 8, (8, 8))
     assert over_ring(choice, tokens, 8) <= 0.05
@@ -152,12 +152,12 @@ def test_bytes_and_balance_of_a_two_sided_longformer() -> None:
     ids=["causal", "bigbird", "random", "longnet"],
 )
 def test_balance_of_what_is_chosen(pattern: Pattern) -> None:
-    """G3, where G2 sets no bound."""
+    """G3 holds for chosen placements where G2 sets no bound."""
     assert chosen(pattern, LONG, 8).estimate.imbalance <= 1.05
 
 
 def test_balance_alone_is_a_trap() -> None:
-    """The best balanced placement of a window receives everything."""
+    """The best balanced placement of a window receives all keys."""
     pattern = GOALS["window"][0]
     workload = Workload([branches(pattern, LONG, LONG, heads=32)], LONG, (32, 8))
     costs = {each.name: cost_of(workload, each, Machine()) for each in portfolio(LONG, 8, TILE, (1,))}
@@ -176,7 +176,7 @@ def test_documents_need_affinity() -> None:
 
 
 def test_layers_are_balanced_together() -> None:
-    """A window and causal layers under one placement: the window's would leave the others with twice the work."""
+    """A window and causal layers share one placement; that of the window alone would double the others' work."""
     calls = [branches(p, LONG, LONG, heads=32) for p in (rw.SlidingWindow(1024) & rw.Causal(), rw.Causal())]
     both, first, second = (Workload(each, LONG, (32, 8)) for each in (calls, calls[:1], calls[1:]))
     choice = choose_placement(both, 8, TILE)
@@ -220,7 +220,7 @@ def test_chunks_that_ranks_cannot_be_cut_into() -> None:
 
 @pytest.mark.measures
 def test_planning_takes_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """G11: 8,192 tiles on 64 ranks: plan, placement, demands."""
+    """G11: planning, placement and demands of 8,192 tiles on 64 ranks take little time."""
     pattern = GOALS["window"][0]
     taken = []
     for _ in range(3):

@@ -26,7 +26,7 @@ LONG = 16384
     ids=lambda value: value if isinstance(value, str) else repr(value).split("(", maxsplit=1)[0],
 )
 def test_live_keys(pattern: rw.Pattern, placement: str) -> None:
-    """G7: keys and values in memory are at most 1.1 times the shard and two stages, the largest ones."""
+    """G7: keys and values in memory are at most 1.1 times the shard and the two largest stages."""
 
     def job(transport: Transport) -> tuple[int, int]:
         ctx = ContextParallel(transport, pattern, LONG, heads=(1, 1), schedule="ring", placement=placement)
@@ -34,7 +34,7 @@ def test_live_keys(pattern: rw.Pattern, placement: str) -> None:
         transport.trace = []
         rw.attention(q, k, v, pattern, context=ctx)
         shard = k.nbytes + v.nbytes
-        # messages come in pieces: a stage is all that one peer sends
+        # messages are split: a stage is all data from one peer
         stages = sorted((n for n in transport.counters.received), reverse=True)
         return shard + ctx.call.space.statistics().held, shard + sum(stages[:2])
 
@@ -70,7 +70,7 @@ def test_steps_allocate_no_new_buffers(schedule: str) -> None:
 
 
 def test_empty_stages_are_skipped() -> None:
-    """A window reaches the neighbour alone: one message out, one in, whatever the number of ranks."""
+    """A window that reaches only its neighbour takes one message out and one in, for any number of ranks."""
 
     def job(transport: Transport) -> tuple[int, list[int], int]:
         pattern = rw.SlidingWindow(100)
@@ -89,13 +89,13 @@ def test_empty_stages_are_skipped() -> None:
 
 @pytest.mark.measures
 def test_communication_is_hidden(pool4: Pool) -> None:
-    """G8: of messages that take less time than a stage's computation, at least 0.9 of the time is hidden by it."""
+    """G8: if messages take less time than a stage's computation, at least 0.9 of their time is hidden by it."""
     for flown, slept, stages, order in pool4.run("tests.parallel.jobs_ring:overlapped", 0.05, timeout=120):
         assert flown == pytest.approx(3 * 0.05)
         assert slept <= 0.1 * flown
         assert stages == [0, 1, 2, 3]
         # stage s + 1 was posted before stage s was computed
         assert order == sorted(order)
-    # longer messages are waited for: the clock of this test is right
+    # longer messages are waited for, so this test's clock is right
     for flown, slept, _, _ in pool4.run("tests.parallel.jobs_ring:overlapped", 3.0, timeout=120):
         assert slept > 0.1 * flown

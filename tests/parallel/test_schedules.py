@@ -1,4 +1,4 @@
-"""Both schedules against the float64 oracle and against one device, on 1 to 8 ranks."""
+"""Both schedules agree with the float64 oracle and with one device, on 1 to 8 ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AROUND = [(3, "auto", None), (4, "zigzag", None), (4, "residue", None)]
 
 
 class OneDevice(NamedTuple):
-    """What ranks must make of a call: the float64 results, and the bounds on their errors.
+    """The float64 results of a call, and the bounds on the ranks' errors.
 
     Twice one device's own error at most, with a floor at what rounding alone may cost.
     """
@@ -75,7 +75,7 @@ def test_every_pattern(name: str, schedule: str, place: tuple[int, str, int | No
 @pytest.mark.parametrize("name", ["sinks", "per_head", "longnet_causal", "global"])
 @pytest.mark.parametrize("schedule", ["allgather", "ring"])
 def test_lengths_and_types(schedule: str, name: str, tokens: int, dtype: torch.dtype, poisoned: None) -> None:
-    """Also ranks that hold nothing but padding."""
+    """Results are right for all lengths and dtypes, also on ranks with nothing but padding."""
     one = one_device(name, tokens, kv_heads=1, value_dim=16, dtype=dtype)
     one.check(joined(spread(4, one.x, one.pattern, schedule=schedule), tokens))
 
@@ -99,7 +99,7 @@ BITWISE = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", list(BITWISE))
 def test_forward_bits(name: str, dtype: torch.dtype, poisoned: None) -> None:
-    """On 1, 2, 4 and 8 ranks, and on one device without a context; whatever the placement. Backward: run to run."""
+    """Forward has the bits of one device on 1, 2, 4 and 8 ranks, for any placement; backward repeats its bits from run to run."""
     x = Inputs.random(2500, heads=4, kv_heads=2, dim=16, dtype=dtype)
     pattern = BITWISE[name](2500)
     one = alone(x, pattern)
@@ -129,7 +129,7 @@ def test_forward_bits_of_the_gallery(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("schedule", ["allgather", "ring"])
 def test_infinite_scores(schedule: str) -> None:
-    """A row with one is NaN, and so is whatever its weights reach backward: on ranks as on one device."""
+    """A row with an infinite score is NaN, and so are the gradients that its weights reach, as on one device."""
     x = Inputs.random(256, heads=1, dim=8)
     x.q[:, :, 10] = x.k[:, :, 5] = 1e30
     pattern = rw.Causal()
@@ -140,7 +140,7 @@ def test_infinite_scores(schedule: str) -> None:
 
 
 def test_queries_move_to_many_keys(poisoned: None) -> None:
-    """Global rows: the ring lets the holders of keys compute for them; bytes fall, results stay."""
+    """Queries of global rows move: the ring lets the ranks with their keys compute them, with fewer bytes and equal results."""
     x = Inputs.random(4096, heads=1, dim=16)
     pattern = rw.SlidingWindow(256) | rw.Global(128)
     around = spread(4, x, pattern, schedule="ring", placement="contiguous")
@@ -172,7 +172,7 @@ def test_no_view_holds_a_token(poisoned: None) -> None:
 @pytest.mark.parametrize("backend", ["auto", "dense_batched"])
 @pytest.mark.parametrize("tokens", [500, 333])
 def test_a_tile_in_pieces_ends_with_the_sequence(tokens: int, backend: str) -> None:
-    """A strided view shorter than a tile lies on all ranks: who has a part of its keys has none past its end."""
+    """A strided view shorter than a tile is spread over all ranks, and no rank counts keys past its end."""
     x = Inputs.random(tokens, heads=4, kv_heads=2, dim=8)
     pattern = rw.LongNet([256, 1024], [1, 4])
     options = {"schedule": "ring", "placement": "contiguous"}

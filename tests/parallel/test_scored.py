@@ -1,4 +1,4 @@
-"""Terms, sinks and dropout on several ranks: positions are the sequence's, a table's gradient is the sum of the ranks'."""
+"""Terms, sinks and dropout on several ranks use positions of the sequence, and a table's gradient is the sum of the ranks'."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOKENS = 203
 
 
 def made(name: str, tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> list[Term]:
-    """Terms of four query heads and two batch elements, the same at each call, their tables learning."""
+    """Return terms of four query heads and two batch elements with learned tables, equal at each call."""
     g = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> Tensor:
@@ -49,7 +49,7 @@ def made(name: str, tokens: int = TOKENS, dtype: torch.dtype = torch.float32) ->
 
 
 def share(mesh: Any, x: Inputs, pattern: rw.Pattern, terms: Sequence[Term], options: dict[str, Any]) -> Any:
-    """This rank's results, the gradients of tables and sinks among them."""
+    """Return this rank's results, with gradients of tables and sinks."""
     dropout, backend = options.get("dropout", 0.0), options.get("backend", "auto")
     placed = {name: value for name, value in options.items() if name in ("schedule", "placement")}
     ctx = ContextParallel(mesh, pattern, x.q.shape[2], heads=(x.q.shape[1], x.k.shape[1]), **placed)
@@ -70,7 +70,7 @@ def results(
     backend: str,
     context: ContextParallel | None = None,
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """(the five results, gradients of tables and sinks)."""
+    """Return (the five results, gradients of tables and sinks)."""
     sinks = torch.linspace(-1, 1, x.q.shape[1]).requires_grad_()
     tables = [table.detach().requires_grad_(table.requires_grad) for term in terms for table in term.tables]
     rest = iter(tables)
@@ -85,7 +85,7 @@ def results(
 
 
 def whole(x: Inputs, pattern: rw.Pattern, terms: Sequence[Term], dropout: float, backend: str) -> dict[str, Tensor]:
-    """On one device, tables' gradients among the results."""
+    """Compute on one device, with gradients of tables."""
     found, rest = results(x.leaves(), x, pattern, terms, dropout, backend)
     return found | {f"table {i}": grad for i, grad in enumerate(rest)}
 
@@ -98,7 +98,7 @@ def together(shares: list[Any], tokens: int) -> dict[str, Tensor]:
 
 def joined_with_sinks(shares: list[Share], tokens: int) -> dict[str, Tensor]:
     for one in shares:
-        # a row that attends nothing has the sink's logit
+        # a row without keys has the sink's logit as lse
         one.results["lse"][:, :, one.positions >= tokens] = -torch.inf
     return joined(shares, tokens)
 
@@ -116,7 +116,7 @@ def by(schedule: str, placement: str, dropout: float = 0.0, **rest: Any) -> dict
     return {"schedule": schedule, "placement": placement, "dropout": dropout, **rest}
 
 
-# by name the pattern, the terms, and how the ranks go about it
+# by name: the pattern, the terms, and options of the ranks
 CASES = {
     "window, distances": (WINDOW, "distance", by("allgather", "zigzag", 0.2)),
     "causal, everything": (rw.Causal(), "all", by("allgather", "striped")),
@@ -147,7 +147,7 @@ def _one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_one_seed", "poisoned")
 @pytest.mark.parametrize("name", list(CASES))
 def test_as_on_one_device(name: str) -> None:
-    """Twice one device's own error at most; the sum of the ranks' table gradients is one device's."""
+    """Errors are at most twice one device's, and the ranks' table gradients sum to one device's."""
     pattern, kind, options = CASES[name]
     x = Inputs.random(TOKENS, batch=2, heads=4, kv_heads=2, dim=8)
     compare(x, pattern, made(kind), options, "reference")
@@ -183,7 +183,7 @@ def test_a_kind_with_several_tables(kind_of_tables: type[Term]) -> None:
 
 @pytest.mark.usefixtures("_one_seed")
 def test_queries_that_move() -> None:
-    """Rows of global tokens are computed where their keys are, and so are those pairs' parts of tables' gradients."""
+    """Rows of global tokens are computed where their keys are, with the gradients of tables for those pairs."""
     x = Inputs.random(4096, heads=2, dim=8)
     pattern = rw.SlidingWindow(64) | rw.Global(32)
     g = torch.Generator().manual_seed(1)
@@ -199,7 +199,7 @@ def test_queries_that_move() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_forward_bits(ranks: int) -> None:
-    """Gathered, a row has the bits of one device, terms and all."""
+    """Gathered rows have the bits of one device, terms included."""
     x = Inputs.random(700, batch=2, heads=4, kv_heads=2, dim=16, dtype=torch.bfloat16)
     terms = [*made("distance"), rw.Softcap(3.0)]
     found = together(run(ranks, share, x, rw.Causal(), terms, by("allgather", "zigzag")), 700)
@@ -209,7 +209,7 @@ def test_forward_bits(ranks: int) -> None:
 
 
 def test_one_seed_for_all_processes(pool4: Pool) -> None:
-    """Ranks with other states of the generator drop the pairs that rank 0 would drop alone, at the second call too."""
+    """Ranks with different generators drop the pairs that rank 0 would drop alone, in the second call too."""
     x = Inputs.random(TOKENS, batch=2, heads=4, kv_heads=2, dim=8)
     for schedule in ("allgather", "ring"):
         shares = pool4.run("tests.parallel.jobs_ring:scored", x, WINDOW, schedule)
@@ -261,7 +261,7 @@ def test_ranks_that_differ(name: str) -> None:
 
 
 def alibi(slope: float, *, many: bool = False) -> rw.ALiBi | rw.Bias:
-    # of a table that is too large to compare each entry
+    # a table too large to compare by entries
     return rw.Bias(torch.full((1, 1, 1, 1), slope).expand(1, 1, 500, 500)) if many else rw.ALiBi([slope, 0.5])
 
 
@@ -308,7 +308,7 @@ def test_ranks_are_told_which_argument_differs(first: dict[str, Any], others: di
 
 @pytest.mark.parametrize("name", [name for name in VALUES if name not in ("context", "q_offset", "k_offset")])
 def test_ranks_agree_on_every_option(name: str) -> None:
-    """A rank that passes another value of any option stops all ranks, before anything moves."""
+    """If a rank passes another value of any option, all ranks raise before anything moves."""
     assert len(told({name: VALUES[name](500)}, {})) == 3
 
 
@@ -321,7 +321,7 @@ def test_ranks_refuse_offsets(name: str, value: Any) -> None:
 
 
 def test_ranks_agree_on_arguments_to_come() -> None:
-    """Whatever the signature has besides is compared, without a line for it."""
+    """Every future option of the signature is compared too, without code of its own."""
     parameters = inspect.signature(rw.attention).parameters
     assert Arguments._field_defaults == {name: each.default for name, each in parameters.items() if name not in "qkv"}
     later = collections.namedtuple(
@@ -351,7 +351,7 @@ def test_ranks_agree_on_arguments_to_come() -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_ranks_that_agree_on_everything(compiled: bool) -> None:
-    """Nothing raises where all pass the same, by other means too; learned values may differ by what computed them."""
+    """Equal arguments raise nothing, also if made differently; learned values may differ by their rounding."""
     x = torch.randn(1, 2, 500, 8)
     layer = torch.nn.Parameter(torch.zeros(2, 9))
 
@@ -384,7 +384,7 @@ def test_errors() -> None:
     def job(mesh: Any) -> None:
         ctx = ContextParallel(mesh, WINDOW, 256, heads=(2, 2))
         x = torch.randn(1, 2, 128, 8)
-        # of a rank's rows
+        # a table for a rank's own rows
         with pytest.raises(ShapeError, match=re.escape("table.shape[2]: got 128; wanted 256, the call's queries")):
             rw.attention(x, x, x, WINDOW, context=ctx, terms=rw.Bias(torch.zeros(1, 1, 128, 256)))
 
@@ -392,7 +392,7 @@ def test_errors() -> None:
 
 
 def test_compiled() -> None:
-    """One graph, traced without breaks; gradients of the table among its results."""
+    """A call with terms compiles to one graph, with the table's gradient among its results."""
     ctx = ContextParallel(None, WINDOW, 256, heads=(2, 2))
     x, table = torch.randn(1, 2, 256, 8), torch.randn(2, 9, requires_grad=True)
 
@@ -409,7 +409,7 @@ def test_compiled() -> None:
 
 @pytest.mark.usefixtures("_one_seed")
 def test_the_module_and_its_parameters() -> None:
-    """Terms, dropout, a mask and padding around a ring; gradients of all parameters are the sum of the ranks'."""
+    """With terms, dropout, a mask and padding around a ring, the gradients of all parameters are the sums of the ranks'."""
     x, mask = torch.randn(2, TOKENS, 32), torch.randn(TOKENS, TOKENS)
     padding = torch.arange(TOKENS) >= torch.tensor([[TOKENS], [150]])
 

@@ -15,7 +15,7 @@ JOBS = "tests.parallel.jobs_sharded"
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "fullgraph"])
 def test_as_on_one_device(pool2: Pool, compiled: bool) -> None:
-    """Out, lse and all gradients, those of tables and sinks too, by every sharding."""
+    """Out, lse and all gradients, with those of tables and sinks, are right for every sharding."""
     for found in pool2.run(f"{JOBS}:compared", compiled, timeout=120):
         assert found
         assert max(found.values()) < 2e-6, found

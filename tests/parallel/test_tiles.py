@@ -1,4 +1,4 @@
-"""Measured tiles around the ring: it keeps those of length and pattern, whatever a rank's store says."""
+"""A ring keeps the tiles of length and pattern, whatever tile sizes a rank's tuning file has measured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CASE = Call(1, 2, 1, N, N, 16, 16, torch.float32, "cpu", pattern=PATTERN)
 
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 32 x 64 for the call on one device, and for a rank's share of it."""
+    """Return a file with tiles of 32 x 64 for the call on one device, and for a rank's share of it."""
     monkeypatch.setenv(tuning.VARIABLE, str(tmp_path))
     (branch,) = branches(PATTERN, N, N, heads=2)
     name = "dense_batched" if cpu.module() is None else "cpu"
@@ -45,7 +45,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_computes_the_tiles_of_length_and_pattern(measured: None) -> None:
-    """On one device auto takes the measured ones; the plan that ranks agree on does not know them."""
+    """On one device auto uses the measured tiles; the plan that ranks agree on does not."""
     ((alone, _),) = program.compiled(CASE)
     assert alone.tile == (32, 64)
     placement = NAMED["contiguous"](N, 2, 128)
@@ -56,7 +56,7 @@ def test_a_rank_computes_the_tiles_of_length_and_pattern(measured: None) -> None
 
 
 def test_ranks_agree_whatever_their_stores_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: None) -> None:
-    """The hash that every exchange compares is one of plan and placement."""
+    """The hash that every exchange compares depends on plan and placement only."""
     placement = NAMED["contiguous"](N, 2, 128)
     header = Schedules(placement, (2, 1), 0, "allgather").of(PATTERN).header
     monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "empty"))

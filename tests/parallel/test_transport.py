@@ -1,4 +1,4 @@
-"""Messages among ranks: contents, counts to the byte, traces."""
+"""Test messages among ranks: contents, exact byte counts, traces."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_exchange(pool: Pool, size: int) -> None:
     stages = [stage for stage in (1, 2) if stage % size]
     for result in pool.run(f"{JOBS}:exchange"):
         trace = result["trace"]
-        # waited for last first
+        # the last is waited for first
         assert [(e.kind, e.stage) for e in trace if e.kind == "wait"] == [("wait", s) for s in reversed(stages)]
         for stage in stages:
             (sent,) = [e for e in trace if (e.kind, e.stage) == ("send", stage)]
@@ -47,7 +47,7 @@ def test_exchange(pool: Pool, size: int) -> None:
             assert sent.nbytes == received.nbytes == 40_000 * stage + 18
             assert sent.start <= sent.end
             assert sent.what == "kv"
-        # both were posted before either was waited for
+        # both were posted before either wait
         assert max(e.start for e in trace if e.kind == "send") <= min(e.start for e in trace if e.kind == "wait")
 
 
@@ -61,7 +61,7 @@ def test_agree(pool: Pool, size: int) -> None:
         assert tables == [[[rank, 10 * step, -(2**62)] for rank in range(size)] for step in range(3)]
         assert step == 3
         assert payload == 0
-        # three numbers of the caller's and one of the transport's own
+        # three numbers of the caller, and one of the transport
         assert metadata == 3 * (size - 1) * 4 * 8
 
 
@@ -83,12 +83,12 @@ def test_nothing_is_left(pool2: Pool) -> None:
 
 
 def test_what_nobody_waits_for_holds_nothing_else(pool2: Pool) -> None:
-    """A table that is not asked for, a call that failed: what later calls sent does not stay in memory."""
+    """An exchange without a wait, such as of a failed call, keeps no memory of later calls."""
     assert pool2.run(f"{JOBS}:kept") == [[False, False]] * 2
 
 
 def test_a_fork_sends_nothing(pool2: Pool) -> None:
-    """Over the connections that it shares, other ranks would take its messages for its parent's."""
+    """A forked child sends nothing on the shared connections: other ranks would take its messages for its parent's."""
     assert pool2.run(f"{JOBS}:forked") == [(7, 3)] * 2
 
 
@@ -98,7 +98,7 @@ def test_a_delayed_message_flies_while_the_caller_computes(pool2: Pool) -> None:
         (compute,) = [e for e in trace if e.kind == "compute"]
         (receive,) = [e for e in trace if (e.kind, e.stage) == ("receive", 1)]
         assert receive.start <= compute.start < compute.end <= wait.start
-        # 0.2 s on the wire were over when the wait began; nothing computed hides the second message
+        # the first message's 0.2 s were over when the wait began; no computing hides the second message
         assert wait.end - wait.start < 0.1
         assert waited >= 0.19
 

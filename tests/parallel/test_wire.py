@@ -1,4 +1,4 @@
-"""Formats on the wire: how large, how exact, and that a tolerance is kept."""
+"""Test formats on the wire: their size, their accuracy, and that a tolerance holds."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def test_round_trip(form: str, dtype: torch.dtype) -> None:
 
 
 def test_int8_is_about_half_of_bf16() -> None:
-    """G10: at most 0.53 of the bytes of bf16 at D = 128, scales included."""
+    """G10: int8 takes at most 0.53 of the bytes of bf16 at D = 128, scales included."""
     x = Inputs.random(1024, heads=2, dim=128, dtype=torch.bfloat16)
     native, small = (spread(2, x, WINDOW, wire=form) for form in ("native", "int8"))
-    # what came to rank 1; rank 0 of a causal window receives gradients alone, in float32
+    # bytes received by rank 1; rank 0 of a causal window receives only gradients, in float32
     assert 0 < sum(small[1].received) <= 0.53 * sum(native[1].received)
     assert sum(small[0].received) == sum(native[0].received)
     assert small[1].wire.ratio == 1.0
@@ -64,7 +64,7 @@ def test_results_err_as_little_as_the_format(form: str, bound: float, schedule: 
 
 
 def test_a_tolerance_is_kept_message_by_message() -> None:
-    """Tokens of one large and many small channels lose the small ones to int8: they go as they are, the others do not."""
+    """If a token's one large channel would cost its small ones their digits in int8, its message is sent as it is, and others in int8."""
     x = Inputs.random(1024, heads=1, dim=32)
     for tensor in (x.k, x.v):
         tensor[:, :, :512, 0] *= 1e4
@@ -72,7 +72,7 @@ def test_a_tolerance_is_kept_message_by_message() -> None:
     both = rw.SlidingWindow(600, 600)
     exact = joined(spread(2, x, both), 1024)
     shares = spread(2, x, both, wire="int8", tolerance=0.006)
-    # rank 0 holds the tokens with outliers: its relative error is small by the norm, so look at what each sent
+    # rank 0 has the tokens with outliers; by the norm its relative error is small, so compare what each rank sent
     assert [share.wire.messages["int8"] + share.wire.refused for share in shares] == [1, 1]
     assert all(share.wire.worst_error <= 0.006 for share in shares)
     strict = spread(2, x, both, wire="int8", tolerance=1e-9)
@@ -92,7 +92,7 @@ def test_what_is_not_finite_goes_as_it_is() -> None:
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize("tolerance", [0.5, None])
 def test_what_is_not_finite_is_never_a_number(name: str, tolerance: float | None) -> None:
-    """Also where the sample misses it, or nothing is measured: NaN in keys is NaN in rows, in a message of int8 too."""
+    """A NaN key makes NaN rows, also if the sample misses it, if no tolerance is measured, and in an int8 message."""
     x = Inputs.random(512, heads=1, dim=8)
     both = rw.SlidingWindow(300, 300)
     getattr(x, name)[:, :, 101] = torch.nan
@@ -104,9 +104,9 @@ def test_what_is_not_finite_is_never_a_number(name: str, tolerance: float | None
 
 
 def test_messages_of_odd_lengths_lie_side_by_side() -> None:
-    """The sequence's end in an encoded message, of any number of bytes, before messages that go as they are."""
+    """An encoded message of an odd number of bytes, at the sequence's end, may precede messages that are not encoded."""
     x = Inputs.random(701, heads=1, dim=5)
-    # zigzag: the last but one rank holds the sequence's end, here of signs, which lose nothing
+    # zigzag: the rank before the last has the sequence's end, here of signs, which lose nothing in int8
     for tensor in (x.k, x.v):
         for tokens in (slice(256, 384), slice(640, None)):
             tensor[:, :, tokens] = tensor[:, :, tokens].sign()
@@ -120,7 +120,7 @@ def test_messages_of_odd_lengths_lie_side_by_side() -> None:
 
 @pytest.mark.parametrize("schedule", ["allgather", "ring"])
 def test_every_message_is_counted(schedule: str) -> None:
-    """Also the large ones of the ring, which travel unpacked."""
+    """Every message is counted, also the ring's large ones, which are sent unpacked."""
     x = Inputs.random(4096, heads=1, dim=64)
     for share in spread(2, x, rw.SlidingWindow(600), schedule=schedule, placement="contiguous"):
         assert share.wire.sent_bytes == share.wire.native_bytes == sum(share.sent) > 2**16

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: exchanges without sockets, to the byte, for what needs no process of its own."""
+"""Run ranks as threads of one process, with exchanges that check every byte, for tests that need no separate processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Shared:
     def __init__(self, size: int):
         self.barrier = threading.Barrier(size, timeout=60)
         self.table: dict[int, Any] = {}
-        # by sender, receiver and number of the message between the two: waits may come in any order
+        # by sender, receiver and number of the message between them: waits may come in any order
         self.messages: dict[tuple[int, int, int], Tensor] = {}
         self.arrival = threading.Condition()
 
@@ -110,7 +110,7 @@ class Threaded:
 
 
 def run(size: int, job: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call ``job(transport, *args)`` on every rank; the results by rank. A thread's exception is raised."""
+    """Call ``job(transport, *args)`` on every rank, return the results by rank, and raise a thread's exception."""
     shared = Shared(size)
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
@@ -124,7 +124,7 @@ def run(size: int, job: Callable[..., Any], *args: Any) -> list[Any]:
 
     threads = [threading.Thread(target=work, args=(rank,), name="rank") for rank in range(size)]
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # of the process: a rank that sets its own leaves it to all threads that begin later
+    torch.set_num_threads(1)  # a setting of the process: threads that start later inherit it
     try:
         for thread in threads:
             thread.start()
