@@ -9,7 +9,7 @@ import torch
 
 import ringweave as rw
 from ringweave.backends import cpu
-from ringweave.explanation import explain
+from ringweave.reports.explanation import explain
 
 WINDOW = (rw.SlidingWindow(200) | rw.Sinks(4)) & rw.Causal()
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import ringweave as rw
-from ringweave import cells
-from ringweave.cells import picture
-from ringweave.picture import ASCII_SHADES, SHADES, art_rows, fill, plot
+from ringweave.reports import cells
+from ringweave.reports.cells import picture
+from ringweave.reports.picture import ASCII_SHADES, SHADES, art_rows, fill, plot
 
 SVG = "{http://www.w3.org/2000/svg}"
 PATTERNS = [

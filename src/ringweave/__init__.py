@@ -38,7 +38,6 @@ from .types import AttentionOutput as AttentionOutput
 
 if TYPE_CHECKING:
     from . import adaptive, integrations, memory, nn, parallel
-    from .explanation import explain
     from .hierarchical import hierarchical_attention
     from .kv_cache import PagedCache
     from .parallel import ContextParallel
@@ -65,6 +64,7 @@ if TYPE_CHECKING:
     )
     from .patterns import Pattern as Pattern
     from .plan import from_block_mask as from_block_mask
+    from .reports.explanation import explain
     from .weights import BlockWeights as BlockWeights
     from .weights import attention_weights
 
@@ -140,7 +140,7 @@ _ELSEWHERE = {
     "ContextParallel": "parallel",
     "PagedCache": "kv_cache",
     "attention_weights": "weights",
-    "explain": "explanation",
+    "explain": "reports.explanation",
     "from_block_mask": "plan.interop",
     "hierarchical_attention": "hierarchical",
 } | {name: "patterns" for name in patterns.__all__ if name in (*__all__, *_UNLISTED)}

@@ -10,12 +10,12 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
-from ..cells import Panel, picture
 from ..errors import RingweaveError
-from ..explanation import explain as explained
 from ..patterns import parse
-from ..picture import ASCII_SHADES, SHADES, art_rows
 from ..plugins import registrations, require_command
+from ..reports.cells import Panel, picture
+from ..reports.explanation import explain as explained
+from ..reports.picture import ASCII_SHADES, SHADES, art_rows
 from . import doctor, terminal
 from .terminal import HeadDim, Heads, KvHeads, PatternText, Tokens
 

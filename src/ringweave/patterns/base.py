@@ -461,7 +461,7 @@ class Pattern(ABC):
             >>> rw.Causal().plot(256).startswith("<svg")
             True
         """
-        from ..picture import plot
+        from ..reports.picture import plot
 
         return plot(self, tokens, heads=heads, path=path)
 

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from ringweave.cells import Picture, picture
 from ringweave.errors import RingweaveError, ShapeError, UnsupportedError, shown
-from ringweave.explanation import explain
 from ringweave.parallel.planning.cost import Estimate, Machine
 from ringweave.parallel.planning.placement import Placement
 from ringweave.patterns import Pattern, parse
 from ringweave.plan.branches import branches
 from ringweave.plan.from_pattern import estimate_tiles
+from ringweave.reports.cells import Picture, picture
+from ringweave.reports.explanation import explain
 from ringweave.types import DTYPES
 from ringweave.units import flops, nbytes, parse_size, percent, seconds
 

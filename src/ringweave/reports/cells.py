@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .checks import whole
-from .errors import ShapeError
-from .patterns import Causal, Full, LongNet, Pattern
-from .patterns.fitting import fitting, refuse
-from .patterns.tiles import EMPTY, FULL, Int64, Tiles, combine_ids
-from .plan.branches import branches
-from .plan.causality import causality
-from .units import count, percent
+from ..checks import whole
+from ..errors import ShapeError
+from ..patterns import Causal, Full, LongNet, Pattern
+from ..patterns.fitting import fitting, refuse
+from ..patterns.tiles import EMPTY, FULL, Int64, Tiles, combine_ids
+from ..plan.branches import branches
+from ..plan.causality import causality
+from ..units import count, percent
 
 Shares = NDArray[np.float64]
 

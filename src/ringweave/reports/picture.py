@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ..errors import UnsupportedError, shown
+from ..patterns import Pattern
 from .cells import Panel, Picture, Shares, picture
-from .errors import UnsupportedError, shown
-from .patterns import Pattern
 
 SHADES = " ░▒▓█"
 ASCII_SHADES = " .:+#"

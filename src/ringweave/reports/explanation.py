@@ -13,22 +13,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from . import program
-from .backends import BACKENDS
-from .backends.backend import Backend
-from .call import Call
-from .checks import flag, named_device, whole
-from .errors import ShapeError, UnsupportedError, shown
-from .patterns import Pattern
-from .patterns.alignment import first_of_sizes
-from .patterns.fitting import fitting
-from .patterns.shifted import Shifted, first_positions, with_offsets
-from .plan import BlockPlan, Branch, branches
-from .plan.causality import causality
-from .terms import Term, as_terms
-from .types import DTYPES, Causality, acc_dtype
-from .units import count, flops, nbytes, percent
-from .validate import checked_dropout, features
+from .. import program
+from ..backends import BACKENDS
+from ..backends.backend import Backend
+from ..call import Call
+from ..checks import flag, named_device, whole
+from ..errors import ShapeError, UnsupportedError, shown
+from ..patterns import Pattern
+from ..patterns.alignment import first_of_sizes
+from ..patterns.fitting import fitting
+from ..patterns.shifted import Shifted, first_positions, with_offsets
+from ..plan import BlockPlan, Branch, branches
+from ..plan.causality import causality
+from ..terms import Term, as_terms
+from ..types import DTYPES, Causality, acc_dtype
+from ..units import count, flops, nbytes, percent
+from ..validate import checked_dropout, features
 
 _BACKWARD = 2.5  # five matrix products against two
 
@@ -322,7 +322,7 @@ def _branches(work: Sequence[BranchWork]) -> list[dict[str, Any]]:
 
 def _configs(call: Call) -> list[str]:
     # imported only here, since the other backends do not need triton
-    from .backends.triton.launch_config import measured
+    from ..backends.triton.launch_config import measured
 
     return measured(call)
 
