@@ -13,7 +13,7 @@ from .call import Arguments, Operands, pack
 from .checks import flag
 from .errors import ShapeError, UnsupportedError, shown
 from .merge import merge, with_sinks
-from .patterns import Causal, Documents, Full, Grid, GridNeighborhood, LongNet, Pattern
+from .patterns import Causal, Full, Pattern
 from .precision import NATIVE, Precision, as_precision
 from .program_cache import find, keep
 from .terms import Term, as_terms
@@ -24,6 +24,7 @@ from .validate import check_on_oom, check_sinks, checked, converted, paged, refu
 if TYPE_CHECKING:
     from .kv_cache import PagedCache
     from .parallel import ContextParallel
+    from .patterns import Grid
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -261,6 +262,9 @@ def varlen_attention(
         >>> rw.varlen_attention(packed, packed, packed, [0, 60, 96], pattern=rw.SlidingWindow(16)).shape
         torch.Size([96, 4, 32])
     """
+    # imported with the first packed call
+    from .patterns import Documents
+
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.ndim != 3:
             raise ShapeError(name, shown(x), "(tokens, heads, dim)", "Concatenate the sequences along dim 0.")
@@ -402,6 +406,9 @@ def longnet_attention(
     References:
         Ding et al. (2023), LongNet: scaling transformers to 1,000,000,000 tokens, section 2.2.
     """
+    # imported with the first LongNet
+    from .patterns import LongNet
+
     pattern = LongNet(segments, rates, causal=causal, offset=offset, heads=heads)
     # A head that runs one branch has no weights to detach.
     if not flag("detach_weights", detach_weights) or pattern.heads == "partitioned":
@@ -467,6 +474,9 @@ def neighborhood_attention(
         Hassani et al. (2023), Neighborhood attention transformer, section 3; Hassani, Shi (2022), Dilated neighborhood
         attention transformer, section 3.
     """
+    # imported with the first grid
+    from .patterns import Grid, GridNeighborhood
+
     shape = _grid_shape(q, k, v)
     grid, axes = Grid(shape), len(shape)
     causal = is_causal if isinstance(is_causal, (list, tuple)) else [is_causal] * axes

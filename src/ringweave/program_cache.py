@@ -24,7 +24,7 @@ from .environment import CPU_VARIANT, setting
 from .errors import PatternError
 from .patterns import Pattern
 from .patterns.alignment import END
-from .patterns.reader import called
+from .patterns.base import names_in
 from .plan import Branch
 from .plan.from_pattern import default_tile
 from .plan.steps import StepPart, parts_of_step
@@ -239,7 +239,7 @@ def _step_key(spec: str, key: CallKey, measured: object) -> StepKey | None:
         if key.grad or measured or not len(q) == len(k) == len(v) == 4 or q[2] != 1 or k[2] != v[2]:
             return None
         keys = capacity = k[2]
-        at_end = place == keys - 1 or (place == END and "KeyPadding" not in called(spec))
+        at_end = place == keys - 1 or (place == END and "KeyPadding" not in names_in(spec))
         if not at_end or not _differ_in_plan_only(key.means.options):
             return None
         kind = spec, q, k[:2], k[3], v[:2], v[3], key.means

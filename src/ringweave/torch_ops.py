@@ -14,7 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,12 +23,14 @@ from .cache import process_cache
 from .call import Call, Operands
 from .errors import UnsupportedError, is_out_of_memory
 from .patterns import Pattern
-from .patterns.function import Pinned, check_use, note_use, pinned
-from .patterns.reader import called
+from .patterns.base import names_in
 from .plan import pattern_of
 from .program import Program, Returned
 from .torch_compat import are_plain_cpu, dispatch_modes, forward_mode, no_interception, transforming, untraced
 from .types import acc_dtype
+
+if TYPE_CHECKING:
+    from .patterns.function import Pinned
 
 _library = torch.library.Library("ringweave", "DEF")
 # register_fake asks inspect for the module of its caller; without this entry inspect searches all loaded modules (6 ms)
@@ -95,7 +97,10 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) of a call, given as the text ``Call.text`` and the ``tensors`` of ``call.pack``."""
     about = Call.read(call, q, k, v, tensors, scale, q_offset, dropout)
-    note_use(about.pattern)
+    if about.pattern.has_function:
+        from .patterns.function import note_use
+
+        note_use(about.pattern)
     program = program_of(about, q, k)
     return _forward(program, program.operands(q, k, v, tensors))
 
@@ -118,7 +123,10 @@ def attention_backward(
     """Compute (dq, dk, dv, gradients of ``tensors``); where ``learns`` is False the gradient is an empty tensor."""
     learned = sum(x.numel() for x, one in zip(tensors, learns, strict=True) if one)
     about = replace(Call.read(call, q, k, v, tensors, scale, q_offset, dropout), needs_grad=True, learned=learned)
-    check_use(about.pattern)
+    if about.pattern.has_function:
+        from .patterns.function import check_use
+
+        check_use(about.pattern)
     return _backward(program_of(about, q, k), (q, k, v, out, lse), tensors, learns, dout, dlse)
 
 
@@ -292,7 +300,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 def followed(text: str, tensors: Sequence[Tensor], q: Tensor) -> Pattern | None:
     """Build the pattern of an operator's text if it contains a function or key bounds, and the call is not traced."""
     spec = text.partition("\n")[0]
+<<<<<<< HEAD
     return pattern_of(spec, tensors) if are_plain_cpu((q,)) and called(spec) & {"TokenMask", "KeyPadding"} else None
+=======
+    return pattern_of(spec, tensors) if all_plain((q,)) and names_in(spec) & {"TokenMask", "KeyPadding"} else None
+>>>>>>> 6ccdfcc (Patterns answer for themselves what a function in them needs; documents, grids, tables and functions load when used)
 
 
 def _save(ctx: Any, pattern: Pattern | None, *saved: Any) -> None:
@@ -303,13 +315,24 @@ def _save(ctx: Any, pattern: Pattern | None, *saved: Any) -> None:
     ctx.save_for_backward(*inputs, *output, *savable(tensors))
 
 
+def pinned(pattern: Pattern, tensors: Sequence[Tensor], q: Tensor) -> Pinned | None:
+    """Hold the functions and bounds that a call's pattern follows; None if there are none, or the call is traced."""
+    if type(q) not in (Tensor, torch.nn.Parameter):
+        return None
+    if not (pattern.has_function or "KeyPadding" in names_in(pattern.spec)):
+        return None
+    from .patterns.function import Pinned
+
+    return Pinned(pattern, tensors)
+
+
 def savable(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
     """Yield tensors that can be saved for backward; those of a pattern made in inference mode are cloned."""
     return (x.clone() if x.is_inference() else x for x in tensors)
 
 
 # compiled autograd traces backward; the check reads values, so it runs between two graphs
-_check_held = untraced(Pinned.check)
+_check_held = untraced(lambda held: held.check())
 
 
 def _gradients(
@@ -375,7 +398,7 @@ def vectorize(op: Any) -> None:
     def run(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         # Folding changes the numbers of batch elements, on which tables, seeds and functions may depend.
         apart = any(
-            x if isinstance(x, (list, tuple)) else isinstance(x, str) and "TokenMask" in called(x) for x in args
+            x if isinstance(x, (list, tuple)) else isinstance(x, str) and "TokenMask" in names_in(x) for x in args
         )
         results = (_one_by_one if apart else _folded)(op, info.batch_size, in_dims, args)
         several = isinstance(results, tuple)

@@ -22,9 +22,7 @@ from .call import Arguments, Call, pack
 from .errors import ShapeError, UnsupportedError, message, shown
 from .patterns import Pattern, check_extents
 from .patterns.alignment import END, ends_at_query, first_query, padded_keys
-from .patterns.documents import packed_apart
 from .patterns.fitting import refuse
-from .patterns.function import of_call
 from .patterns.shifted import with_offsets
 from .precision import as_precision, quantize_rows
 from .program import compiled, names
@@ -151,7 +149,7 @@ def checked(given: Arguments) -> Checked:
     check_tensors(q, k, v, hosted=given.on_oom == "stream")
     if not isinstance(pattern, Pattern):
         refuse(pattern)
-    bound = of_call(pattern.bound(q.shape[1], k.shape[1]))
+    bound = pattern.bound(q.shape[1], k.shape[1])._for_call()
     asked = 0 if given.q_offset is FIRST_POSITION else given.q_offset
     first = first_query(bound, asked, given.k_offset, batch=q.shape[0], nq=q.shape[2], nk=k.shape[2])
     pattern, q_offset = with_offsets(bound, first, given.k_offset, q.shape[0])
@@ -222,11 +220,18 @@ def check_terms(
     """Raise an error unless the terms fit a call of sizes (batch, heads, queries, keys)."""
     for term in terms:
         term.check(*sizes, device)
-    of_distance = packed_apart(pattern) and {type(term).__name__ for term in terms if term.distances}
-    if of_distance:
+    of_distance = {type(term).__name__ for term in terms if term.distances}
+    if of_distance and pattern.tables and _packed_apart(pattern):
         # queries and keys are then indices of two axes, and their difference is not a distance
         got = f"{', '.join(sorted(of_distance))} where queries and keys are packed apart"
         raise UnsupportedError("terms", got, "one packing for both", "Pad the queries, or add a Bias.")
+
+
+def _packed_apart(pattern: Pattern) -> bool:
+    # imported where a pattern may contain documents
+    from .patterns.documents import packed_apart
+
+    return packed_apart(pattern)
 
 
 def converted(given: Arguments) -> tuple[Arguments, torch.dtype | None]:
@@ -275,9 +280,10 @@ def paged(given: Arguments, cache: PagedCache) -> Checked:
     if not isinstance(backend, str) or backend not in names():
         raise UnsupportedError("backend", shown(backend), f"one of {', '.join(names())}", "Use 'auto'.")
     scale = checked_scale(given.scale, q.shape[3])
-    text, tensors = pack(of_call(pattern), terms, 0, cache.table, cache.lengths, *(cache.scales or ()))
+    pattern = pattern._for_call()
+    text, tensors = pack(pattern, terms, 0, cache.table, cache.lengths, *(cache.scales or ()))
     call = Call.of(
-        q, k, v, of_call(pattern), page_table=cache.table, scale=scale, backend=backend, terms=text,
+        q, k, v, pattern, page_table=cache.table, scale=scale, backend=backend, terms=text,
         features=features(terms, 0.0), kv_dtype=None if cache.scales is None else k.dtype,
     )  # fmt: skip
     return Checked(call, q, k, v, tensors, terms)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -26,11 +26,13 @@ from .. import files
 from ..cache import PATTERNS, process_cache
 from ..call import Call
 from ..environment import setting
-from ..patterns import BlockTable, Full, Pattern
+from ..patterns import Full, Pattern
 from ..patterns.algebra import leaves, replace
-from ..patterns.function import holders
 from ..plan import Branch
 from ..plan.from_pattern import default_tile, estimate_tiles
+
+if TYPE_CHECKING:
+    from ..patterns import BlockTable
 
 #: Environment variable with the folder of the file; the default is a folder in the user's cache folder.
 VARIABLE = "RINGWEAVE_CACHE"
@@ -298,7 +300,7 @@ def density(branch: Branch) -> int:
     power: int | None = PATTERNS.get(key)
     if power is None:
         power = _power(_share(branch))
-        PATTERNS.put(key, power, _DENSITY_BYTES + made_of.nbytes, holders(pattern))
+        PATTERNS.put(key, power, _DENSITY_BYTES + made_of.nbytes, pattern._holders())
     return power
 
 
@@ -313,7 +315,11 @@ def _share(branch: Branch) -> float:
 
 
 def _on_gpu(leaf: Pattern) -> TypeGuard[BlockTable]:
-    return isinstance(leaf, BlockTable) and leaf.tables[0].device.type != "cpu"
+    if all(table.device.type == "cpu" for table in leaf.tables):
+        return False
+    from ..patterns import BlockTable
+
+    return isinstance(leaf, BlockTable)
 
 
 def _power(share: float) -> int:

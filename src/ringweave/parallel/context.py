@@ -16,7 +16,6 @@ from ..checks import one_of, whole
 from ..errors import RingError, ShapeError, UnsupportedError
 from ..patterns import Pattern
 from ..patterns.fitting import refuse
-from ..patterns.function import of_call
 from ..precision import Precision, as_precision
 from ..program import Program
 from ..validate import check_tensors
@@ -284,7 +283,7 @@ class ContextParallel:
         if not isinstance(pattern, Pattern):
             refuse(pattern)
         check_tensors(q, k, v)
-        pattern = of_call(pattern.bound(q.shape[1], k.shape[1]))
+        pattern = pattern.bound(q.shape[1], k.shape[1])._for_call()
         check_replicated(q, k, v, self.seq_len)
         shards = self.shard(q, 2), self.shard(k, 2), self.shard(v, 2)
         self.check(shards[0], shards[1], pattern, 0, backend)

@@ -17,7 +17,6 @@ from torch import Tensor
 from ..backends.backend import readable
 from ..call import Arguments, Call, Operands, term_operands
 from ..errors import UnsupportedError
-from ..patterns.function import pinned
 from ..terms import DROPOUT_LEVELS, Term, tables_in
 from ..torch_compat import transforming, untraced
 from ..torch_ops import (
@@ -25,6 +24,7 @@ from ..torch_ops import (
     fake_grads,
     followed,
     operators,
+    pinned,
     refuse_forward_mode,
     refuse_twice,
     savable,

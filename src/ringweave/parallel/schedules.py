@@ -9,7 +9,8 @@ import numpy as np
 
 from ..cache import PLACEMENTS
 from ..patterns import Pattern
-from ..patterns.function import changed, store_of
+from ..patterns.base import store_of
+from ..patterns.function import changed
 from ..plan import branches
 from ..units import count, nbytes, percent
 from .execution.header import Digest, Value

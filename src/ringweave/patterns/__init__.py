@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from .dilated import Dilated as Dilated
     from .dilated import LongNet as LongNet
     from .dilated import Strided as Strided
-    from .dilated import StridedView as StridedView
     from .documents import Documents as Documents
     from .fitting import check_extents as check_extents
     from .function import MaskMod as MaskMod
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from .reader import parse as parse
     from .reader import rebuild as rebuild
     from .table import BlockTable as BlockTable
+    from .tiles import StridedView as StridedView
     from .within import Within as Within
 
 #: Public names by module.
@@ -55,7 +55,7 @@ MODULES = {
     "algebra": ("And", "Not", "Or", "PerHead"),
     "base": ("Full", "Pattern"),
     "boxes": ("Grid",),
-    "dilated": ("Dilated", "LongNet", "Strided", "StridedView"),
+    "dilated": ("Dilated", "LongNet", "Strided"),
     "documents": ("Documents",),
     "fitting": ("check_extents",),
     "function": ("MaskMod", "TokenMask", "from_mask_mod"),
@@ -74,6 +74,7 @@ MODULES = {
         "sparse_transformer_fixed",
         "variable",
     ),
+    "tiles": ("StridedView",),
     "table": ("BlockTable",),
     "within": ("Within",),
 }

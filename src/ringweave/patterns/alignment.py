@@ -9,8 +9,6 @@ from ..checks import check_sizes
 from ..errors import ShapeError, shown
 from .algebra import And, Or, PerHead
 from .base import Pattern
-from .dilated import LongNet
-from .documents import packed_apart
 from .fitting import refuse
 from .key_padding import KeyPadding
 from .local import Causal, SlidingWindow
@@ -133,9 +131,13 @@ def ends_at_query(pattern: Pattern) -> bool:
     """
     if isinstance(pattern, SlidingWindow):
         return pattern.right == 0
-    if isinstance(pattern, LongNet):
-        return pattern.causal
+    if not pattern.combinable:
+        from .dilated import LongNet
+
+        return isinstance(pattern, LongNet) and pattern.causal
     if isinstance(pattern, Within):
+        from .documents import packed_apart
+
         # queries that are packed apart from keys are the last tokens of their sequences already
         return ends_at_query(pattern.pattern) and not packed_apart(pattern)
     if isinstance(pattern, PerHead):

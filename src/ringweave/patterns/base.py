@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..cache import LRUCache
 from ..checks import check_dense
 from ..errors import PatternError
 from ..types import Causality
@@ -38,9 +39,13 @@ from .tiles import FULL, Int64, Ranges, Tiles
 if TYPE_CHECKING:
     from ..plan.block_plan import BlockPlan
 
+V = TypeVar("V")
 P = TypeVar("P", bound="Pattern")
 # attributes that a pattern derives from the others; they are not pickled
 _WRITTEN = ("_spec", "_fixed")
+# entries of a cache that belongs to one function
+_KEPT = 16
+_CALLED = re.compile(r"(\w+)\(")
 _NUMBER = re.compile(r"TokenMask\(\d+")
 
 
@@ -94,6 +99,8 @@ class Pattern(ABC):
     # Makes numpy's operators return NotImplemented, so that `array & pattern` reaches __rand__, which raises.
     __array_ufunc__ = None
 
+    #: Whether it looks positions up in a grid or a function, which have no negative ones.
+    looks_up: ClassVar[bool] = False
     #: Depth of its nested operators, and number of patterns that they combine.
     depth: int = 0
     leaves: int = 1
@@ -141,6 +148,10 @@ class Pattern(ABC):
     def excluded_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
         """Return ``key_ranges`` of the complement."""
         return Ranges.of((0, nk), rows=len(q_lo))
+
+    def allowed_pairs(self, nq: int, nk: int) -> int | None:
+        """Return the number of allowed pairs by a formula; None without one."""
+        return None
 
     def extents(self) -> tuple[int | None, int | None]:
         """Return the (batch, heads) that the pattern is made for; None for a side on which it does not depend."""
@@ -236,6 +247,17 @@ class Pattern(ABC):
             sum(key.nbytes for key in keys),
             tuple(version for key in keys for version in key.versions),
         )
+
+    def _for_call(self) -> Pattern:
+        """Return the pattern for one call: ``self``, unless a function in it reads values that cannot be seen.
+
+        Plans of the call's pattern are dropped with it.
+        """
+        return self
+
+    def _holders(self) -> list[Any]:
+        """Return the holders of the present values of its functions; caches drop their entries with a holder."""
+        return [holder for part in self.parts_within() for holder in part._holders()] if self.has_function else []
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_spec" in self.__dict__:
@@ -470,12 +492,23 @@ class Pattern(ABC):
         return self.plot(heads=heads or 1) if batch is None else ""
 
 
+def names_in(spec: str) -> set[str]:
+    """Return the names of the patterns in a text, without building them."""
+    return set(_CALLED.findall(spec))
+
+
 def parts_of(pattern: Pattern, kind: type[P]) -> list[P]:
     """Return the patterns of a kind inside a pattern, itself included, in the order of the text."""
     found = [pattern] if isinstance(pattern, kind) else []
     for part in pattern.parts_within():
         found += parts_of(part, kind)
     return found
+
+
+def store_of(pattern: Pattern, common: LRUCache[V]) -> LRUCache[V]:
+    """Return the cache for entries about a pattern: that of its function if it has one, else the common one."""
+    held = pattern._holders()
+    return held[0].stores.setdefault(common, common.like(common.max_bytes, _KEPT)) if held else common
 
 
 class Composite(Pattern):
@@ -509,6 +542,9 @@ class Composite(Pattern):
     def check(self, nq: int, nk: int, q_offset: int) -> None:
         for part in self.parts_within():
             part.check(nq, nk, q_offset)
+
+    def _for_call(self) -> Pattern:
+        return self.with_parts([part._for_call() for part in self.parts_within()]) if self.has_function else self
 
     def with_parts(self, parts: Sequence[Pattern]) -> Pattern:
         """Return ``self`` with other parts; ``self`` if they are the same objects."""

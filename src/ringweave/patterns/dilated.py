@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, NoReturn
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from .base import Derived, DistanceProfile, Full, Pattern
 from .declared import declare
 from .fitting import fitting
 from .local import Causal, Segments, SlidingWindow
-from .tiles import Int64, Ranges, Tiles, multiples, number_classes
+from .tiles import Int64, Ranges, StridedView, Tiles, multiples, number_classes
 
 
 @declare("Strided(8)", "By residue", tokens=64, hostile="Strided(2**30)")
@@ -115,14 +115,6 @@ class Dilated(Derived):
     def distance_profile(self) -> DistanceProfile:
         reach = self.window * self.rate
         return DistanceProfile(0, reach, self.window if self.rate == 1 else 0, False, reach)
-
-
-class StridedView(NamedTuple):
-    """Heads (start, stop, step), and the positions congruent to ``offset`` modulo ``rate``."""
-
-    heads: tuple[int, int, int]
-    rate: int
-    offset: int
 
 
 @declare(

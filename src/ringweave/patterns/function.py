@@ -31,7 +31,7 @@ from ..checks import whole
 from ..errors import PatternError, in_a_line, shown
 from ..torch_compat import uncompiled, wrapped
 from .algebra import PerHead
-from .base import Composite, Pattern, parts_of
+from .base import Pattern, parts_of
 from .cache_key import CacheKey
 from .declared import declare
 from .key_padding import KeyPadding
@@ -41,8 +41,6 @@ V = TypeVar("V")
 # positions of the first query and the first key, at which a function is tried
 _FIRST = 0, 0
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-# entries of a cache that belongs to one function
-_KEPT = 16
 #: Exceptions of a function called with index tensors: a wrong arity, an ``if`` on many values, a wrong index.
 _RAISED = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, NameError, ArithmeticError, AssertionError)
 
@@ -321,6 +319,7 @@ def _holder_of(fn: MaskMod, named: tuple[Tensor, ...] | None, reads: Reads) -> H
     return holder
 
 
+<<<<<<< HEAD
 def holders(pattern: Pattern) -> list[Holder]:
     """Return the holders of the present values of the functions inside a pattern."""
     return [mask._present()[0] for mask in functions_in(pattern)]
@@ -344,6 +343,8 @@ def store_of(pattern: Pattern, common: LRUCache[V]) -> LRUCache[V]:
     return held[0].stores.setdefault(common, common.with_bounds(common.max_bytes, _KEPT)) if held else common
 
 
+=======
+>>>>>>> 6ccdfcc (Patterns answer for themselves what a function in them needs; documents, grids, tables and functions load when used)
 class Pinned:
     """The functions and bounds that a call's pattern follows, kept to check in the backward pass that none changed.
 
@@ -353,7 +354,7 @@ class Pinned:
     """
 
     def __init__(self, pattern: Pattern, tables: Sequence[Tensor]):
-        self._held = [(holder, _contents(holder.tables())) for holder in holders(pattern)]
+        self._held = [(holder, _contents(holder.tables())) for holder in pattern._holders()]
         bounds = parts_of(pattern, KeyPadding)
         self._tables = tuple(x for x in tables if not wrapped(x)) if bounds else ()
         self._read = _contents(self._tables)
@@ -370,13 +371,6 @@ class Pinned:
 
 def _contents(tables: tuple[Tensor, ...]) -> Hashable:
     return CacheKey.following("", tables).value
-
-
-def pinned(pattern: Pattern, tables: Sequence[Tensor], q: Tensor) -> Pinned | None:
-    """Keep the functions and bounds that a call's pattern follows; None if there are none, or the call is traced."""
-    if type(q) not in (Tensor, torch.nn.Parameter) or not (pattern.has_function or parts_of(pattern, KeyPadding)):
-        return None
-    return Pinned(pattern, tables)
 
 
 @declare("TokenMask(lambda b, h, q, k: (q // 64 + k // 64) % 3 == 0)", "By table, function or head", text=False)
@@ -409,6 +403,8 @@ class TokenMask(Pattern):
         tensor([[1, 0, 1],
                 [1, 0, 1]], dtype=torch.int32)
     """
+
+    looks_up = True
 
     @uncompiled("Make patterns of functions outside of code that is compiled with fullgraph=True, and pass them in.")
     def __init__(
@@ -463,8 +459,12 @@ class TokenMask(Pattern):
             object.__setattr__(self, "_seen", seen)
         return seen, tables
 
-    def _for_one_call(self) -> TokenMask:
-        """Return the pattern with a number for one call if its function reads untracked values, else ``self``."""
+    def _holders(self) -> list[Holder]:
+        return [self._present()[0]]
+
+    def _for_call(self) -> Pattern:
+        if torch.compiler.is_compiling():
+            return self
         holder = self._present()[0]
         if not holder.unseen:
             return self

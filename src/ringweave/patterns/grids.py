@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ _COMPARED = 256  # pairs of boxes that a tile may have; a tile with more gets a 
 class OnGrid(Pattern):
     """A product over the axes of a grid, each with keys ``first(q) + j * dilation`` below ``first(q) + reach``."""
 
+    looks_up: ClassVar[bool] = True
     grid: Grid
     dilation: tuple[int, ...]
     reach: tuple[int, ...]

@@ -24,7 +24,6 @@ _SIGNS = 64  # most signs before one value
 _STRANGE = re.compile(r"[^\x20-\x7e\s]|[#\\]", re.ASCII)
 _LINE = "\n"
 _BLANK = re.compile(r"\s")
-_CALLED = re.compile(r"(\w+)\(")
 _WORD = re.compile(r"\w+|.?")
 # the ends of brackets around a value
 _CLOSED = re.compile(r"[\s)]*")
@@ -79,11 +78,6 @@ def _held() -> dict[str, Callable[..., object]]:
     """Return the names of a ``spec``, with constructors that do not copy their tensors."""
     own = {name: each.make.own for name, each in DECLARED.items() if hasattr(each.make, "own")}
     return names() | own | {"Offsets": Offsets, "Shifted": Shifted}
-
-
-def called(spec: str) -> set[str]:
-    """Return the names that the text of a pattern calls, without building the pattern."""
-    return set(_CALLED.findall(spec))
 
 
 def tree(text: str) -> ast.expr:

@@ -101,3 +101,11 @@ def intersect(a: Ranges, b: Ranges) -> Ranges:
         used = used if len(used) else np.zeros(1, np.int64)
         start, stop = start.take(used, 1), stop.take(used, 1)
     return Ranges(start, stop)
+
+
+class StridedView(NamedTuple):
+    """Heads (start, stop, step), and the positions congruent to ``offset`` modulo ``rate``."""
+
+    heads: tuple[int, int, int]
+    rate: int
+    offset: int

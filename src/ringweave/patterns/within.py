@@ -12,13 +12,9 @@ from .algebra import Combined, Not, PerHead
 from .base import Composite, Pattern, parts_of
 from .batch_axis import ELEMENT, Bounds, Shared, bounds_in
 from .declared import declare
-from .documents import Documents
 from .fitting import called, nest, refuse
-from .function import TokenMask
-from .grids import OnGrid
 from .key_padding import KeyPadding
 from .shifted import Shifted
-from .table import BlockTable
 from .tiles import Int64, Ranges, Tiles, combine_ids, unique_ids
 
 
@@ -58,6 +54,10 @@ class Within(Composite):
     def __init__(self, pattern: Pattern, bounds: Pattern):
         if not isinstance(pattern, Pattern):
             refuse(pattern)
+        # imported when a pattern is put inside of bounds
+        from .documents import Documents
+        from .table import BlockTable
+
         if not isinstance(bounds, (KeyPadding, Documents)):
             got = repr(bounds) if isinstance(bounds, Pattern) else shown(bounds)
             remedy = called(bounds) or "Combine other patterns with &."
@@ -119,7 +119,7 @@ class Within(Composite):
 
 def _looks_up(pattern: Pattern) -> bool:
     """Return whether a pattern looks positions up in a table, a grid or a function, which have no negative ones."""
-    looks = isinstance(pattern, (OnGrid, TokenMask)) or bool(pattern.tables)
+    looks = pattern.looks_up or bool(pattern.tables)
     return looks or any(map(_looks_up, pattern.parts_within()))
 
 

@@ -16,20 +16,23 @@ import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..cache import PROGRAMS
 from ..errors import PatternError
-from ..patterns import And, Causal, Full, LongNet, Or, Pattern, StridedView
-from ..patterns.function import store_of
-from ..patterns.grids import OnGrid
+from ..patterns import And, Causal, Full, Or, Pattern
+from ..patterns.base import store_of
 from ..patterns.shifted import Shifted
+from ..patterns.tiles import StridedView
 from ..patterns.within import Within
 from .block_plan import BlockPlan
 from .cache import plan_cache
 from .from_pattern import check_tile, default_tile, estimate_tiles
+
+if TYPE_CHECKING:
+    from ..patterns import LongNet
 
 # Sides of blocks that are used as tile sides; the overhead of smaller tiles is too large.
 _BLOCK_SIDES = (32, 128)
@@ -116,7 +119,7 @@ class Branch:
     def pairs(self) -> int:
         """Count the allowed pairs over batch and heads, by a formula if there is one, else from the plan."""
         if self.structure == "sparse":
-            counted = self.pattern.allowed_pairs(self.nq, self.nk) if isinstance(self.pattern, OnGrid) else None
+            counted = self.pattern.allowed_pairs(self.nq, self.nk)
             return self.plan().pairs() if counted is None else counted * self.batch * self.head_count
         square = min(self.nq, self.nk)
         causal = square * (square + 1) // 2 + (self.nq - square) * self.nk
@@ -239,13 +242,17 @@ def _views(pattern: Pattern, size: Sizes) -> tuple[Branch, ...]:
     key, programs = ("branches", made_of.value, size), store_of(pattern, PROGRAMS)
     found: tuple[Branch, ...] | None = programs.get(key)
     if found is None:
-        if isinstance(pattern, LongNet):
-            found = tuple(mixture(pattern, size))
-        else:
-            found = _exact(_split(pattern, size, whole), whole)
+        found = _exact(_split(pattern, size, whole), whole) if pattern.combinable else _mixed(pattern, size)
         programs.put(key, found, _BRANCH_BYTES * len(found) + made_of.nbytes)
     # the pattern of a cached whole is that of an earlier call: its bounds were equal then, and may have been written
     return (whole,) if pattern.combinable and found[0].rate == 1 else found
+
+
+def _mixed(pattern: Pattern, size: Sizes) -> tuple[Branch, ...]:
+    from ..patterns import LongNet
+
+    assert isinstance(pattern, LongNet)
+    return tuple(mixture(pattern, size))
 
 
 def _exact(views: tuple[Branch, ...], whole: Branch) -> tuple[Branch, ...]:

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from ..cache import DECODE_PLANS, PATTERNS, PLANS, LRUCache
 from ..checks import check_sizes, named_device, whole
-from ..patterns import Pattern, rebuild
+from ..patterns import Pattern
 from ..patterns.cache_key import CacheKey
 from ..patterns.fitting import refuse
-from ..patterns.function import changed, holders, of_call
 from .block_plan import BlockPlan, Extent
 from .cuda_sync import record_stream, wait_for_stream
 from .from_pattern import build, check_tile
@@ -78,7 +77,7 @@ class PlanCache:
         if not isinstance(pattern, Pattern):
             refuse(pattern)
         nq, nk, heads, batch, q_offset = check_sizes(nq, nk, heads, batch, q_offset)
-        pattern = of_call(pattern.bound(heads))
+        pattern = pattern.bound(heads)._for_call()
         made_of, device, tile = pattern.key(), _place(device), check_tile(tile)
         kept = self._steps if nq <= tile[0] else self._kept
         return self._found(kept, pattern, made_of, (nq, nk, heads, batch, q_offset, *tile), device)
@@ -106,8 +105,10 @@ class PlanCache:
                 plan = _of_rows(pattern, sizes, device)
             if plan is None:
                 plan = _built(pattern, sizes, device)
-            ties = holders(pattern)
+            ties = pattern._holders()
             if (ties or made_of.versions) and not pattern.key().same(made_of):
+                from ..patterns.function import changed
+
                 raise changed("values that were changed during planning", "TokenMask" if ties else "pattern")
             if record_stream(plan, device):
                 kept.put(key, plan, plan.nbytes + _PLAN_BYTES + made_of.nbytes, ties)
@@ -173,6 +174,8 @@ def pattern_of(spec: str, tables: Sequence[Tensor]) -> Pattern:
     """Read the pattern of a spec; patterns without tables and functions are cached."""
     pattern: Pattern | None = None if tables else PATTERNS.get(("pattern", spec))
     if pattern is None:
+        from ..patterns.reader import rebuild
+
         pattern = rebuild(spec, tables)
         if pattern.fixed:
             PATTERNS.put(("pattern", spec), pattern, 2048 + _PARSED * len(spec))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,15 +18,18 @@ from numpy.typing import NDArray
 from ..cache import PATTERNS
 from ..checks import check_device
 from ..errors import PatternError, ShapeError, shown
-from ..patterns import BlockTable, Pattern, check_extents, rebuild
+from ..patterns import Pattern
 from ..patterns.batch_axis import Shared
-from ..patterns.block_sets import ListedBlocks
+from ..patterns.fitting import check_extents
 from ..patterns.tiles import EMPTY, FULL, Int64, Ranges, Tiles, unique_ids
 from ..patterns.within import batched, by_head, check_bounds, elements
 from .block_plan import BlockPlan, Extent
 from .csr import RowSet, assemble, limit
 from .cuda_sync import record_stream, require_no_capture, wait_for_stream
-from .from_table import CodeList, TableContext, fine, from_fine_table, from_table, of_sets, runs_of, split
+
+if TYPE_CHECKING:
+    from ..patterns.table import BlockTable
+    from .from_table import CodeList, TableContext
 
 _EVALUATED_AT_ONCE = 2**24  # mask bits
 _TILES_AT_ONCE = 2**18
@@ -88,6 +92,12 @@ def build(
 
 def _by_table(pattern: Pattern, extent: Extent) -> BlockPlan | None:
     """Plan a pattern from the blocks of its table; None without a table, or if its blocks do not fit the tiles."""
+    if not pattern.tables:
+        return None
+    # imported with the first pattern that may contain a block table
+    from ..patterns.table import BlockTable
+    from .from_table import fine, from_fine_table, from_table, split
+
     parts, q_offset = split(pattern, extent.tile), extent.q_offset
     if parts is None and not isinstance(pattern, BlockTable):
         return None
@@ -161,6 +171,9 @@ def _table_context(every: str, none: str, extent: Extent, table: tuple[int, ...]
 
 
 def _new_context(every: str, none: str, extent: Extent, table: tuple[int, ...], group: int = 1) -> TableContext:
+    from ..patterns.reader import rebuild
+    from .from_table import TableContext, of_sets, runs_of
+
     nq, nk, heads, batch, tile, q_offset, device = extent
     require_no_capture(device)
     q_tiles, kv_tiles = extent.tiles
@@ -186,6 +199,8 @@ def _by_context(table: BlockTable, tiles: int) -> bool:
     """Return whether to plan the patterns around a table for all tiles, and cache that for other tables."""
     if table.tables[0].device.type != "cpu":
         return True
+    from ..patterns.block_sets import ListedBlocks
+
     # On the host, planning the whole pattern finds equal rows of a mask, and computes only the set tiles of many.
     return tiles <= _TILES_AT_ONCE and (isinstance(table.blocks, ListedBlocks) or table.blocks.shape[-2] == 1)
 

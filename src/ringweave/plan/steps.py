@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ..cache import PATTERNS
 from ..errors import PatternError
-from ..patterns import Pattern, rebuild
+from ..patterns import Pattern
 from ..patterns.base import DistanceProfile
 from .branches import Branch, Spacing, summands
 from .from_pattern import default_tile
@@ -86,6 +86,8 @@ def parts_of_step(spec: str, keys: int, side: int, views: bool) -> tuple[StepPar
     """
     found: tuple[_Summand, ...] | None = PATTERNS.get(("summands", spec))
     if found is None:
+        from ..patterns.reader import rebuild
+
         pattern = rebuild(spec, ())
         listed = summands(pattern) if pattern.combinable else ()
         found = tuple(_Summand(part, part.distance_profile()) for part in listed)

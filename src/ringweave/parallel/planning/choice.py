@@ -20,7 +20,6 @@ import numpy as np
 from ...cache import PLACEMENTS
 from ...errors import ShapeError
 from ...patterns import Pattern
-from ...patterns.function import holders
 from ...plan import Branch, branches
 from .cost import Estimate, Machine, cost_of
 from .placement import NAMED, Int64, Placement, block_for, blocks_for, contiguous, residues, striped, zigzag
@@ -89,7 +88,7 @@ def choose_placement(workload: Workload, ranks: int, block: int, machine: Machin
     if choice is None:
         choice = _choose(workload, ranks, block, machine)
         nbytes = sum(pattern.key().nbytes for pattern in patterns)
-        ties = [holder for pattern in patterns for holder in holders(pattern)]
+        ties = [holder for pattern in patterns for holder in pattern._holders()]
         PLACEMENTS.put(key, choice, _CHOICE_BYTES + nbytes, ties)
     return choice
 
