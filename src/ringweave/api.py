@@ -19,7 +19,7 @@ from .program_cache import find, keep
 from .terms import Term, as_terms
 from .torch_ops import attend, run
 from .types import FIRST_POSITION, AttentionOutput, Pages
-from .validate import check_on_oom, check_sinks, checked, converted, paged, refuse_unknown
+from .validate import check_on_oom, check_sinks, checked, converted, paged
 
 if TYPE_CHECKING:
     from .kv_cache import PagedCache
@@ -108,6 +108,8 @@ def attention(
         Dao et al. (2022), FlashAttention, section 3 (tiling and recomputation); here over non-empty tiles only.
     """
     if unknown:
+        from .foreign_arguments import refuse_unknown
+
         refuse_unknown("attention", unknown)
     given = Arguments(
         q, k, v, pattern, scale, q_offset, backend, k_offset, context, terms, sink_logits, dropout, precision, on_oom
@@ -165,6 +167,8 @@ def attention_with_lse(
         >>> torch.testing.assert_close(lse[..., 0], (q[:, :, 0] * k[:, :, 0]).sum(-1) / 32**0.5)
     """
     if unknown:
+        from .foreign_arguments import refuse_unknown
+
         refuse_unknown("attention_with_lse", unknown)
     given = Arguments(
         q, k, v, pattern, scale, q_offset, backend, k_offset, context, terms, sink_logits, dropout, precision, on_oom

@@ -19,14 +19,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from .cache import process_cache
 from .call import Call, Operands
 from .errors import UnsupportedError, is_out_of_memory
 from .patterns import Pattern
 from .patterns.base import names_in
-from .plan import pattern_of
 from .program import Program, Returned
-from .torch_compat import are_plain_cpu, dispatch_modes, forward_mode, no_interception, transforming, untraced
+from .torch_compat import are_plain_cpu, forward_mode, no_interception, transforming, untraced
 from .types import acc_dtype
 
 if TYPE_CHECKING:
@@ -300,11 +298,6 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 def followed(text: str, tensors: Sequence[Tensor], q: Tensor) -> Pattern | None:
     """Build the pattern of an operator's text if it contains a function or key bounds, and the call is not traced."""
     spec = text.partition("\n")[0]
-<<<<<<< HEAD
-    return pattern_of(spec, tensors) if are_plain_cpu((q,)) and called(spec) & {"TokenMask", "KeyPadding"} else None
-=======
-    return pattern_of(spec, tensors) if all_plain((q,)) and names_in(spec) & {"TokenMask", "KeyPadding"} else None
->>>>>>> 6ccdfcc (Patterns answer for themselves what a function in them needs; documents, grids, tables and functions load when used)
 
 
 def _save(ctx: Any, pattern: Pattern | None, *saved: Any) -> None:
@@ -467,6 +460,9 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor
         refuse_forward_mode()
         return attention_op(q, k, v, tensors, call.text, *call.numbers)  # type: ignore[no-any-return]
     if "torch.utils.flop_counter" in sys.modules:
+        # a caller may count
+        from .flops import register
+
         register()
     stored = call.paged or call.kv_dtype is not None
     if stored:
@@ -474,47 +470,3 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor
     elif forward_mode() or transforming(q, k, v, *tensors):
         return _Attention.apply(q, k, v, program_of(call, q, k), *tensors)  # type: ignore[no-any-return, no-untyped-call]
     return attention_op(q, k, v, tensors, call.text, *call.numbers)  # type: ignore[no-any-return]
-
-
-_FORWARD, _BACKWARD = 2, 5  # matrix products
-
-
-def _pairs(call: Call, tables: Sequence[Tensor]) -> int:
-    if any(type(table) is not Tensor for table in tables):
-        # these tensors have no values, so every pair counts
-        return call.batch * call.heads * call.nq * call.nk
-    return sum(
-        branch.plan().computed_pairs() if backend.planned or branch.structure == "sparse" else branch.pairs()
-        for branch, backend in Program(call).steps
-    )
-
-
-def _forward_flops(q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], text: str, *rest: Any, **_: Any) -> int:
-    if "pages" in text.split("\n")[4]:
-        return 0
-    call = Call.read(text, q, k, v, tensors, *rest[:3])
-    return _FORWARD * (call.head_dim + call.value_dim) * _pairs(call, call.pattern.tables)
-
-
-def _backward_flops(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *call: Any, **_: Any) -> int:
-    return _forward_flops(q, k, v, *call[2:]) * _BACKWARD // _FORWARD
-
-
-@process_cache
-def register() -> None:
-    """Register flop formulas with torch, and with counters that are already active.
-
-    ``torch.utils.flop_counter`` imports triton, so call this only once a caller has loaded it.
-    """
-    from torch.utils import flop_counter
-
-    formulas: dict[Any, Any] = {
-        torch.ops.ringweave.attention: _forward_flops,
-        torch.ops.ringweave.attention_backward: _backward_flops,
-    }
-    for packet, formula in formulas.items():
-        flop_counter.register_flop_formula(packet, get_raw=True)(formula)
-    for mode in dispatch_modes():
-        registry = getattr(getattr(mode, "counter", mode), "flop_registry", None)
-        if isinstance(registry, dict):
-            registry.update({packet: flop_counter.flop_registry[packet] for packet in formulas})

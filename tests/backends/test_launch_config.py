@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ringweave as rw
-from ringweave.backends import tuning
+from ringweave.backends import tuning, tuning_keys
 from ringweave.backends.triton import launch_config as module
 from ringweave.backends.triton.launch_config import Device, LaunchConfig, launch_config_for, misfit
 from ringweave.call import Call
@@ -163,7 +163,7 @@ def test_what_people_see_of_it() -> None:
     case = Call(1, 2, 2, 256, 256, 64, 64, torch.bfloat16, "cpu")
     assert module.measured(case) == []
     write_entries(
-        [], [entry(SMALL, where=tuning.where("cpu")), entry(SMALL, where=tuning.where("cpu"), dims=[128, 64])]
+        [], [entry(SMALL, where=tuning_keys.where("cpu")), entry(SMALL, where=tuning_keys.where("cpu"), dims=[128, 64])]
     )
     assert module.measured(case) == [
         "forward on partial tiles of 128 x 128: m 64, n 32, warps 4, stages 3, resident 0, described False"
@@ -174,7 +174,7 @@ def test_explain_names_the_blocks_where_triton_is_chosen(monkeypatch: pytest.Mon
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     if rw.backends.triton.installed() is False:
         pytest.skip("triton is not installed")
-    write_entries([], [entry(SMALL, where=tuning.where("cpu"), dtype="float16")])
+    write_entries([], [entry(SMALL, where=tuning_keys.where("cpu"), dtype="float16")])
     said = rw.explain(rw.SlidingWindow(9), 256, dtype=torch.float16, backend="triton")
     assert "measured here: forward on partial tiles of 128 x 128: m 64, n 32, warps 4" in said
     assert "measured here" not in rw.explain(rw.SlidingWindow(9), 256, dtype=torch.float16, backend="dense_batched")

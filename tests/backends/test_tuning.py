@@ -14,7 +14,7 @@ import torch
 
 import ringweave as rw
 from ringweave import program
-from ringweave.backends import cpu, tuning
+from ringweave.backends import cpu, tuning, tuning_keys
 from ringweave.call import Call
 from ringweave.plan import Branch, branches
 from ringweave_lab.tune.answers import write_entries
@@ -38,7 +38,7 @@ def branch(pattern: rw.Pattern = WINDOW, n: int = 1024) -> Branch:
 
 def entry(name: str, about: Call, of: Branch, tile: tuple[int, int] | None = None) -> dict[str, object]:
     sides = None if tile is None else list(tile)
-    return {"kind": tuning.call_key(about, of), "density": tuning.density(of), "backend": name, "tile": sides}
+    return {"kind": tuning_keys.call_key(about, of), "density": tuning_keys.density(of), "backend": name, "tile": sides}
 
 
 def chosen(about: Call, of: Branch) -> str:
@@ -71,7 +71,7 @@ def test_auto_takes_what_was_measured_for_the_same_kind_alone() -> None:
 def test_densities_are_apart() -> None:
     n = 4096
     narrow, wide = (branch(rw.SlidingWindow(width, width), n) for width in (64, 1024))
-    assert tuning.density(narrow) > tuning.density(wide) > 0
+    assert tuning_keys.density(narrow) > tuning_keys.density(wide) > 0
     write_entries([entry("dense_batched", case(n), narrow)])
     assert tuning.lookup(case(n), narrow) == ("dense_batched", None)
     assert tuning.lookup(case(n), wide) is None
@@ -250,7 +250,7 @@ def test_no_table_on_a_gpu_is_read() -> None:
     indices = torch.zeros(2, 8, 2, dtype=torch.int64, device="meta")
     counts = torch.zeros(2, 8, dtype=torch.int64, device="meta")
     table = rw.BlockTable(indices=indices, counts=counts, key_blocks=8, block_size=128)
-    assert tuning.density(branch(table)) == 2
+    assert tuning_keys.density(branch(table)) == 2
 
 
 @pytest.mark.parametrize("named", ["", "XDG_CACHE_HOME"])

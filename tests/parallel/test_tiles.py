@@ -10,8 +10,7 @@ import torch
 
 import ringweave as rw
 from ringweave import program
-from ringweave.backends import cpu, tuning
-from ringweave.backends import tuning as kinds
+from ringweave.backends import cpu, tuning, tuning_keys
 from ringweave.call import Call
 from ringweave.parallel import ContextParallel, Transport
 from ringweave.parallel.planning.placement import NAMED
@@ -38,7 +37,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for length in (N // 2, N):
             of = dataclasses.replace(branch, nq=length)
             entries += [
-                {"kind": kinds.call_key(case, of), "density": density, "backend": name, "tile": [32, 64]}
+                {"kind": tuning_keys.call_key(case, of), "density": density, "backend": name, "tile": [32, 64]}
                 for density in range(8)
             ]
     write_entries(entries)

@@ -38,7 +38,7 @@ from ..precision import Scales, quantize_rows
 from ..terms import DROPOUT_LEVELS, KINDS, Dropout, TermOperands
 from . import reference, tuning
 from .backend import Backend, Upstream
-from .tuning import where
+from .tuning_keys import where
 
 # limits of the relative root mean square error: well above rounding errors, well below the errors of a wrong kernel
 _LIMITS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}

@@ -15,7 +15,6 @@ from ..errors import PatternError, shown
 from .base import Composite, DistanceProfile, Pattern
 from .declared import declare
 from .fitting import called, nest, refuse
-from .global_tokens import Sinks
 from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, combine_ids, intersect
 
 # most operands in a row in a text
@@ -243,7 +242,7 @@ def join(kind: type[Combined], *operands: Pattern) -> Pattern:
     neutral = "Full()" if kind is And else "~Full()"
     first, last = operands[0], operands[-1]
     if len(operands) == 2 and isinstance(first, kind) and not isinstance(last, kind):
-        alone = kind is And or not isinstance(last, Sinks)
+        alone = kind is And or not last.lists_tokens
         if last.spec == neutral or any(last.stays_equal(old) for old in first.parts):
             return first
         if alone:
@@ -268,7 +267,7 @@ def _together(parts: list[Pattern]) -> list[Pattern]:
     for part in parts:
         first = place.setdefault(type(part), len(united))
         known = united[first] if first < len(united) else None
-        together = known.either(part) if isinstance(known, Sinks) and isinstance(part, Sinks) else None
+        together = None if known is None else known.either(part)
         if together is None:
             united.append(part)
         else:

@@ -73,9 +73,10 @@ class Sinks(Bounds):
         """Build the pattern of tokens; a bool tensor is not copied, and must not be written to."""
         return cls.__new__(cls)._hold(tokens) if isinstance(tokens, Tensor) else cls(tokens)
 
-    def either(self, other: Sinks) -> Sinks | None:
-        """Return one pattern of the tokens of both patterns, of one type; None if there is no such form."""
-        if self.tables or other.tables:
+    lists_tokens = True
+
+    def either(self, other: Pattern) -> Pattern | None:
+        if not isinstance(other, Sinks) or self.tables or other.tables:
             return None
         for one, two in ((self, other), (other, self)):
             # the first tokens of one contain all tokens of the other

@@ -13,7 +13,6 @@ from ..checks import whole, whole_fields
 from ..errors import PatternError, shown
 from .base import Derived, DistanceProfile, Pattern
 from .declared import declare
-from .global_tokens import Sinks
 from .tiles import Int64, Ranges, Tiles, intersect, multiples, number_classes
 
 _NO_LIMIT = (
@@ -270,4 +269,6 @@ class PrefixLM(Derived):
 
     @property
     def definition(self) -> Pattern:
+        from .global_tokens import Sinks
+
         return Sinks(self.n) | Causal()

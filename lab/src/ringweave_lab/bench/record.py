@@ -18,7 +18,7 @@ import torch
 
 import ringweave
 from ringweave.backends import cpu
-from ringweave.backends.tuning import processor
+from ringweave.backends.tuning_keys import processor
 from ringweave.errors import UnsupportedError
 
 from ..tune.measure import Ratio, Timing

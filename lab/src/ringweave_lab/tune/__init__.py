@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ringweave.backends import tuning
+from ringweave.backends import tuning_keys
 from ringweave.plan import Branch, branches
 
 from .answers import write_entries
@@ -123,7 +123,7 @@ def tune(
         first: Candidate | None = None
         for direction in directions:
             case = alone.case(direction == BOTH)
-            kind, density = tuning.call_key(case, branch), tuning.density(branch)
+            kind, density = tuning_keys.call_key(case, branch), tuning_keys.density(branch)
             if kind is None:
                 continue
             if (kind, density) not in found:

@@ -22,7 +22,7 @@ from ...plan import BlockPlan, Branch
 from ...precision import Scales
 from ...types import Pages
 from ..backend import Upstream
-from ..tuning import where
+from ..tuning_keys import where
 from . import arguments, kernels, queues
 from .launch_config import Device, LaunchConfig, Packing, Traits, goes_past_masks, launch_config_for, padded
 from .pairing import Rows, paired, single

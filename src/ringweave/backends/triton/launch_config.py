@@ -21,7 +21,8 @@ import torch
 from ...cache import process_cache
 from ...call import Call
 from .. import tuning
-from ..tuning import KernelKey, where
+from ..tuning import KernelKey
+from ..tuning_keys import where
 
 _log = logging.getLogger("ringweave")
 
