@@ -135,6 +135,8 @@ _UNLISTED = (
 
 # imported when first used, so that importing ringweave stays quick
 _SUBMODULES = ("adaptive", "integrations", "memory", "nn", "parallel")
+# modules of the distributions ringweave-audit and ringweave-lab
+_ADDED = ("audit", "bench", "tune")
 _ELSEWHERE = {
     "BlockWeights": "weights",
     "ContextParallel": "parallel",
@@ -149,9 +151,11 @@ _ELSEWHERE = {
 def _others(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"ringweave.{name}")
-    from .plugins import ATTRIBUTES, attribute
+    if name not in _ADDED:
+        return _unknown(name)
+    from .plugins import attribute
 
-    return attribute("ringweave", name) if f"ringweave.{name}" in ATTRIBUTES else _unknown(name)
+    return attribute("ringweave", name)
 
 
 _unknown = suggest("ringweave", [*(f"patterns.{each}" for each in patterns.__all__), *_UNLISTED, *__all__])

@@ -15,16 +15,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from .. import files
 from ..cache import process_cache
 from ..call import Call
 from ..environment import setting
 from ..plan import Branch
-
-if TYPE_CHECKING:
-    pass
 
 #: Environment variable with the folder of the file; the default is a folder in the user's cache folder.
 VARIABLE = "RINGWEAVE_CACHE"

@@ -514,7 +514,7 @@ def parts_of(pattern: Pattern, kind: type[P]) -> list[P]:
 def store_of(pattern: Pattern, common: LRUCache[V]) -> LRUCache[V]:
     """Return the cache for entries about a pattern: that of its function if it has one, else the common one."""
     held = pattern._holders()
-    return held[0].stores.setdefault(common, common.like(common.max_bytes, _KEPT)) if held else common
+    return held[0].stores.setdefault(common, common.with_bounds(common.max_bytes, _KEPT)) if held else common
 
 
 class Composite(Pattern):

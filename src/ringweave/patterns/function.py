@@ -319,32 +319,6 @@ def _holder_of(fn: MaskMod, named: tuple[Tensor, ...] | None, reads: Reads) -> H
     return holder
 
 
-<<<<<<< HEAD
-def holders(pattern: Pattern) -> list[Holder]:
-    """Return the holders of the present values of the functions inside a pattern."""
-    return [mask._present()[0] for mask in functions_in(pattern)]
-
-
-def of_call(pattern: Pattern) -> Pattern:
-    """Return the pattern for one call: ``self``, unless a function in it reads untracked values.
-
-    Plans of the call's pattern are dropped with it.
-    """
-    if not pattern.has_function or torch.compiler.is_compiling():
-        return pattern
-    if isinstance(pattern, Composite):
-        return pattern.with_parts([of_call(part) for part in pattern.parts_within()])
-    return pattern._for_one_call() if isinstance(pattern, TokenMask) else pattern
-
-
-def store_of(pattern: Pattern, common: LRUCache[V]) -> LRUCache[V]:
-    """Return the cache for entries about a pattern: that of its function if it has one, else the common one."""
-    held = holders(pattern)
-    return held[0].stores.setdefault(common, common.with_bounds(common.max_bytes, _KEPT)) if held else common
-
-
-=======
->>>>>>> 6ccdfcc (Patterns answer for themselves what a function in them needs; documents, grids, tables and functions load when used)
 class Pinned:
     """The functions and bounds that a call's pattern follows, kept to check in the backward pass that none changed.
 
