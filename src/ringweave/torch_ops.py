@@ -23,6 +23,7 @@ from .call import Call, Operands
 from .errors import UnsupportedError, is_out_of_memory
 from .patterns import Pattern
 from .patterns.base import names_in
+from .plan import pattern_of
 from .program import Program, Returned
 from .torch_compat import are_plain_cpu, forward_mode, no_interception, transforming, untraced
 from .types import acc_dtype
@@ -298,6 +299,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 def followed(text: str, tensors: Sequence[Tensor], q: Tensor) -> Pattern | None:
     """Build the pattern of an operator's text if it contains a function or key bounds, and the call is not traced."""
     spec = text.partition("\n")[0]
+    follows = are_plain_cpu((q,)) and names_in(spec) & {"TokenMask", "KeyPadding"}
+    return pattern_of(spec, tensors) if follows else None
 
 
 def _save(ctx: Any, pattern: Pattern | None, *saved: Any) -> None:
