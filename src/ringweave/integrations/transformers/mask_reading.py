@@ -1,13 +1,15 @@
 """Reading a mask function of transformers by calling it once with symbols in place of index tensors.
 
 transformers builds a mask as a function of four indices from nested closures. This module calls that function with
-symbols that record operations: ``k <= q`` becomes a set of distances, ``ids[b, q] == ids[b, k]`` a relation of a table,
-``&`` and ``|`` set algebra. The result depends on the computation and not on function names, so functions of models and
-users are read too, also while torch.compile traces. Any other use of an index raises :class:`Unread`.
+symbols, whose comparisons return builders of patterns: ``k <= q`` builds a set of distances, ``ids[b, q] == ids[b, k]``
+documents, and ``&`` and ``|`` combine builders. A builder then makes the pattern of each :class:`~.positions.Place`.
+The result depends on the computation and not on function names, so functions of models and users are read too, also
+while torch.compile traces. Any other use of an index raises :class:`Unread`.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Hashable
 from types import CodeType, FunctionType
@@ -19,10 +21,17 @@ from torch.overrides import TorchFunctionMode
 from transformers import masking_utils
 
 from ...cache import PATTERNS
+from ...patterns import Causal, Documents, Full, KeyPadding, Pattern, SlidingWindow
+from .positions import Place, Unread, joined
 
 MaskFunction = Callable[..., Any]
+# intervals (least, most) of distances, both included; infinite for an open end
+Runs = tuple[tuple[float, float], ...]
+_ALL: Runs = ((-math.inf, math.inf),)
 
-_RELATION_BYTES = 2 * 2**10
+# estimated size of a cached pattern per character of its text: it and each of its parts are an object with a text
+_BYTES_OF_TEXT = 64
+_BUILDER_BYTES = 2 * 2**10
 _LIBRARY = vars(masking_utils)
 _contents = operator.attrgetter("cell_contents")
 # the only names that the code of a cached function may look up: attributes of symbols, torch's dtypes, and a builtin
@@ -31,122 +40,193 @@ _NAMES = frozenset({"abs", "bool", "device", "dtype", "new_ones", "new_zeros", "
 _MOST_SEEN = 64
 
 
-class Unread(Exception):  # noqa: N818  (not an error: the caller evaluates the function in another way)
-    """A mask function uses an index in a way that symbols do not support."""
-
-
-class Relation:
-    """A relation of query and key; combine relations with ``&``, ``|`` and ``~``."""
+class Pairs:
+    """A builder of the pattern of some pairs (query, key); combine builders with ``&``, ``|`` and ``~``."""
 
     # transformers moves masks to each other's device
     device = "cpu"
+    #: The part of an intersection that separates packed documents.
+    packing: Same | None = None
 
-    def to(self, device: object) -> Relation:
-        """Return self: a relation has no device."""
+    def pattern(self, place: Place, packed: Same | None = None) -> Pattern:
+        """Build the pattern over the queries and keys of a call.
+
+        Args:
+            place: Positions of the call's queries and keys.
+            packed: Packed documents to which the pattern is restricted elsewhere.
+        Raises:
+            Unread: The pairs have no pattern there.
+        """
+        raise NotImplementedError
+
+    def to(self, device: object) -> Pairs:
+        """Return self: a builder has no device."""
         return self
 
-    def __and__(self, other: object) -> Relation:
+    def __and__(self, other: object) -> Pairs:
         return _joined(All, self, other)
 
-    def __or__(self, other: object) -> Relation:
+    def __or__(self, other: object) -> Pairs:
         return _joined(Any_, self, other)
 
     __rand__, __ror__ = __and__, __or__
 
-    def __invert__(self) -> Relation:
+    def __invert__(self) -> Pairs:
         raise Unread("a complement")
 
     def __bool__(self) -> bool:
         raise Unread("the truth of a mask")
 
 
-class Distances(Relation):
+class Distances(Pairs):
     """Pairs with ``query - key`` in one of several intervals, where both are positions or numbers of a table.
 
     Args:
-        runs: Ascending disjoint intervals (least, most), both included; None for an open end.
+        runs: Ascending disjoint intervals (least, most), both included.
         table: (B, N), the number of each position; None for the positions themselves.
     """
 
-    def __init__(self, runs: tuple[tuple[int | None, int | None], ...], table: Tensor | None = None):
+    def __init__(self, runs: Runs, table: Tensor | None = None):
         self.runs, self.table = runs, table
 
-    def __and__(self, other: object) -> Relation:
-        if isinstance(other, Distances) and other.table is self.table:
-            cut = tuple(run for a in self.runs for b in other.runs if (run := _overlap(a, b)) is not None)
-            return Distances(cut, self.table)
-        return super().__and__(other)
-
-    def __or__(self, other: object) -> Relation:
-        if isinstance(other, Distances) and other.table is self.table:
-            return Distances(_united([*self.runs, *other.runs]), self.table)
-        return super().__or__(other)
-
-    def __invert__(self) -> Relation:
-        rest: Relation = Distances(((None, None),), self.table)
+    def pattern(self, place: Place, packed: Same | None = None) -> Pattern:
+        # within a document positions increase by one, so their differences are those of the indices
+        if self.table is not None and packed is None:
+            raise Unread("positions of packed sequences without their numbers")
+        if place.row is not None:
+            pattern = _not(Full())
+            for least, most in self.runs:
+                stop = place.nk if least == -math.inf else (place.row - int(least) + 1).clamp(0, place.nk).view(1)
+                start = 0 if most == math.inf else (place.row - int(most)).clamp(0, place.nk).view(1)
+                pattern = pattern | (Full() if (least, most) == _ALL[0] else KeyPadding(stop, start))
+            return pattern
+        if torch.compiler.is_compiling():
+            return _intervals(self.runs)
+        # drop bounds that no pair of the call reaches: dense patterns become Full, and decoding steps share a pattern
+        nearest, farthest = place.first - place.nk + 1, place.first + place.nq - 1
+        reached: Runs = ()
         for least, most in self.runs:
-            below = () if least is None else ((None, least - 1),)
-            above = () if most is None else ((most + 1, None),)
-            rest = rest & Distances((*below, *above), self.table)
-        return rest
+            # an interval with two bounds is one window, which is planned faster than the complement of another
+            reached += (((-math.inf if least <= nearest else least), math.inf) if most >= farthest else (least, most),)
+        # return one object for equal intervals, because attention looks up a pattern's prepared call by identity
+        same: Pattern | None = PATTERNS.get(("intervals", reached))
+        if same is None:
+            same = _intervals(reached)
+            PATTERNS.put(("intervals", reached), same, len(same.spec) * _BYTES_OF_TEXT)
+        return same
+
+    def __invert__(self) -> Pairs:
+        # the gaps between the intervals, and the two ends
+        ends = (-math.inf, *(end for least, most in self.runs for end in (least - 1, most + 1)), math.inf)
+        gaps = zip(ends[::2], ends[1::2], strict=True)
+        runs = tuple((low, high) for low, high in gaps if low <= high and low < math.inf and high > -math.inf)
+        return Distances(runs, self.table)
 
 
-class Same(Relation):
+class Same(Pairs):
     """Pairs with equal numbers in a table (B, N); if ``known``, only pairs with numbers that are not negative."""
 
     def __init__(self, table: Tensor, known: bool = False):
         self.table, self.known = table, known
 
-    def __and__(self, other: object) -> Relation:
-        if isinstance(other, NotNegative) and other.table is self.table:
-            return Same(self.table, known=True)
-        return super().__and__(other)
+    def pattern(self, place: Place, packed: Same | None = None) -> Documents:
+        if place.row is not None:
+            raise Unread("packed sequences with a static cache")
+        ids = place.of_keys(self.table)
+        return Documents(ids=ids if self.known else ids - ids.amin())
 
 
-class NotNegative(Relation):
+class NotNegative(Pairs):
     """Pairs in which the number of one side in a table is not negative; supported only together with :class:`Same`."""
 
     def __init__(self, table: Tensor):
         self.table = table
 
+    def pattern(self, place: Place, packed: Same | None = None) -> Pattern:
+        raise Unread("document numbers that are compared only with 0")
 
-class Chunks(Relation):
+
+class Chunks(Pairs):
     """Pairs in the same chunk of positions or of a table's numbers, counted from each batch element's origin."""
 
     def __init__(self, length: int, origin: Tensor | None, table: Tensor | None):
         self.length, self.origin, self.table = length, origin, table
 
+    def pattern(self, place: Place, packed: Same | None = None) -> Pattern:
+        length, origin = self.length, self.origin
+        if self.table is not None and packed is None:
+            raise Unread("chunks of packed sequences without their numbers")
+        if place.row is not None:
+            if self.table is not None:
+                raise Unread("chunks of packed sequences with a static cache")
+            zero = 0 if origin is None else origin
+            start = (place.row + place.kv_offset - zero).div(length, rounding_mode="floor") * length + zero
+            start = (start - place.kv_offset).view(-1)
+            return KeyPadding((start + length).clamp(0, place.nk), start.clamp(0, place.nk))
+        if self.table is None:
+            device = "cpu" if origin is None else origin.device
+            at = torch.arange(place.kv_offset, place.kv_offset + place.nk, device=device)[None]
+        else:
+            at = place.of_keys(self.table)
+        at = at if origin is None else at - origin[:, None]
+        # number chunks by their first position: inductor (torch 2.13, CPU) computes the quotient wrongly
+        chunk = at - at.remainder(length)
+        if self.table is None or packed is None:
+            return Documents(ids=chunk - chunk.amin())
+        # count the changes of chunk or document: chunks of different documents have equal numbers
+        change = (chunk.diff(dim=-1) != 0) | (place.of_keys(packed.table).diff(dim=-1) != 0)
+        return Documents(ids=torch.nn.functional.pad(change.long().cumsum(-1), (1, 0)))
 
-class Known(Relation):
+
+class Known(Pairs):
     """Pairs with a key that a bool table (B, N) marks."""
 
     def __init__(self, table: Tensor):
         self.table = table
 
+    def pattern(self, place: Place, packed: Same | None = None) -> Pattern:
+        known = place.padding(self.table)
+        return Full() if known is None else known
 
-class All(Relation):
+
+class All(Pairs):
     """Pairs in every part."""
 
-    def __init__(self, parts: tuple[Relation, ...]):
+    def __init__(self, parts: tuple[Pairs, ...]):
         self.parts = parts
+        self.packing = next((part for part in parts if isinstance(part, Same)), None)
+
+    def pattern(self, place: Place, packed: Same | None = None) -> Pattern:
+        parts, own = self.parts, self.packing
+        if own is not None and any(isinstance(part, Chunks) and part.table is not None for part in parts):
+            # chunks are counted within documents, so they separate the documents too
+            parts = tuple(part for part in parts if part is not own)
+        within = packed if own is None else own
+        return joined([part.pattern(place, within) for part in parts])
 
 
-class Any_(Relation):  # noqa: N801  (typing has the name)
+class Any_(Pairs):  # noqa: N801  (typing has the name)
     """Pairs in at least one part."""
 
-    def __init__(self, parts: tuple[Relation, ...]):
+    def __init__(self, parts: tuple[Pairs, ...]):
         self.parts = parts
 
+    def pattern(self, place: Place, packed: Same | None = None) -> Pattern:
+        pattern = self.parts[0].pattern(place, packed)
+        for part in self.parts[1:]:
+            pattern = pattern | part.pattern(place, packed)
+        return pattern
 
-def _joined(kind: type[All] | type[Any_], one: Relation, other: object) -> Relation:
-    if not isinstance(other, Relation):
+
+def _joined(kind: type[All] | type[Any_], one: Pairs, other: object) -> Pairs:
+    if not isinstance(other, Pairs):
         raise Unread(f"a mask joined with {type(other).__name__}")
     # transformers starts its loops with everything or nothing, which changes nothing
     for a, b in ((one, other), (other, one)):
-        if isinstance(a, Distances) and a.table is None and a.runs == (() if kind is Any_ else ((None, None),)):
+        if isinstance(a, Distances) and a.table is None and a.runs == (() if kind is Any_ else _ALL):
             return b
     # merge parts that have a common form, such as two sets of distances
-    parts: list[Relation] = []
+    parts: list[Pairs] = []
     for part in (*_parts(kind, one), *_parts(kind, other)):
         for place, old in enumerate(parts):
             together = _together(kind, old, part)
@@ -158,43 +238,66 @@ def _joined(kind: type[All] | type[Any_], one: Relation, other: object) -> Relat
     return parts[0] if len(parts) == 1 else kind(tuple(parts))
 
 
-def _together(kind: type[All] | type[Any_], one: Relation, other: Relation) -> Relation | None:
+def _parts(kind: type[All] | type[Any_], pairs: Pairs) -> tuple[Pairs, ...]:
+    return pairs.parts if isinstance(pairs, kind) else (pairs,)
+
+
+def _together(kind: type[All] | type[Any_], one: Pairs, other: Pairs) -> Pairs | None:
+    """Return two parts as one builder, or None if they have no common form."""
     if isinstance(one, Distances) and isinstance(other, Distances) and one.table is other.table:
-        return one & other if kind is All else one | other
+        merged = _overlaps(one.runs, other.runs) if kind is All else _united([*one.runs, *other.runs])
+        return Distances(merged, one.table)
     if kind is All and isinstance(one, Same) and isinstance(other, NotNegative) and one.table is other.table:
         return Same(one.table, known=True)
     return None
 
 
-def _parts(kind: type[All] | type[Any_], relation: Relation) -> tuple[Relation, ...]:
-    return relation.parts if isinstance(relation, kind) else (relation,)
+def _overlaps(one: Runs, other: Runs) -> Runs:
+    both = [(max(a[0], b[0]), min(a[1], b[1])) for a in one for b in other]
+    return tuple(run for run in both if run[0] <= run[1])
 
 
-def _overlap(
-    a: tuple[int | None, int | None], b: tuple[int | None, int | None]
-) -> tuple[int | None, int | None] | None:
-    least = b[0] if a[0] is None else a[0] if b[0] is None else max(a[0], b[0])
-    most = b[1] if a[1] is None else a[1] if b[1] is None else min(a[1], b[1])
-    return None if least is not None and most is not None and least > most else (least, most)
-
-
-def _united(runs: list[tuple[int | None, int | None]]) -> tuple[tuple[int | None, int | None], ...]:
+def _united(runs: list[tuple[float, float]]) -> Runs:
     """Sort intervals of integers, and merge those that overlap or touch."""
-    left = list(runs)
-    joined: list[tuple[int | None, int | None]] = []
-    while left:
-        first = left[0]
-        for run in left:
-            if run[0] is None or (first[0] is not None and run[0] < first[0]):
-                first = run
-        left.remove(first)
-        last = joined[-1] if joined else None
-        if last is not None and (last[1] is None or first[0] is None or first[0] <= last[1] + 1):
-            most = None if last[1] is None or first[1] is None else max(last[1], first[1])
-            joined[-1] = (last[0], most)
+    joined: list[tuple[float, float]] = []
+    for least, most in sorted(runs):
+        if joined and least <= joined[-1][1] + 1:
+            joined[-1] = joined[-1][0], max(joined[-1][1], most)
         else:
-            joined.append(first)
+            joined.append((least, most))
     return tuple(joined)
+
+
+def _not(pattern: Pattern) -> Pattern:
+    # torch.compile does not trace the operator ~
+    return pattern.__invert__()
+
+
+def _intervals(runs: Runs) -> Pattern:
+    """Return the pairs with a distance (query - key) in one of the intervals."""
+    pattern = _not(Full())
+    for least, most in runs:
+        pattern = pattern | _interval(least, most)
+    return pattern
+
+
+def _interval(least: float, most: float) -> Pattern:
+    """Return the pairs with a distance (query - key) in one interval."""
+    if -math.inf < least <= 0 <= most < math.inf:
+        return SlidingWindow(int(most), -int(least))
+    pattern: Pattern = Full()
+    if least > -math.inf:
+        pattern = pattern & _from(int(least))
+    if most < math.inf:
+        pattern = pattern & _not(_from(int(most) + 1))
+    return pattern
+
+
+def _from(least: int) -> Pattern:
+    """Return the pairs with a distance (query - key) of at least a number."""
+    if least == 0:
+        return Causal()
+    return Causal() | SlidingWindow(0, -least) if least < 0 else Causal() & _not(SlidingWindow(least - 1))
 
 
 class Offset:
@@ -227,11 +330,11 @@ class Index:
     ):
         self.axis, self.table, self.shift, self.origin, self.chunk = axis, table, shift, origin, chunk
 
-    def new_ones(self, *shape: object, dtype: torch.dtype) -> Relation:
+    def new_ones(self, *shape: object, dtype: torch.dtype) -> Pairs:
         """Return all pairs; transformers starts intersections with them."""
-        return Distances(((None, None),))
+        return Distances(_ALL)
 
-    def new_zeros(self, *shape: object, dtype: torch.dtype) -> Relation:
+    def new_zeros(self, *shape: object, dtype: torch.dtype) -> Pairs:
         """Return no pairs; transformers starts unions with them."""
         return Distances(())
 
@@ -256,17 +359,17 @@ class Index:
             raise Unread("an index divided in another way")
         return Index(self.axis, self.table, 0, self.origin, other)
 
-    def __le__(self, other: object) -> Relation:
-        return self._compared(other, None, 0)
+    def __le__(self, other: object) -> Pairs:
+        return self._compared(other, -math.inf, 0)
 
-    def __lt__(self, other: object) -> Relation:
-        return self._compared(other, None, -1)
+    def __lt__(self, other: object) -> Pairs:
+        return self._compared(other, -math.inf, -1)
 
-    def __ge__(self, other: object) -> Relation:
-        return self._compared(other, 0, None)
+    def __ge__(self, other: object) -> Pairs:
+        return self._compared(other, 0, math.inf)
 
-    def __gt__(self, other: object) -> Relation:
-        return self._compared(other, 1, None)
+    def __gt__(self, other: object) -> Pairs:
+        return self._compared(other, 1, math.inf)
 
     def __eq__(self, other: object) -> Any:
         if not isinstance(other, Index) or {self.axis, other.axis} != {"q", "k"}:
@@ -287,7 +390,7 @@ class Index:
     def __bool__(self) -> bool:
         raise Unread("the truth of an index")
 
-    def _compared(self, other: object, least: int | None, most: int | None) -> Relation:
+    def _compared(self, other: object, least: float, most: float) -> Pairs:
         if isinstance(other, Index):
             return _difference(self, other).between(least, most)
         if (
@@ -297,12 +400,12 @@ class Index:
             or self.origin is not None
         ):
             raise Unread("an index compared with something else")
-        from_ = None if least is None else other - self.shift + least
+        from_ = other - self.shift + least
         # positions are never negative, but numbers of a table may be
-        if from_ == 0 and most is None and self.table is not None:
+        if from_ == 0 and most == math.inf and self.table is not None:
             return NotNegative(self.table)
-        if from_ is not None and from_ <= 0 and most is None and self.table is None:
-            return Distances(((None, None),))
+        if -math.inf < from_ <= 0 and most == math.inf and self.table is None:
+            return Distances(_ALL)
         raise Unread("an index compared with a number")
 
 
@@ -312,13 +415,12 @@ class Difference:
     def __init__(self, sign: int, shift: int, table: Tensor | None):
         self.sign, self.shift, self.table = sign, shift, table
 
-    def between(self, least: int | None, most: int | None) -> Relation:
+    def between(self, least: float, most: float) -> Pairs:
         """Return the pairs for which the difference is between two numbers, both included."""
-        low = None if least is None else least - self.shift
-        high = None if most is None else most - self.shift
+        low, high = least - self.shift, most - self.shift
         if self.sign < 0:
-            low, high = (None if high is None else -high), (None if low is None else -low)
-        return Distances(((low, high),) if low is None or high is None or low <= high else (), self.table)
+            low, high = -high, -low
+        return Distances(((low, high),) if low <= high else (), self.table)
 
     def __neg__(self) -> Difference:
         return Difference(-self.sign, -self.shift, self.table)
@@ -326,17 +428,17 @@ class Difference:
     def __abs__(self) -> Magnitude:
         return Magnitude(self)
 
-    def __le__(self, other: int) -> Relation:
-        return self.between(None, _number(other))
+    def __le__(self, other: int) -> Pairs:
+        return self.between(-math.inf, _number(other))
 
-    def __lt__(self, other: int) -> Relation:
-        return self.between(None, _number(other) - 1)
+    def __lt__(self, other: int) -> Pairs:
+        return self.between(-math.inf, _number(other) - 1)
 
-    def __ge__(self, other: int) -> Relation:
-        return self.between(_number(other), None)
+    def __ge__(self, other: int) -> Pairs:
+        return self.between(_number(other), math.inf)
 
-    def __gt__(self, other: int) -> Relation:
-        return self.between(_number(other) + 1, None)
+    def __gt__(self, other: int) -> Pairs:
+        return self.between(_number(other) + 1, math.inf)
 
 
 class Magnitude:
@@ -345,10 +447,10 @@ class Magnitude:
     def __init__(self, inner: Difference):
         self.inner = inner
 
-    def __le__(self, other: int) -> Relation:
+    def __le__(self, other: int) -> Pairs:
         return self.inner.between(-_number(other), _number(other))
 
-    def __lt__(self, other: int) -> Relation:
+    def __lt__(self, other: int) -> Pairs:
         return self <= _number(other) - 1
 
 
@@ -386,10 +488,10 @@ class _Looking(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def read(function: MaskFunction) -> Relation:
-    """Return the relation of positions that a mask function computes.
+def read(function: MaskFunction) -> Pairs:
+    """Return the builder of the pattern that a mask function computes.
 
-    Equal functions of transformers share a cached relation if they depend on numbers only.
+    Equal functions of transformers share a cached builder if they depend on numbers only.
 
     Args:
         function: ``function(batch, head, query, key)``.
@@ -403,10 +505,13 @@ def read(function: MaskFunction) -> Relation:
         return result  # type: ignore[no-any-return]
     with _Looking():
         result = function(Index("b"), Index("h"), Index("q"), Index("k"))
-    if not isinstance(result, Relation):
+    if not isinstance(result, Pairs):
         raise Unread(f"a mask that is {type(result).__name__}")
+    if isinstance(result, Same):
+        # an intersection knows its packing
+        result = All((result,))
     if key is not None:
-        PATTERNS.put(key, result, _RELATION_BYTES)
+        PATTERNS.put(key, result, _BUILDER_BYTES)
     return result
 
 

@@ -11,16 +11,15 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers.masking_utils import causal_mask_function
 
-from ...errors import ShapeError, UnsupportedError, in_a_line
+from ...errors import ShapeError, UnsupportedError, in_a_line, message
 from ...patterns import Documents, KeyPadding, Pattern
-from .mask_reading import All, Chunks, Distances, Relation, Same, Unread, read
+from .mask_reading import All, Chunks, Distances, Pairs, Same, read
 from .packing import positions_of_the_call
-from .positions import Place, bounds_of, joined
+from .positions import Place, Unread, bounds_of, joined
 
 if TYPE_CHECKING:
     from ...parallel import ContextParallel
 
-_CAUSAL = ((0, None),)
 # errors of a mask function that is called with symbols but needs tensors
 _RAISED = (Unread, TypeError, ValueError, RuntimeError, AttributeError, IndexError)
 
@@ -64,7 +63,7 @@ class _Carried:
         if name.startswith("__"):
             raise AttributeError(name)
         # an AttributeError, so that hasattr returns False
-        raise AttributeError(str(UnsupportedError("mask", f"a use of .{name}", _WANTED, _REMEDY)))
+        raise AttributeError(message("mask", f"a use of .{name}", _WANTED, _REMEDY))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -215,17 +214,20 @@ class ShardMask(_Carried):
             remedy = "Pass the model everything that shard() returned, and no cache."
             raise ShapeError("tokens", f"{batch} x {queries} queries, {keys} keys", wanted, remedy)
         try:
-            relation = read(mask_function or causal_mask_function)
+            pairs = self._of_whole(read(mask_function or causal_mask_function))
         except _RAISED as why:
             raise _unshared(f"a mask that cannot be read as a pattern ({in_a_line(why)})") from why
         place = Place(batch, n, n, 0, 0)
-        pattern, rows = _padded(place, *_placed(place, self._of_whole(relation)), self.padding)
+        pattern = pairs.pattern(place)
+        rows: Documents | KeyPadding | None = None if pairs.packing is None else pairs.packing.pattern(place)
+        if self.padding is not None:
+            pattern, rows = _padded(place, pattern, rows, self.padding)
         return PatternMask(pattern, (batch, 1, local, local), 0, rows, context=self.context)
 
-    def _of_whole(self, relation: Relation) -> Relation:
-        """Return the relation over the whole sequence; tables of the shard are replaced by tables of the whole."""
-        parts: list[Relation] = []
-        for part in relation.parts if isinstance(relation, All) else (relation,):
+    def _of_whole(self, pairs: Pairs) -> Pairs:
+        """Return the builder for the whole sequence; tables of the shard are replaced by tables of the whole."""
+        parts: list[Pairs] = []
+        for part in pairs.parts if isinstance(pairs, All) else (pairs,):
             if isinstance(part, Distances):
                 parts.append(Distances(part.runs))
             elif isinstance(part, Chunks):
@@ -329,18 +331,15 @@ def pattern_mask(
 def _made(place: Place, mask_function: Callable[..., Any] | None, attention_mask: Tensor | None) -> PatternMask:
     """Return the mask of a call with queries and keys at the given positions."""
     rows: Documents | KeyPadding | None = None
-    if mask_function is None:
-        pattern = place.near(_CAUSAL)
-    else:
-        try:
-            relation = read(mask_function)
-            if type(relation) is Distances and relation.table is None:
-                pattern = place.near(relation.runs)
-            else:
-                pattern, rows = _placed(place, relation)
-        except _RAISED as why:
-            pattern = place.function(mask_function, why)
-    pattern, rows = _padded(place, pattern, rows, attention_mask)
+    mask_function = mask_function or causal_mask_function
+    try:
+        pairs = read(mask_function)
+        pattern = pairs.pattern(place)
+        rows = None if pairs.packing is None else pairs.packing.pattern(place)
+    except _RAISED as why:
+        pattern = place.function(mask_function, why)
+    if attention_mask is not None:
+        pattern, rows = _padded(place, pattern, rows, attention_mask)
     shape = place.batch, 1, place.nq, place.nk
     mask = PatternMask(pattern, shape, place.first, rows, place.kv_offset, row=place.row)
     if rows is None and place.nq == place.nk and not torch.compiler.is_compiling():
@@ -348,17 +347,11 @@ def _made(place: Place, mask_function: Callable[..., Any] | None, attention_mask
     return mask
 
 
-def _placed(place: Place, relation: Relation) -> tuple[Pattern, Documents | KeyPadding | None]:
-    """Return a relation's pattern, and the bounds of its packed documents or None."""
-    packed = place.packing(relation)
-    return place.pattern(relation), None if packed is None else place.documents(packed.table, packed.known)
-
-
 def _padded(
-    place: Place, pattern: Pattern, rows: Documents | KeyPadding | None, padding: Tensor | None
+    place: Place, pattern: Pattern, rows: Documents | KeyPadding | None, padding: Tensor
 ) -> tuple[Pattern, Documents | KeyPadding | None]:
     """Restrict a pattern to the keys that exist; return it, and the bounds of each sequence's tokens."""
-    known = None if padding is None else place.padding(padding)
+    known = place.padding(padding)
     if known is None:
         return pattern, rows
     bounds = bounds_of(known)
