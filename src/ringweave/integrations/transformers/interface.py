@@ -28,7 +28,6 @@ from .saved_patterns import (
     RECORD,
     first_use,
     numbered,
-    outermost,
     record,
     require,
     restore,
@@ -36,7 +35,6 @@ from .saved_patterns import (
     separate,
     tell_when_saved,
     text_of,
-    watch,
 )
 
 # number of columns of a map of weights that one call of attention gives
@@ -89,13 +87,23 @@ def attend(
     """
     call = LayerCall(module, query, key, value, kwargs)
     mask, bias = call.mask(attention_mask, is_causal, sliding_window)
-    pattern, q_offset = call.allowed(mask)
+    pattern, q_offset = call.restricted(mask) if call.restricts else (mask.pattern, mask.q_offset)
     # the number becomes part of the call's text, so torch.compile must not replace it by a symbol
     terms: list[Term] = [] if softcap is None else [Softcap(guard_scalar(softcap))]
-    terms += [call.bias(table) for table in (bias, position_bias) if table is not None]
+    if bias is not None:
+        terms.append(call.bias(bias))
+    if position_bias is not None:
+        terms.append(call.bias(position_bias))
     options: dict[str, Any] = {"scale": scaling, "terms": terms, "sink_logits": s_aux if sinks is None else sinks}
     if call.pages is not None:
-        call.check_pages(attention_mask, position_bias, output_attentions)
+        remedy = f"Pass {CACHE}=DynamicCache()."
+        # without a mask a layer attends all earlier tokens, so a longer call must be the first one
+        later = attention_mask is None and 1 < call.nq != call.pages.seen
+        if later or bias is not None or position_bias is not None:
+            got = "a mask or bias of numbers, or no mask for several queries after cached tokens"
+            raise UnsupportedError(CACHE, got, "a mask (B, tokens) with keys in pages", remedy)
+        if output_attentions:
+            raise UnsupportedError("output_attentions", "keys in pages", "another cache", remedy)
         out = paged_attention(call.query, call.pages.pages, pattern, **options)
         return out.transpose(1, 2).contiguous(), None
     options["q_offset"] = q_offset
@@ -142,6 +150,8 @@ class LayerCall:
         self.pattern: Pattern | None = getattr(module, ATTRIBUTE, None)
         if self.pattern is None and hasattr(getattr(module, "config", None), RECORD):
             self.pattern = first_use(module)
+        # whether anything but the mask matters: a step of a layer without a pattern has no more to ask
+        self.restricts = self.nq > 1 or self.pattern is not None or not DOCUMENTS.isdisjoint(given)
 
     def mask(
         self, mask: PatternMask | Tensor | None, is_causal: bool | None, window: int | None
@@ -180,7 +190,7 @@ class LayerCall:
             return torch.zeros_like(mask, dtype=self.query.dtype).masked_fill(~mask, -torch.inf)
         return mask
 
-    def allowed(self, mask: PatternMask) -> tuple[Pattern, int | Tensor]:
+    def restricted(self, mask: PatternMask) -> tuple[Pattern, int | Tensor]:
         """Return the pattern of the mask, of documents in keywords and of the layer, and the first query's index."""
         pattern, documents = mask.pattern, None
         if not DOCUMENTS.isdisjoint(self.given):
@@ -210,18 +220,6 @@ class LayerCall:
             raise ShapeError("attention mask or bias", shown(table), wanted, OTHER)
         return Bias(table.expand(-1, -1, *sizes[2:]))
 
-    def check_pages(self, mask: object, position_bias: object, output_attentions: object) -> None:
-        """Raise UnsupportedError if attention over pages does not implement the call."""
-        assert self.pages is not None
-        remedy = f"Pass {CACHE}=DynamicCache()."
-        # without a mask a layer attends all earlier tokens, so a longer call must be the first one
-        first = mask is not None or self.nq == 1 or self.pages.seen == self.nq
-        if isinstance(mask, Tensor) or position_bias is not None or not first:
-            got = "a mask or bias of numbers, or no mask for several queries after cached tokens"
-            raise UnsupportedError(CACHE, got, "a mask (B, tokens) with keys in pages", remedy)
-        if output_attentions:
-            raise UnsupportedError("output_attentions", "keys in pages", "another cache", remedy)
-
 
 def _of_the_batch(pattern: Pattern) -> bool:
     """Whether a pattern holds the documents of a batch, so that it already counts the tokens of whole rows."""
@@ -246,7 +244,7 @@ def _weights(query: Tensor, key: Tensor, pattern: Pattern, options: dict[str, An
 
 
 def register() -> None:
-    """Register the name ``"ringweave"`` with transformers, and read the patterns in the configs of constructed models.
+    """Register the name ``"ringweave"`` with transformers.
 
     Importing this package calls it.
 
@@ -256,7 +254,6 @@ def register() -> None:
     """
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, pattern_mask)
-    watch()
 
 
 def set_pattern(model: nn.Module, pattern: Pattern | str | None, layers: Sequence[int] | None = None) -> list[str]:
@@ -268,8 +265,9 @@ def set_pattern(model: nn.Module, pattern: Pattern | str | None, layers: Sequenc
     Cross-attention is not restricted, since a pattern relates the positions of one sequence.
 
     The pattern is stored as text in the model's config (``config.ringweave``), so that ``save_pretrained`` saves it and
-    a loaded model has it again. The model gets its own copy of the config. A pattern of tensors or functions has no
-    text; a warning says so when the model is saved. Other attention implementations ignore the pattern.
+    a loaded model has it again. The model gets its own copy of the config; pass the whole model to save its patterns,
+    since a part has a config of its own then. A pattern of tensors or functions has no text; a warning says so when the
+    model is saved. Other attention implementations ignore the pattern.
 
     Args:
         model: A model of transformers with the implementation ``"ringweave"``.
@@ -303,13 +301,13 @@ def set_pattern(model: nn.Module, pattern: Pattern | str | None, layers: Sequenc
 def _set(model: nn.Module, modules: dict[str, nn.Module], pattern: Pattern | None) -> None:
     """Set the pattern of some of a model's layers, and write the change to the configs."""
     text = text_of(pattern)
-    # the search for the whole model takes tens of milliseconds: a pattern of each batch's documents does without it
-    whole = None if all(_has_text(module, text) for module in modules.values()) else outermost(model)
-    if whole is not None:
-        restore(whole)
+    # a pattern of each batch's documents has no text, and changes no config
+    changes = text is not None or not all(map(_without_text, modules.values()))
+    if changes:
+        restore(model)
     for module in modules.values():
         setattr(module, ATTRIBUTE, pattern)
-    unsaved = [] if whole is None else record(whole)
+    unsaved = record(model) if changes else []
     if text is None:
         for module in modules.values() if pattern is not None else ():
             tell_when_saved(module)
@@ -319,11 +317,11 @@ def _set(model: nn.Module, modules: dict[str, nn.Module], pattern: Pattern | Non
         warn_once(f"unsaved {type(model).__name__}", "pattern", got, "one pattern for all of these layers", remedy)
 
 
-def _has_text(module: nn.Module, text: str | None) -> bool:
-    """Whether a layer already has a pattern with this text."""
-    if ATTRIBUTE not in vars(module) and getattr(module.config, RECORD, None) is not None:
-        return False
-    return text_of(vars(module).get(ATTRIBUTE)) == text
+def _without_text(module: nn.Module) -> bool:
+    """Whether a layer has no pattern that a config holds."""
+    if ATTRIBUTE not in vars(module):
+        return getattr(module.config, RECORD, None) is None
+    return text_of(vars(module)[ATTRIBUTE]) is None
 
 
 def _relation(pattern: object) -> Pattern | None:
@@ -391,12 +389,11 @@ def patch(model: M, pattern: Pattern | str | None = None, layers: Sequence[int] 
         raise UnsupportedError("model", got, "one that does", "Replace its attention with rw.attention.")
     pattern = _relation(pattern)
     modules = {} if pattern is None else _layers(model, layers)
-    whole = outermost(model)
     configs = [vars(module).get("config") for module in model.modules()]
     if any(getattr(config, "_attn_implementation", NAME) != NAME for config in configs):
-        separate(whole)
+        separate(model)
     model.set_attn_implementation(NAME)
-    restore(whole)
+    restore(model)
     if pattern is not None:
         _set(model, modules, pattern)
     return model

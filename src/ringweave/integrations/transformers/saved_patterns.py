@@ -3,20 +3,19 @@
 The config attribute ``ringweave`` is a plain dict, which transformers reads and writes without ringweave:
 ``{"pattern": text}`` if all attention layers of the config have the same pattern, else ``{"layers": {number: text}}``.
 
-At run time a layer's pattern is an attribute of its attention module. The config is read when a model is constructed,
-when it is patched, or at the latest when a layer without the attribute runs.
+At run time a layer's pattern is an attribute of its attention module. The config is read when a model is patched, or
+when a layer without the attribute runs.
 """
 
 from __future__ import annotations
 
 import copy
-import gc
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import PatternError, UnsupportedError, in_a_line, shown, warn_once
@@ -43,9 +42,9 @@ def self_attention(name: str, module: nn.Module) -> bool:
     return not any("cross" in word or word.startswith(("encoder_attn", "encoder_decoder", "encdec")) for word in words)
 
 
-def numbered(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, int]]:
+def numbered(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
     """Iterate over (name, module, layer number) of the modules with a layer number."""
-    for name, module in model.named_modules(prefix=prefix):
+    for name, module in model.named_modules():
         number = getattr(module, "layer_idx", None)
         if isinstance(number, int):
             yield name, module, number
@@ -76,10 +75,10 @@ def text_of(pattern: Pattern | None) -> str | None:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def restore(model: nn.Module, prefix: str = "") -> None:
+def restore(model: nn.Module) -> None:
     """Give the layers that have no pattern attribute the pattern that their config names, or None."""
     known: dict[str, Pattern | None] = {}
-    for name, module, number in numbered(model, prefix):
+    for name, module, number in numbered(model):
         record = getattr(getattr(module, "config", None), RECORD, None)
         if record is None or ATTRIBUTE in vars(module):
             continue
@@ -93,19 +92,38 @@ def restore(model: nn.Module, prefix: str = "") -> None:
 
 
 def first_use(module: nn.Module) -> Pattern | None:
-    """Return the pattern that a layer's config names; restore the whole model's patterns if nothing has done so.
+    """Return the pattern that a layer's config names; restore the patterns of the whole model that is running.
 
     Raises:
-        UnsupportedError: torch.compile traces a model before its patterns were restored.
+        UnsupportedError: torch.compile traces a model before its patterns were restored, or no model calls the layer.
     """
     if hasattr(module, ATTRIBUTE) or not isinstance(getattr(module, "layer_idx", None), int):
         return getattr(module, ATTRIBUTE, None)
-    if torch.compiler.is_compiling():
+    model = None if torch.compiler.is_compiling() else _running(module)
+    if model is None:
         got = "a pattern in the config of a model that torch.compile traces before ringweave has read it"
+        if not torch.compiler.is_compiling():
+            got = "a pattern in the config of a layer that is called outside of its model's forward"
         raise UnsupportedError("config.ringweave", got, "a patched model", "Call patch(model) first.")
-    restore(outermost(module))
+    restore(model)
     pattern: Pattern | None = getattr(module, ATTRIBUTE, None)
     return pattern
+
+
+def _running(module: nn.Module) -> nn.Module | None:
+    """Return the largest model of transformers that contains a layer and has a forward that is running.
+
+    A layer's name in the model tells cross-attention from self-attention, and a module of torch does not know its name.
+    """
+    found = None
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        if frame.f_code.co_name == "forward":
+            model = frame.f_locals.get("self")
+            if isinstance(model, PreTrainedModel) and any(each is module for each in model.modules()):
+                found = model
+        frame = frame.f_back
+    return found
 
 
 def _text_in(record: object, number: int) -> object:
@@ -132,87 +150,35 @@ def _parsed(text: object) -> Pattern | None:
     return None
 
 
-def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Restore the patterns of a model that is being constructed: torch calls this for each module that gets a child.
-
-    Later there is no place from which to warn: another attention implementation never calls ringweave.
-    """
-    if child is None or not isinstance(parent, PreTrainedModel):
-        return
-    if not any(RECORD in vars(config) for config in _tree(vars(parent).get("config"))):
-        return
-    restore(child, name)
-    for _, module, _ in numbered(child, name):
-        pattern, config = vars(module).get(ATTRIBUTE), vars(module).get("config")
-        if pattern is None or (other := getattr(config, "_attn_implementation", NAME)) == NAME:
-            continue
-        got = f"the pattern {pattern}, with the attention implementation {other!r}"
-        remedy = f"The pattern is ignored: call patch(model), or load with attn_implementation={NAME!r}."
-        warn_once(f"ignored {pattern} {other}", "config.ringweave", got, repr(NAME), remedy)
-
-
-def watch() -> None:
-    """Let constructed models read the patterns in their configs."""
-    global _watching
-    if not _watching:
-        _watching = True
-        register_module_module_registration_hook(_on_registration)
-
-
-_watching = False
-
-
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def outermost(model: nn.Module) -> nn.Module:
-    """Return the largest live model of transformers that contains a module; the module itself if there is none.
-
-    A part of a model shares configs with the whole, which ``save_pretrained`` writes, and torch's modules do not know
-    their parents.
-    """
-    parents: dict[int, list[nn.Module]] = {}
-    for each in gc.get_objects():
-        # not isinstance, which asks proxies for their class
-        if issubclass(type(each), nn.Module):
-            for child in vars(each).get("_modules", {}).values():
-                parents.setdefault(id(child), []).append(each)
-    found, seen, left = model, {id(model)}, [model]
-    for each in left:
-        for parent in parents.get(id(each), ()):
-            if id(parent) not in seen:
-                seen.add(id(parent))
-                left.append(parent)
-                found = parent if isinstance(parent, PreTrainedModel) else found
-    return found
-
-
-def separate(whole: nn.Module) -> dict[int, Any]:
+def separate(model: nn.Module) -> dict[int, Any]:
     """Give a model its own copies of its configs, so that changes do not reach another model with the same ones.
 
     Returns:
         The copies by the ids of the originals.
     """
     memo: dict[int, Any] = {}
-    for module in whole.modules():
+    for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, PreTrainedConfig):
                 setattr(module, name, copy.deepcopy(value, memo))
     return memo
 
 
-def record(whole: nn.Module) -> list[str]:
+def record(model: nn.Module) -> list[str]:
     """Write the patterns of a model's layers into its configs.
 
     Returns:
         The names of the layers that have a pattern which cannot be written.
     """
-    top = vars(whole).get("config")
+    top = vars(model).get("config")
     saved = {id(config) for config in _tree(top)}
     # by the config that save_pretrained writes: the configs with its layers, and each layer number's patterns
     configs: dict[int, dict[int, Any]] = {}
     patterns: dict[int, dict[int, list[tuple[str, Pattern | None]]]] = {}
-    for name, module, number in numbered(whole):
+    for name, module, number in numbered(model):
         if not self_attention(name, module):
             continue
         # T5's encoder and decoder have copies of the config, which are not saved
@@ -231,15 +197,15 @@ def record(whole: nn.Module) -> list[str]:
                 unsaved += [name for name, pattern in members if pattern is not None]
             else:
                 texts[str(number)] = text
-        whole_record: Record | None = None
+        written: Record | None = None
         if texts:
             alike = len(texts) == len(layers) and len(set(texts.values())) == 1
-            whole_record = {"pattern": next(iter(texts.values()))} if alike else {"layers": texts}
+            written = {"pattern": next(iter(texts.values()))} if alike else {"layers": texts}
         for key, config in configs[home].items():
-            if getattr(config, RECORD, None) != whole_record:
-                changed[key] = whole_record
+            if getattr(config, RECORD, None) != written:
+                changed[key] = written
     if changed:
-        copies = separate(whole)
+        copies = separate(model)
         for key, value in changed.items():
             if value is None:
                 vars(copies[key]).pop(RECORD)
