@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz``: every backend and instruction set for a share of the time, or one of them."""
+"""Run ``python -m tests.fuzz``: every backend and instruction set for a share of the time, or one of them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
-# processes at a time
+# processes that run together
 _AT_ONCE = 2
 _MOST_FINDS = 3
-# seconds of one case and of making it smaller, on a machine that is busy
+# seconds for one case and for shrinking it, on a busy machine
 _LONGEST = 240
 
 
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def all_of_them(seconds: float, seed: int) -> int:
-    """Every backend in a process of its own."""
+    """Run every backend in its own process."""
     from ringweave.backends import cpu, triton
 
     native = cpu.module()
@@ -73,7 +73,7 @@ def all_of_them(seconds: float, seed: int) -> int:
 
 
 class Process:
-    """One backend's process, and the number of the case that it is at, which outlives a crash."""
+    """One backend's process, and the number of its present case, which is kept after a crash."""
 
     def __init__(self, job: list[str], seed: int, seconds: float):
         self.job = [*job, "--seed", str(seed)]
@@ -109,7 +109,7 @@ class Process:
 
 
 def one(options: argparse.Namespace) -> int:
-    """One backend in this process."""
+    """Run one backend in this process."""
     faulthandler.enable()
     import torch
 
@@ -120,7 +120,7 @@ def one(options: argparse.Namespace) -> int:
 
     warnings.simplefilter("error")
     if options.backend == "triton":
-        # where results are selected away, infinities meet; numpy, which the interpreter computes with, says so
+        # discarded results may combine infinities, and numpy, which computes for the interpreter, warns of that
         warnings.simplefilter("ignore", RuntimeWarning)
     name = options.backend + f" --variant {options.variant}" * bool(options.variant) + " --fine" * options.fine
     name += " --sequences" * options.sequences
@@ -134,11 +134,11 @@ def one(options: argparse.Namespace) -> int:
     while options.case is None or index < options.case:
         index += 1
         if index == 1:
-            # the first call has loaded what torch loads late, for seconds on a busy machine
+            # the first call also loads modules that torch loads late, which takes seconds on a busy machine
             start = time.monotonic()
         if time.monotonic() - start > options.seconds and options.case is None and index:
             break
-        # a call that hangs says where
+        # a call that hangs prints its stack
         faulthandler.dump_traceback_later(_LONGEST, exit=True)
         progress[:8] = struct.pack("q", index)
         again = f"python -m tests.fuzz --backend {name} --seed {options.seed} --case {index}"

@@ -1,4 +1,4 @@
-"""Random calls: sizes, layouts, types and options around a pattern, and each call as Python."""
+"""Draw calls: sizes, layouts, dtypes and options around a pattern; and print each call as Python."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ DIMS = [8, 8, 16, 16, 24, 32, 40, 64, 72, 96]
 ODD_DIMS = [1, 2, 3, 5, 7, 12, 20, 33, 50, 90]
 SCALES = [None, None, None, None, 0.3, -0.3, 1.0, 0.0, -0.0, 1e-30, 1e-6, -1e-3, 30.0, -20.0, 1e4, -1e6, 1e20, 1e30]
 FILLS = [".normal_()"] * 8 + [".normal_(0, 30)", ".normal_(0, 0.001)", ".random_(-2, 3)", ".fill_(1)", ".zero_()"]
-#: q and k that overflow before they are scaled, and a scale that brings them back, or far up
+#: q and k with products that overflow before they are scaled, and a scale that brings them into range, or far up
 LARGE = [(20, 19, -37), (20, 19, -10), (25, -10, -15), (-20, -17, 36), (36, 0, -30), (0, 36, -36), (18, 20, -36)]
-#: saved tensors of other strides than those that were given
+#: ways to return saved tensors with other strides
 HOOKS = (
     "torch.autograd.graph.saved_tensors_hooks(lambda x: x.mT.contiguous() if x.ndim > 1 else x, "
     "lambda x: x.mT if x.ndim > 1 else x)"
@@ -29,7 +29,7 @@ DTYPES = ["float32", "float32", "bfloat16", "float16", "float64"]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the library; everything that happens follows from it."""
+    """One call of the library; its fields determine everything that happens."""
 
     backend: str
     kv_heads: int
@@ -50,22 +50,22 @@ class Call:
     detach_weights: bool
     threads: int
     poisoned: bool
-    #: whether keys, values and queries that take no part are NaN
+    #: whether keys, values and queries without pairs are NaN
     dead: bool
     seed: int
-    #: (batch element, key head, key) of a key of NaN that queries may attend
+    #: (batch element, key head, key) of a NaN key that queries may attend
     broken: tuple[int, int, int] | None = None
-    #: whether what backward saves is packed in another layout
+    #: whether tensors saved for backward are packed in another layout
     packed: bool = False
     #: whether the call is made in a forked process first
     forked: bool = False
-    #: positions of each batch element's first query and key, where they are given by batch element
+    #: positions of each batch element's first query and key, if they differ by batch element
     first: First | None = None
     scoring: TermOperands = TermOperands()  # noqa: RUF009  (immutable)
 
     @property
     def nk(self) -> int:
-        """Keys that are passed: those from the first position on."""
+        """Return the number of keys that are passed: those from the first position on."""
         return self.sizes.nk - (0 if self.first is None else max(self.first.k))
 
     @property
@@ -74,7 +74,7 @@ class Call:
         return [] if self.how in ("no_grad", "inference_mode") else [*self.leaves, *self.scoring.learning]
 
     def shapes(self) -> list[tuple[int, int, int, int]]:
-        """Of q, k, v and dout."""
+        """Return the shapes of q, k, v and dout."""
         s = self.sizes
         return [
             (s.batch, s.heads, s.nq, self.dim),
@@ -162,7 +162,7 @@ def program(call: Call) -> tuple[list[str], list[str]]:
 
 
 def draw(backend: str, seed: int, index: int) -> Call:
-    """The call of a number: the same for the same three arguments, on every instruction set."""
+    """Draw the call with this number; equal arguments draw an equal call on every instruction set."""
     r = Random(f"{backend} {seed} {index}")
     slow = backend == "triton"
     heads, kv_heads = r.choice([(1, 1), (2, 2), (4, 4), (2, 1), (4, 2), (4, 1), (3, 1), (6, 3), (5, 5), (8, 2), (8, 8)])
@@ -206,7 +206,7 @@ def draw(backend: str, seed: int, index: int) -> Call:
         loss="out" if how in ("attention", "longnet_attention", "weights") else r.choice(["both", "both", "out", "lse"]),
         how=how, detach_weights=detach, threads=r.choice([1] * 5 + [2]), poisoned=r.random() < 0.2, dead=dead, seed=r.randint(0, 10**6), first=first,
     )  # fmt: skip
-    # numbers of its own, so that all else is as without
+    # a generator of its own, so that all other draws stay as they are without it
     call = _hostile(Random(f"hostile {backend} {seed} {index}"), call)
     r = Random(f"scoring {backend} {seed} {index}")
     if (
@@ -227,10 +227,10 @@ def _hostile(r: Random, call: Call) -> Call:
         q, k, scale = r.choice(LARGE)
         fills = (f".normal_().clamp_(-3, 3).mul_(1e{q})", f".normal_().clamp_(-3, 3).mul_(1e{k})", *call.fills[2:])
         return replace(call, fills=fills, scale=10.0**scale)
-    # what parts get from a merge is NaN in a row, which is a gradient of out; a scale of 0 makes 0 of a gradient
+    # after a merge, a part's gradient of out is NaN in a broken row; a scale of 0 makes that 0
     if choice < 0.14 and call.layouts[1] not in SHARED and call.how not in ("weights", "merge") and call.scale != 0:
         broken = r.randrange(s.batch), r.randrange(call.kv_heads), r.randrange(call.nk)
-        # within a tile the gradients of the GPU's kernels, as those of values
+        # on a GPU, gradients are spoilt within a whole tile, as values are
         leaves = "" if call.backend == "triton" else call.leaves
         return replace(call, broken=broken, dead=False, leaves=leaves)
     if choice < 0.18:
@@ -241,7 +241,7 @@ def _hostile(r: Random, call: Call) -> Call:
 def _sizes(r: Random, heads: int, how: str, slow: bool) -> Sizes:
     batch = r.choice([1, 1, 2, 3])
     lengths = LENGTHS if not slow else LENGTHS[:13]
-    # most are small, so that there are many
+    # most cases are small, so that many fit the time
     pairs = 2**12 if slow else r.choice([2**11] * 12 + [2**13] * 6 + [2**15, 2**17])
     while True:
         nq = r.choice(lengths) if r.random() < 0.8 else r.randint(1, lengths[-1])

@@ -1,4 +1,4 @@
-"""One call against its definition: float64, by hand, over masks that :mod:`.trees` spells."""
+"""Compare one call with its definition in float64, over the masks that :mod:`.trees` defines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .truth import Truth, rounding, torch_own
 
 
 class Refused(Exception):  # noqa: N818
-    """A named backend said that it cannot run the call."""
+    """A named backend refused the call."""
 
 
 class Find(Exception):  # noqa: N818
@@ -36,7 +36,7 @@ class Find(Exception):  # noqa: N818
 
 
 def check(call: Call) -> str:
-    """Run a call and hold everything about it against the definition; "checked", or "bounded" where only bounds hold.
+    """Run a call and check its results; return "checked", or "bounded" where only bounds apply.
 
     Raises:
         Find: Something is wrong.
@@ -79,7 +79,7 @@ def _run(call: Call, names: dict[str, Any], inputs: str, lines: str) -> str:
     x, reached = _inputs(call, names), None
     if call.broken is not None:
         reached = _reached(call, torch.from_numpy(counts.sum(0)) > 0)
-        # of a broken row nothing is asked but that it is NaN
+        # a broken row only has to be NaN
         x.dout, x.dlse = x.dout.masked_fill(reached[0][..., None], 0.0), x.dlse.masked_fill(reached[0], 0.0)
     tensors = {name: names[name].detach() for name in call.scoring.tensors}
     truth = Truth(call, x, torch.from_numpy(counts), tensors, seed)
@@ -105,7 +105,7 @@ def _check_bits(call: Call, names: dict[str, Any], lines: str, got: dict[str, Te
             plain[name] = leaf
     torch.set_num_threads(3 - call.threads)
     exec(lines, plain)
-    # torch's own sums, in an order of the layout, are in the gradients of sinks, and so in all that follow
+    # torch's own sums, in an order that the layout decides, enter the gradients of sinks, and results that use them
     for name, x in got.items():
         if call.scoring.sinks is not None and name not in ("out", "lse"):
             continue
@@ -118,7 +118,7 @@ def _check_bits(call: Call, names: dict[str, Any], lines: str, got: dict[str, Te
 
 
 def _reached(call: Call, allowed: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows that attend a broken key, and the keys that those attend."""
+    """Return the rows that attend a broken key, and the keys that those rows attend."""
     assert call.broken is not None
     batch, head, key = call.broken
     ratio = call.sizes.heads // call.kv_heads
@@ -129,13 +129,13 @@ def _reached(call: Call, allowed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check_broken(reached: tuple[Tensor, Tensor], truth: Truth, got: dict[str, Tensor]) -> None:
-    """What attends a broken key is NaN, and its gradients; in ``got`` it is then as in the truth."""
+    """Check that results reached by a broken key are NaN, and copy the true values over them in ``got``."""
     rows, keys = reached
     for name, x in got.items():
         broken = keys if name in ("dk", "dv") else rows
         broken = broken if name == "lse" else broken[..., None].expand_as(x)
         bad = x.isposinf() | x.isnan() if name == "lse" else x.isnan()
-        # whether all else is a number is asked of what can be compared
+        # values that can be compared are checked for NaN later
         if not (name == "dv" and truth.call.loss == "lse"):
             _same("broken key", name, bad & broken, broken, x, truth.results[name])
         if name != "lse":
@@ -144,7 +144,7 @@ def _check_broken(reached: tuple[Tensor, Tensor], truth: Truth, got: dict[str, T
 
 
 def _check_fork(names: dict[str, Any], lines: str) -> None:
-    """A forked process computes, or says that it cannot; it never waits for threads that it has not."""
+    """Check that a forked process computes, or raises that it cannot; it never waits for threads that it lacks."""
     child = os.fork()
     if not child:
         try:
@@ -180,7 +180,7 @@ def _check_mask(call: Call, names: dict[str, Any], counts: Any) -> None:
         return
     which = "pattern"
     if call.first is not None:
-        # the pattern by places, which no public name gives
+        # a pattern by indices, which has no public constructor
         which = "rw.patterns.shifted.with_offsets(pattern, torch.tensor({}), torch.tensor({}), {})[0]"
         which = which.format(list(call.first.q), list(call.first.k), s.batch)
         names = names | {"pattern": eval(which, {"rw": rw, "torch": torch, "pattern": names["pattern"]})}
@@ -191,7 +191,7 @@ def _check_mask(call: Call, names: dict[str, Any], counts: Any) -> None:
     _same_mask("to_dense", asked, dense, wanted)
     if call.tree.kind == "LongNet":
         return
-    # a plan of tiles of some size
+    # a plan with tiles of a random size
     tile = [(16, 16), (16, 16), (16, 32), (32, 16), (32, 32), (32, 64), (128, 16), (48, 80)][call.seed // 4 % 8]
     sizes = f"{s.nq}, {s.nk}, heads={s.heads}, batch={s.batch}, q_offset={s.q_offset}"
     made = f"rw.plan({which}, {sizes}, tile={tile})"
@@ -245,7 +245,7 @@ def _check_kind(call: Call, name: str, got: Tensor, truth: Truth) -> None:
 def _compare(call: Call, truth: Truth, got: dict[str, Tensor]) -> str:
     want = {name: truth.results[name] for name in got}
     stored = torch.finfo(truth.x.q.dtype)
-    # where exponents are off by a per cent each kernel rounds to weights of its own, and only bounds hold
+    # where exponents are off by a per cent, each kernel's weights are rounded differently, and only bounds hold
     bounded = truth.size * truth.exponent_unit > 0.01
     if float(truth.products.max()) > float(torch.finfo(torch.float32).max) / 4:
         return "out of range"
@@ -284,7 +284,7 @@ def _compare(call: Call, truth: Truth, got: dict[str, Tensor]) -> str:
     return "checked"
 
 
-#: units of rounding that are allowed where torch itself happens to be more exact
+#: units of rounding that are always allowed, since torch may happen to be more exact
 UNITS = 2.0
 
 
@@ -306,7 +306,7 @@ def _element(name: str, place: list[int], want: Tensor) -> str:
 
 
 def _in_hull(call: Call, truth: Truth, got: dict[str, Tensor]) -> None:
-    """Whatever the weights are, out lies between the values of its row, and lse little above the largest score."""
+    """Check bounds that hold for any weights: out is between the values of its row, and lse close above the largest score."""
     counts = truth.counts.sum(0)
     allowed = counts > 0
     eps = torch.finfo(truth.x.q.dtype).eps

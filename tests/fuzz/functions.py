@@ -1,4 +1,4 @@
-"""Functions as patterns, plain and over tensors that they capture; FlexAttention's masks of them."""
+"""Define functions as patterns, plain and over captured tensors, and FlexAttention's masks of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def draw_function(r: Random, s: Sizes) -> tuple[Any, ...]:
 
 
 def captured(s: Sizes, name: str, c: int, seed: int) -> tuple[tuple[int, ...], float]:
-    """The shape of the tensor that a function reads, and what uniform numbers are multiplied with; or ()."""
+    """Return the shape of the tensor that a function reads, and the factor of its uniform numbers; or ()."""
     longest = max(s.stop, s.nk)
     return {
         "ids": ((longest,), float(c + 1)),

@@ -14,7 +14,7 @@ Numbers = tuple[int, ...]
 
 
 def draw_shape(r: Random, s: Sizes) -> tuple[Numbers, Numbers]:
-    """As many tokens as keys, on one to three axes, and any box."""
+    """Draw a shape with as many tokens as keys, on one to three axes, and any box."""
     shape: list[int] = []
     left = s.nk
     for _ in range(r.choice([0, 1, 1, 2])):
@@ -49,7 +49,7 @@ def windows_source(s: Sizes, shape: Numbers, tile: Numbers, size: Numbers, shift
 def tokens_in_order(shape: Numbers, tile: Numbers) -> list[Numbers]:
     def place(token: Numbers) -> Any:
         axes = list(zip(token, shape, map(min, tile, shape), strict=True))
-        # what whole boxes do not hold, then the box, then the place in it
+        # sort tokens outside of whole boxes last, then by box, then by the place in it
         return [c >= n // b * b for c, n, b in axes], [c // b for c, _, b in axes], [c % b for c, _, b in axes]
 
     return sorted(itertools.product(*map(range, shape)), key=place)

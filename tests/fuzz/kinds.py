@@ -1,4 +1,4 @@
-"""Every pattern and preset: how its arguments are drawn, the Python that makes it, and its definition in numpy."""
+"""Every pattern and preset: a generator of arguments, the Python that makes it, and its definition in numpy."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from .tables import (
 
 
 def document_lengths(s: Sizes, *sizes: int) -> list[int]:
-    """Documents of these sizes in turn until the keys are used up."""
+    """Return documents of these sizes, repeated until the keys are used up."""
     lengths: list[int] = []
     while (left := s.nk - sum(lengths)) > 0:
         lengths.append(min(sizes[len(lengths) % len(sizes)], left))
@@ -218,12 +218,12 @@ KINDS: dict[str, Kind] = {
     ),
 }  # fmt: skip
 
-#: Patterns that are drawn under another name, or by the trees.
+#: Patterns that are drawn under another name, or inside of trees.
 ELSEWHERE = {"sparse_transformer_fixed", "TokenMask", "PerHead", "LongNet", "Within"}
 
 
 def of_example(example: str) -> Kind:
-    """A declared pattern with other numbers in its example. Its own ``allows``, by token, is the definition."""
+    """Draw a declared pattern with other numbers than its example's; its own ``allows``, by token, is the definition."""
 
     def drawn(r: Random, s: Sizes) -> tuple[str]:
         for _ in range(100):

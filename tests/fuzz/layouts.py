@@ -1,4 +1,4 @@
-"""How a tensor of four sides may lie: the Python that makes one and fills it."""
+"""Memory layouts of a 4-D tensor, as Python that makes and fills it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def _own(view: Callable[..., str], order: str) -> Callable[..., str]:
-    """A tensor filled and then looked at otherwise; ``order`` says its sides."""
+    """Return a tensor that is filled and then permuted by ``order``."""
 
     def text(b: int, h: int, n: int, c: int, dtype: str, fill: str) -> str:
         sides = [{"b": b, "h": h, "n": n, "c": c, "1": 1, "w": n + c - 1}[side] for side in order]
@@ -16,7 +16,7 @@ def _own(view: Callable[..., str], order: str) -> Callable[..., str]:
 
 
 def _part(base: Callable[..., list[int]], index: str) -> Callable[..., str]:
-    """A part of a tensor that holds NaN elsewhere."""
+    """Return a part of a tensor that contains NaN elsewhere."""
 
     def text(b: int, h: int, n: int, c: int, dtype: str, fill: str) -> str:
         view = index.format(b=b, h=h, n=n, c=c, stop=n + 3)
@@ -56,5 +56,5 @@ LAYOUTS: dict[str, Callable[..., str]] = {
 }
 
 
-#: views in which elements share memory
+#: views with elements that share memory
 SHARED = ("one channel", "one token", "one head", "one batch", "one number", "overlapping")

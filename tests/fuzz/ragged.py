@@ -17,7 +17,7 @@ def draw_bounds(r: Random, s: Sizes) -> tuple[Any, ...]:
 
 
 def bounds(s: Sizes, how: str, seed: int) -> tuple[list[int], list[int]]:
-    """(start, stop) of each batch element."""
+    """Return (start, stop) of each batch element."""
     r = Random(seed)
     if how == "all":
         start = r.randint(0, s.nk)
@@ -45,7 +45,7 @@ def draw_ids(r: Random, s: Sizes) -> tuple[Any, ...]:
 
 
 def ids(s: Sizes, per_batch: bool, pieces: bool, seed: int) -> NDArray[np.int64]:
-    """(B or 1, keys): runs of ids, some negative; a document may come in pieces."""
+    """Draw ids (B or 1, keys): runs of ids, some negative; a document may be in several pieces."""
     r = Random(seed)
     rows = []
     for _ in range(s.batch if per_batch else 1):
@@ -103,7 +103,7 @@ ANYWHERE = ["Full", "Causal", "SlidingWindow", "Sinks", "Segments", "Strided", "
 
 
 def places(at: At, kind: str, *args: Any) -> list[tuple[int, int]]:
-    """The ranges of positions within which a pattern is counted anew, for a batch element."""
+    """Return the ranges of positions that a pattern is counted within, for a batch element."""
     if kind == "KeyPadding":
         start, stop = bounds(at.s, *args)
         return [(start[at.b], stop[at.b])]

@@ -1,4 +1,4 @@
-"""Score terms, sinks and dropout of a call: what draws them, the Python that makes them, and their formulas."""
+"""Score terms, sinks and dropout of a call: generators, the Python that makes them, and their formulas."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .layouts import LAYOUTS
 from .sizes import Sizes
 
 STEPS = 2**16
-# kinds as often as they are drawn: those that learn twice, and T5's buckets, which are a table of distances
+# kinds repeated by their frequency: two kinds that learn count twice, and T5's buckets are a table of distances
 _DRAWN = [name for name, kind in KINDS.items() for name in [name] * (1 + bool(kind.learns))]
 _DRAWN.insert(_DRAWN.index("DistanceBias") + 2, "buckets")
 FILLS = [".normal_()"] * 6 + [".normal_(0, 9)", ".normal_(0, 0.01)", ".fill_(1)", ".zero_()"]
-#: of a bias or a logit: one of three leaves out
+#: entries of a bias, or logits; one of the three is -inf
 HOLES = ".random_(0, 3).log_()"
 DTYPES = ["float32", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
 class Term:
-    """A term, by the name of its kind, "buckets", or the logits of "sinks".
+    """A term by the name of its kind; "buckets" and the logits of "sinks" are terms too.
 
     ``args`` are its numbers; the reach of a table of distances; whether a table has batch elements and heads of its
     own, where they may share it; how many buckets, their largest distance, whether they have two sides.
@@ -43,21 +43,21 @@ class Term:
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """Of its tensor, if it has one."""
+        """Return the axes of its tensor, if any."""
         return next(iter(KINDS[self.kind].axes.values()), ()) if self.kind in KINDS else (Axis("heads"),)
 
     @property
     def alone(self) -> bool:
-        """Whether it has numbers, and no tensor."""
+        """Return whether it has numbers but no tensor."""
         return not self.axes
 
     @property
     def placed(self) -> bool:
-        """Whether its tensor has an element for each pair."""
+        """Return whether its tensor has an element for each pair."""
         return self.kind in KINDS and KINDS[self.kind].places
 
     def shape(self, s: Sizes, nk: int) -> tuple[int, ...]:
-        """Of its tensor, in a call with ``nk`` keys."""
+        """Return the shape of its tensor in a call with ``nk`` keys."""
         if self.kind == "buckets":
             return int(self.args[0]), s.heads
         sizes, rest = {"batch": s.batch, "heads": s.heads, "queries": s.nq, "keys": nk}, iter(self.args)
@@ -70,7 +70,7 @@ class Term:
         return tuple(shape)
 
     def made(self, s: Sizes, nk: int) -> str:
-        """The Python that makes its tensor."""
+        """Return the Python that makes its tensor."""
         shape = self.shape(s, nk)
         leaf = ".requires_grad_()" if self.learns else ""
         if self.placed:
@@ -78,28 +78,28 @@ class Term:
         return f"torch.empty({list(shape)}, dtype=torch.{self.dtype}){self.fill}{leaf}"
 
     def source(self, name: str) -> str:
-        """The Python that makes the term of it."""
+        """Return the Python that makes the term from its tensor."""
         if self.kind == "buckets":
             _, far, both = self.args
             return f"rw.DistanceBias.from_buckets({name}, max_distance={far}, bidirectional={both})"
         return f"rw.terms.{self.kind}({', '.join(map(repr, self.args)) if self.alone else name})"
 
     def formula(self, t: Tensor, table: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """What becomes of scores (B, Hq, nq, nk), of queries and keys at positions (B, nq) and (B, nk)."""
+        """Apply the term to scores (B, Hq, nq, nk) of queries and keys at positions (B, nq) and (B, nk)."""
         distance = k[:, None] - q[:, :, None]
         if self.kind == "buckets":
             return t + table[bucket(distance, *self.args)].movedim(3, 1)
         return ORACLES[self.kind].formula(t, self.args, table, distance[:, None])
 
     def slopes(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """The least and the steepest slope of scores between two bounds, of a term without a tensor."""
+        """Return the least and the steepest slope between two bounds of scores, for a term without a tensor."""
         slopes = ORACLES[self.kind].slopes
         assert slopes is not None
         return slopes(self.args, low, high)
 
 
 def bucket(distance: Tensor, buckets: float, far: float, both: bool) -> Tensor:
-    """T5's bucket of a key at a distance after its query, as the model's own code computes it."""
+    """Return T5's bucket of a distance from query to key, as the model's own code computes it."""
     found = torch.zeros_like(distance)
     if both:
         buckets //= 2
@@ -130,11 +130,11 @@ class TermOperands:
 
     @property
     def learning(self) -> list[str]:
-        """The names of what gradients are asked for."""
+        """Return the names of tensors that require gradients."""
         return [name for name, term in self.tensors.items() if term.learns]
 
     def inputs(self, s: Sizes, nk: int) -> list[str]:
-        """The lines that make the tensors."""
+        """Return the lines that make the tensors."""
         return [f"{name} = {term.made(s, nk)}" for name, term in self.tensors.items()]
 
     def options(self) -> str:
@@ -178,7 +178,7 @@ def _plainer(term: Term) -> Iterator[Term]:
 
 
 def draw(r: Random, s: Sizes, dtype: str, *, sinks: bool, dropout: bool) -> TermOperands:
-    """Some of it; without sinks or dropout where a call cannot have them."""
+    """Draw terms, sinks and dropout; without the latter two where a call cannot have them."""
     wide = ["float64"] * (dtype == "float64")
     while True:
         terms = tuple(_term(r, s, r.choice(DTYPES + wide)) for _ in range(r.choice([0, 1, 1, 1, 2, 2])))

@@ -1,4 +1,4 @@
-"""A failing call made smaller, greedily, and printed as Python that needs no fuzzer."""
+"""Shrink a failing call greedily, and print it as Python that does not need the fuzzer."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def fails(call: Call) -> Find | None:
 
 
 def alike(one: Find, other: Find) -> bool:
-    """Whether two finds are of one kind, whichever result shows it."""
+    """Return whether two bugs are of one kind, in any of the results."""
     return one.kind.split(" of ")[0] == other.kind.split(" of ")[0]
 
 
-#: small calls have one tile and one branch otherwise
+#: otherwise small calls would have one tile and one branch
 FINE = (
     "import sys, ringweave; m = sys.modules; m['ringweave.plan.branches']._BRANCH_COST = -1e9; "
     "m['ringweave.plan.from_pattern'].DEFAULT_TILE = 16"
@@ -57,7 +57,7 @@ FINE = (
 
 
 def text(call: Call, find: Find, variant: str | None, fine: bool) -> str:
-    """The call as Python, ending in what shows the fault."""
+    """Return the call as Python that ends in a line that shows the bug."""
     inputs, lines = program(call)
     if variant is not None:
         inputs[0] = f"import os; os.environ[{'RINGWEAVE_CPU_VARIANT'!r}] = {variant!r}; {inputs[0]}"

@@ -25,24 +25,24 @@ class Sizes:
 
     @property
     def stop(self) -> int:
-        """The position after the last query."""
+        """Return the position after the last query."""
         return self.q_offset + self.nq
 
     @property
     def square(self) -> bool:
-        """Queries stand among the keys, as patterns that are made for one length want."""
+        """Return whether all queries are among the keys, as patterns for one length require."""
         return self.stop <= self.nk
 
 
 class First(NamedTuple):
-    """Where the first query and the first key of each batch element stand; ``how`` they are passed."""
+    """Positions of the first query and key of each batch element, and the way to pass them."""
 
     q: tuple[int, ...]
     k: tuple[int, ...]
     how: str
 
     def options(self) -> str:
-        """As Python."""
+        """Return them as Python."""
         sides = []
         for name, side in (("q_offset", self.q), ("k_offset", self.k)):
             alike = len(set(side)) == 1
@@ -54,7 +54,7 @@ class First(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A leaf: its arguments, the Python that makes it, and its definition for one batch element and head."""
+    """A kind of leaf: its arguments, the Python that makes it, and its definition for one batch element and head."""
 
     draw: Callable[[Random, Sizes], tuple[Any, ...]]
     source: Callable[..., str]
@@ -63,7 +63,7 @@ class Kind(NamedTuple):
 
 
 class At(NamedTuple):
-    """Where a definition is asked: positions q (n, 1) and k (1, m) of a batch element and a query head."""
+    """Arguments of a definition: positions q (n, 1) and k (1, m) in one batch element and query head."""
 
     s: Sizes
     b: int

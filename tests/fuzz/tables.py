@@ -1,4 +1,4 @@
-"""Block tables, and the presets that draw one: their blocks are taken as drawn, and counted."""
+"""Block tables, and presets that draw one; their drawn blocks are taken as given, and counted."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def draw_listed(r: Random, s: Sizes) -> tuple[Any, ...]:
 
 
 def listed(s: Sizes, sides: Any, lead: str, most: int, seed: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Shapes of indices and counts, and the number of key blocks."""
+    """Return the shapes of indices and counts, and the number of key blocks."""
     *rows, blocks = table_shape(s, sides, lead)
     return (*rows, most), tuple(rows), blocks
 

@@ -1,4 +1,4 @@
-"""Random patterns as trees of plain data: the Python that makes one, and its definition spelled in numpy.
+"""Random patterns as trees of plain data: the Python that makes one, and its definition in numpy.
 
 Nothing here asks the library what a pattern means. Only the random presets are asked which blocks they drew.
 """
@@ -28,7 +28,7 @@ class Tree:
 
 
 def fits(tree: Tree, s: Sizes) -> bool:
-    """Whether a tree makes a pattern for these sizes."""
+    """Return whether a tree makes a valid pattern for these sizes."""
     if tree.kind == "PerHead" and len(tree.parts) != s.heads:
         return False
     if tree.kind == "LongNet" and tree.args[4] == "partitioned" and len(tree.args[0]) > s.heads:
@@ -43,7 +43,7 @@ def fits(tree: Tree, s: Sizes) -> bool:
 
 
 def source(tree: Tree, s: Sizes) -> str:
-    """The Python that makes the pattern."""
+    """Return the Python that makes the pattern."""
     parts = [source(part, s) for part in tree.parts]
     if tree.kind in ("&", "|"):
         return "(" + f" {tree.kind} ".join(parts) + ")"
@@ -65,7 +65,7 @@ def longnet_arguments(tree: Tree) -> str:
 
 
 def counts(tree: Tree, s: Sizes, first: First | None = None) -> NDArray[np.int64]:
-    """How often each query attends each key, by branch: (branches, B, Hq, nq, nk); one branch but for a LongNet.
+    """Return how often each query attends each key, (branches, B, Hq, nq, nk), with several branches for a LongNet only.
 
     Where batch elements have first positions of their own, of the keys from there on.
     """
@@ -133,7 +133,7 @@ def _allowed(tree: Tree, at: At) -> Bools:
 def _mixture(tree: Tree, s: Sizes, q: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.int64]:
     segments, rates, causal, offset, heads = tree.args
     found = np.zeros((len(rates), s.batch, s.heads, s.nq, s.nk), np.int64)
-    # the branch of each head, where each has one: groups in order, the first of them one larger where it does not divide
+    # the branch of each head, if heads have separate ones: consecutive groups, the first ones one head larger if needed
     sizes = [s.heads // len(rates) + (i < s.heads % len(rates)) for i in range(len(rates))]
     owner = [branch for branch, size in enumerate(sizes) for _ in range(size)]
     for branch, (segment, rate) in enumerate(zip(segments, rates, strict=True)):
@@ -146,12 +146,12 @@ def _mixture(tree: Tree, s: Sizes, q: NDArray[np.int64], k: NDArray[np.int64]) -
     return found
 
 
-#: what may be computed in strided views
+#: kinds that may be computed in strided views
 RESIDUES = ["Strided", "Dilated", "dilated_blocks", "Neighborhood", "natten_1d"]
 
 
 def draw(r: Random, s: Sizes, depth: int = 3) -> Tree:
-    """A relation."""
+    """Draw a relation."""
     choice = r.random()
     if depth and choice < 0.45:
         kind = r.choice(["&", "|", "|", "~"])
@@ -170,7 +170,7 @@ def draw(r: Random, s: Sizes, depth: int = 3) -> Tree:
 
 
 def _draw_within(r: Random, s: Sizes, depth: int) -> Tree:
-    """A relation that is counted anew within bounds."""
+    """Draw a relation that is counted within bounds."""
 
     def inner(depth: int) -> Tree:
         if depth and r.random() < 0.5:
@@ -186,7 +186,7 @@ def _draw_within(r: Random, s: Sizes, depth: int) -> Tree:
 
 
 def draw_mixture(r: Random, s: Sizes) -> Tree:
-    """A LongNet."""
+    """Draw a LongNet."""
     count = r.randint(1, 3)
     rates = tuple(r.choice([1, 2, 3, 4, 8]) for _ in range(count))
     segments = tuple(rate * r.choice([1, 2, 5, 16, 50]) for rate in rates)

@@ -1,4 +1,4 @@
-"""The definition's results for a call's tensors, in float64 and by hand, and how exact a kernel can be."""
+"""Compute a call's results by the definition in float64, and how exact a kernel can be."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .scoring import STEPS, Term
 
 @dataclass
 class Truth:
-    """The definition's results for a call's tensors; those of its terms and sinks by name, and the seed of dropout."""
+    """The definition's results for a call; its tensors of terms and sinks by name, and the seed of dropout."""
 
     call: Call
     x: Inputs
@@ -26,7 +26,7 @@ class Truth:
 
     @cached_property
     def leaves(self) -> dict[str, Tensor]:
-        """All that gradients may be asked of."""
+        """Return all tensors that gradients may be requested for."""
         return {"q": self.x.q, "k": self.x.k, "v": self.x.v, **self.tensors}
 
     @cached_property
@@ -35,21 +35,21 @@ class Truth:
 
     @cached_property
     def wide(self) -> list[Tensor]:
-        """q, k, v and dout in float64, each query head with keys of its own."""
+        """Return q, k, v and dout in float64, with a key head for each query head."""
         ratio = self.call.sizes.heads // self.call.kv_heads
         k, v = (t.double().repeat_interleave(ratio, 1) for t in (self.x.k, self.x.v))
         return [self.x.q.double(), k, v, self.x.dout.double()]
 
     @cached_property
     def positions(self) -> tuple[Tensor, Tensor]:
-        """Of queries and keys, (B, nq) and (B, nk)."""
+        """Return the positions of queries and keys, (B, nq) and (B, nk)."""
         s, first = self.call.sizes, self.call.first
         first_q, first_k = ([s.q_offset] * s.batch, [0] * s.batch) if first is None else (first.q, first.k)
         q, k = (torch.tensor(side)[:, None] for side in (first_q, first_k))
         return q + torch.arange(s.nq), k + torch.arange(self.call.nk)
 
     def after(self, t: Tensor, tensors: dict[str, Tensor]) -> list[Tensor]:
-        """Scores after none, one, ... all of the terms."""
+        """Return the scores after none, one, ... all of the terms."""
         states = [t]
         for i, term in enumerate(self.call.scoring.terms):
             states.append(term.formula(states[-1], tensors.get(f"table{i}", t), *self.positions))
@@ -66,13 +66,13 @@ class Truth:
 
     @cached_property
     def sinks(self) -> Tensor:
-        """The logit of each row that has no value, (Hq, 1); -inf: none."""
+        """Return the sink logit of each row, (Hq, 1), or -inf without sinks."""
         heads = self.call.sizes.heads
         return self.tensors.get("sinks", torch.full((heads,), -torch.inf)).double()[:, None]
 
     @cached_property
     def kept(self) -> Tensor:
-        """What dropout multiplies weights by, (B, Hq, nq, nk)."""
+        """Return dropout's factors of weights, (B, Hq, nq, nk)."""
         s, dropped = self.call.sizes, self.call.scoring.dropped
         if not dropped:
             return torch.ones(())
@@ -81,7 +81,7 @@ class Truth:
 
     @cached_property
     def products(self) -> Tensor:
-        """Of every score, the sum of the absolute products that it is made of."""
+        """Return, for every score, the sum of the absolute products in it."""
         q, k, _, _ = self.wide
         return q.abs() @ k.abs().mT * abs(self.scale)
 
@@ -93,7 +93,7 @@ class Truth:
             off = found[-1]
             size = after.abs().masked_fill(after.isinf(), 0.0)
             if term.alone:
-                # the steepest slope that is near
+                # the steepest slope within the error
                 off = off * term.slopes(*_around(before, 2 * off * self.exponent_unit))[1]
             else:
                 off = off + (after - before).nan_to_num(0.0, 0.0, 0.0).abs()
@@ -102,35 +102,35 @@ class Truth:
 
     @cached_property
     def size(self) -> float:
-        """The most units by which a score may be off."""
+        """Return the most units by which a score may be off."""
         return float(self.units()[-1].max())
 
     @cached_property
     def unit(self) -> float:
-        """Of rounding, in the sums of this call's type."""
+        """Return the unit of rounding in this call's sums."""
         return float(torch.finfo(torch.float32 if self.call.dtype == "float32" else self.x.q.dtype).eps)
 
     @cached_property
     def exponent_unit(self) -> float:
-        """Of rounding, in scores: no kernel has them in 16 bits."""
+        """Return the unit of rounding in scores, which no kernel keeps in 16 bits."""
         return min(self.unit, float(torch.finfo(torch.float32).eps))
 
     @cached_property
     def alive(self) -> Tensor:
-        """lse, 0 where a row attends nothing."""
+        """Return lse, with 0 for empty rows."""
         lse = self.results["lse"]
         return torch.where(lse.isinf(), 0.0, lse)
 
     @cached_property
     def weights(self) -> Tensor:
-        """Of all branches together."""
+        """Return the weights over all branches together."""
         counts = self.counts.sum(0)
         scores = torch.where(counts > 0, self.scores - self.alive[..., None], -torch.inf)
         return counts * torch.exp(scores)
 
     @cached_property
     def slope_size(self) -> float:
-        """As large may the parts of a gradient be that cancel."""
+        """Return the largest possible size of parts of a gradient that cancel."""
         q, k, v, dout = (float(t.abs().max()) for t in self.wide)
         terms = self.counts[0, 0, 0].numel() * self.counts.shape[2] * self.call.value_dim
         largest = terms * (dout * v + float(self.x.dlse.abs().max())) * (1 + abs(self.scale) * (q + k))
@@ -166,7 +166,7 @@ class Truth:
         return {**dict(zip(NAMES, (out, lse, ds @ k, dk, dv), strict=True)), **tables}
 
     def chained(self, ds: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The gradient of the scaled scores, of that of the last; and those of tables, by name."""
+        """Return the gradient of the scaled scores from that of the last scores, and those of tables by name."""
         tables = {}
         for i, term in reversed(list(enumerate(self.call.scoring.terms))):
             if f"table{i}" in self.tensors:
@@ -176,7 +176,7 @@ class Truth:
         return ds, tables
 
     def of_table(self, i: int, term: Term, ds: Tensor) -> Tensor:
-        """Sum what pairs give to the entries of a table."""
+        """Sum the gradients of pairs into the entries of a table."""
         table = self.tensors[f"table{i}"].double().requires_grad_()
         after = term.formula(torch.zeros_like(ds), table, *self.positions)
         return torch.autograd.grad(after, table, ds)[0]
@@ -198,7 +198,7 @@ def _around(t: Tensor, off: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounding(truth: Truth) -> dict[str, float]:
-    """What rounding alone may cost each result, relative to its size: a unit of every product that is summed.
+    """Return the error that rounding alone may cause in each result, relative to its size: a unit of every summed product.
 
     As the tests' oracle has it, but for sums that cancel: an exponent is off by units of all its products, lse by
     units of 1, the logarithm of a rounded sum; and kernels of a 16-bit type round weights and their slopes to it.
@@ -265,12 +265,12 @@ def torch_own(truth: Truth) -> dict[str, float]:
             return _formulas_own(truth)
         return torch_errors(truth.x, truth.counts.sum(0), truth.results, truth.scale)
     except AssertionError:
-        # torch itself gives NaN or other empty rows
+        # torch itself gives NaN, or treats empty rows differently
         return dict.fromkeys(NAMES, 0.0)
 
 
 def _formulas_own(truth: Truth) -> dict[str, float]:
-    """The formula's in torch, with scores and sums of float32, and weights of the inputs' type."""
+    """Return the formula's errors in torch, with float32 scores and sums, and weights in the inputs' dtype."""
     x, acc = truth.x, torch.float64 if truth.call.dtype == "float64" else torch.float32
     leaves = {name: t.clone().requires_grad_() for name, t in truth.leaves.items()}
     q, k, v = (leaves[name].to(acc) for name in "qkv")
