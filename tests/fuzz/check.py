@@ -135,7 +135,7 @@ def _check_broken(reached: tuple[Tensor, Tensor], truth: Truth, got: dict[str, T
         broken = keys if name in ("dk", "dv") else rows
         broken = broken if name == "lse" else broken[..., None].expand_as(x)
         bad = x.isposinf() | x.isnan() if name == "lse" else x.isnan()
-        # values that can be compared are checked for NaN later
+        # NaN elsewhere is found by the comparisons that follow
         if not (name == "dv" and truth.call.loss == "lse"):
             _same("broken key", name, bad & broken, broken, x, truth.results[name])
         if name != "lse":
