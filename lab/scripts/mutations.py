@@ -108,13 +108,12 @@ BREAKAGES = (
         "part % ranks", (f"{PARALLEL}/test_placement.py",),
     ),
     Breakage(
-        "the deadline of a wait", "parallel/transport/links.py", "until = time.monotonic() + self.deadline",
+        "the deadline of a wait", "parallel/transport/connection.py", "until = time.monotonic() + self.deadline",
         "until = time.monotonic() + 60 * self.deadline", (f"{PARALLEL}/test_failure.py", "-k", "deadline"),
     ),
     Breakage(
-        "who is told of a failure", "parallel/transport/watch.py",
-        "return Failure.parse(self._store.get(_FLAG)) if self._store.check([_FLAG]) else None", "return None",
-        (f"{PARALLEL}/test_failure.py", "-k", "told_by_the_flag"),
+        "which ranks read another rank's failure", "parallel/transport/failure.py", "text = store.get(_FLAG)",
+        "return None", (f"{PARALLEL}/test_failure.py", "-k", "told_by_the_flag"),
     ),
     Breakage(
         "the density in a kind of call", "backends/tuning.py", "max(0, round(-math.log2(share)))", "0",
@@ -152,7 +151,7 @@ def copy(folder: Path) -> None:
 
 def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run Python in the copy."""
-    paths = os.pathsep.join(map(str, (folder, folder / "src")))
+    paths = os.pathsep.join(str(folder / part) for part in ("", "src", "audit/src", "lab/src"))
     # a cached file of bytecode would be used for the next breakage: its source has equal time and size
     environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "OMP_WAIT_POLICY": "passive"}
     return subprocess.run(
