@@ -116,7 +116,7 @@ BREAKAGES = (
         "return None", (f"{PARALLEL}/test_failure.py", "-k", "told_by_the_flag"),
     ),
     Breakage(
-        "the density in a kind of call", "backends/tuning.py", "max(0, round(-math.log2(share)))", "0",
+        "the density in a kind of call", "backends/tuning_keys.py", "max(0, round(-math.log2(share)))", "0",
         ("tests/backends/test_tuning.py", "-k", "densities"),
     ),
     Breakage(
