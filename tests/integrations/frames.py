@@ -1,4 +1,4 @@
-"""Counts of the package's Python calls."""
+"""Count the package's Python calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import ringweave as rw
 
 
 def calls(function: Callable[[], object], *within: str) -> int:
-    """Python calls inside of the package, or of parts of it."""
+    """Count the Python calls of a function inside the package, or in parts of it."""
     root = Path(rw.__file__).parent
     roots, count = tuple(str(root / part) for part in within or ("",)), 0
 

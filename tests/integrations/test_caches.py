@@ -1,4 +1,4 @@
-"""Caches: ModelCache's pages, and a quantised cache of transformers."""
+"""Test caches: ModelCache's pages, and a quantised cache of transformers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def said(model: Any, prompt: Tensor = IDS[:, :11], mask: Tensor = LEFT[:, :11], 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama4_text"])
 @pytest.mark.parametrize("mode", ["greedy", "beam", "chunked prefill"])
 def test_pages_give_the_same_tokens(name: str, mode: str) -> None:
-    """Windows with a soft cap, sinks, chunks; beams share pages and diverge."""
+    """Windows with a soft cap, sinks and chunks give the same tokens over pages; beams share pages and diverge."""
     options: dict[str, Any] = {"greedy": {}, "beam": {"num_beams": 3}, "chunked prefill": {"prefill_chunk_size": 7}}[
         mode
     ]
@@ -75,7 +75,7 @@ def test_a_pattern_of_ones_own_stands_where_a_static_caches_query_does() -> None
 
 def test_copies_of_a_prompts_pages_go_on_by_themselves() -> None:
     model, cache = model_of("llama", "ringweave").eval(), ModelCache(40, page=16)
-    # the cache is made in inference mode and written outside of it
+    # the cache is made in inference mode and written to outside of it
     with torch.inference_mode():
         model(IDS[:, :9], **{CACHE: cache})
     whole = torch.ones_like(IDS[:, :11])
@@ -259,7 +259,7 @@ def test_every_method_of_the_librarys_cache() -> None:
     properties = {name for name, what in vars(Cache).items() if isinstance(what, property)}
     mine, theirs = filled("ringweave", ModelCache(32, page=16)), filled("sdpa", DynamicCache())
     for name in properties - {"batch_size"}:
-        # the library's layers know of no batch
+        # layers of transformers do not know the batch
         assert getattr(mine, name) == getattr(theirs, name), name
     assert mine.batch_size == 2
 
@@ -322,7 +322,7 @@ class RoundedFloats(Rounded):
     ids=str,
 )
 def test_pages_in_8_bits_give_the_tokens_of_what_they_store(name: str, mode: str, kv: torch.dtype) -> None:
-    """Beams copy scales with their pages; a prompt in chunks rounds each token once."""
+    """Beams copy scales with their pages, and a prompt in chunks rounds each token once."""
     options: dict[str, Any] = {"greedy": {}, "beam": {"num_beams": 3}, "chunked prefill": {"prefill_chunk_size": 7}}[
         mode
     ]
@@ -336,7 +336,7 @@ def test_pages_in_8_bits_give_the_tokens_of_what_they_store(name: str, mode: str
 
 @pytest.mark.parametrize("kv", list(STORED), ids=str)
 def test_pages_in_8_bits_are_attended_as_they_are_stored(kv: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call of a generation, held to float64 over what its pages stand for at that time."""
+    """Every call of a generation equals float64 attention over the values that its pages store at that time."""
     calls: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def attend(q: Tensor, pages: rw.PagedCache, pattern: rw.Pattern, **kwargs: Any) -> Tensor:
@@ -386,7 +386,7 @@ def test_a_step_over_pages_touches_what_its_pattern_allows(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", ["dynamic", "sliding", "pages"])
 def test_a_step_of_a_model_makes_few_calls(name: str) -> None:
-    """Beside those of the attention itself, and as many at each step."""
+    """A step makes a bounded number of Python calls besides attention itself, the same at each step."""
     model = model_of("mistral", "ringweave", config_of("mistral", num_hidden_layers=1)).eval()
     makes: dict[str, Any] = {"sliding": lambda: DynamicCache(config=model.config), "pages": lambda: ModelCache(128)}
     cache, token = makes.get(name, DynamicCache)(), torch.full((2, 1), 5)
@@ -395,5 +395,5 @@ def test_a_step_of_a_model_makes_few_calls(name: str) -> None:
         model(token, **{CACHE: cache})
         steps = [calls(lambda: model(token, **{CACHE: cache}), "integrations", "kv_cache.py") for _ in range(20)]
     assert len(set(steps)) == 1
-    # of pages there are checks of the call besides
+    # with pages, the call's checks are added
     assert steps[0] <= (24 if name == "pages" else 10)

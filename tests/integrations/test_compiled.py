@@ -1,4 +1,4 @@
-"""Compiled models of transformers: one graph for all lengths, and one for all steps over a static cache."""
+"""A compiled model of transformers has one graph for all lengths, and one for all steps over a static cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_one_graph_of_a_padded_forward_for_all_lengths(name: str) -> None:
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
     with torch.no_grad():
         for n in (17, 20, 23):
-            # contiguous, because a slice of all tokens has other strides than a shorter one and so another graph
+            # contiguous: a slice of all tokens has other strides than a shorter one, and so another graph
             ids, there = IDS[:, :n].contiguous(), LEFT[:, :n].contiguous()
             inputs = {"input_ids": ids, "attention_mask": there, "use_cache": False}
             torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits)

@@ -1,4 +1,4 @@
-"""Compiled autograd traces the backward pass of an eager forward: it finds one operator, as every trace does."""
+"""Compiled autograd traces the backward pass of an eager forward as one operator, as every other trace does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._dynamo import compiled_autograd
 
 import ringweave as rw
 
-# compiled autograd looks at .grad of the tensors that were saved
+# compiled autograd reads .grad of the saved tensors
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 
@@ -71,7 +71,7 @@ def test_bounds_and_tables_that_learn() -> None:
 
     same_when_traced([*leaves, table], loss, fullgraph=False)
     out = loss()
-    stop.data.fill_(7)  # torch itself notices a write that counts as a version
+    stop.data.fill_(7)  # torch itself notices a write that changes the version
     with pytest.raises(rw.PatternError, match="KeyPadding"), traced_by("eager"):
         out.backward()
 

@@ -1,4 +1,4 @@
-"""A sharded batch carries its own facts, in one process: in turn, from workers, through the Trainer, compiled."""
+"""A sharded batch carries its own facts within one process: for batches in turn, from workers, through the Trainer, compiled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ generator = torch.Generator().manual_seed(7)
 
 
 def features(n: int, kind: str) -> dict[str, torch.Tensor]:
-    """A batch of two texts: whole, padded on the left or right, or packed."""
+    """Draw a batch of two texts: whole, padded on the left or right, or packed."""
     ids = torch.randint(3, 64, (2, n), generator=generator)
     mask = torch.ones_like(ids)
     if kind == "left":
@@ -38,14 +38,14 @@ BATCHES = [features(n, kind) for n in (23, 31) for kind in ("whole", "left", "pa
 
 
 def alone(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The logits of an ordinary forward pass, with the positions that a shard has."""
+    """Return the logits of an ordinary forward pass, with the positions that a shard has."""
     text = {"position_ids": torch.arange(batch["input_ids"].shape[1])[None], **batch}
     with torch.no_grad():
         return model(**text, use_cache=False).logits  # type: ignore[no-any-return]
 
 
 def off(got: torch.Tensor, wanted: torch.Tensor, batch: dict[str, torch.Tensor]) -> float:
-    """The largest difference where tokens exist."""
+    """Return the largest difference where tokens exist."""
     exist = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     return (got - wanted)[exist].abs().max().item()
 
@@ -64,7 +64,7 @@ def test_batches_are_computed_in_any_order(name: str) -> None:
     for batch, shard in reversed(list(zip(BATCHES, shards, strict=True))):
         wanted = alone(model, batch)
         assert off(shared(context, model, shard), wanted, batch) < 1e-5
-        # as a copy, and as it comes from another process
+        # as a copy, and as another process receives it
         assert off(shared(context, model, pickle.loads(pickle.dumps(copy.deepcopy(shard)))), wanted, batch) < 1e-5
     whole, left = BATCHES[0], BATCHES[1]
     assert off(alone(model, left), alone(model, {"input_ids": left["input_ids"]}), left) > 1e-3
@@ -78,11 +78,11 @@ def test_a_worker_shards_and_its_process_computes(monkeypatch: pytest.MonkeyPatc
     model = model_of("mistral", "ringweave").eval()
     context = context_parallel(model)
     collate = context.collate(lambda batches: batches[0])
-    # a worker that is forked makes the placement of a length that the process has not seen
+    # a forked worker makes the placement for a length that the process has not seen
     for batch, shard in zip(BATCHES, DataLoader(BATCHES, collate_fn=collate, num_workers=2), strict=True):  # type: ignore[arg-type]
         assert shard["attention_mask"].owner is context
         assert off(shared(context, model, shard), alone(model, batch), batch) < 1e-5
-    # a spawned one is a process that has never seen the context
+    # a spawned worker is a process that has never seen the context
     written = pickle.dumps(context.collate(first))
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(model_context, "_LIVE", type(model_context._LIVE)())
@@ -146,7 +146,7 @@ def test_experts_are_balanced_over_tokens_that_exist() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_librarys_trainer_with_a_collator(workers: int, tmp_path: Path) -> None:
-    """It collates the next batch before it computes one, and several before a step."""
+    """The Trainer collates the next batch before it computes one, and several batches before a step."""
     padded = [batch for batch in BATCHES if "attention_mask" in batch]
     texts = [{name: x[row] for name, x in batch.items()} for batch in padded for row in (0, 1)]
     texts = [{**text, "labels": text["input_ids"].masked_fill(text["attention_mask"] == 0, -100)} for text in texts]
@@ -175,7 +175,7 @@ def test_the_librarys_trainer_with_a_collator(workers: int, tmp_path: Path) -> N
 
 
 def test_compiled_models_take_batches_in_turn() -> None:
-    """A whole model as one graph: padded after whole, whole after padded, of two lengths, and without a context."""
+    """A whole model in one graph takes padded and whole batches in turn, of two lengths, and also without a context."""
     torch.compiler.reset()
     model = model_of("gemma3_text", "ringweave").eval()
     context = context_parallel(model)

@@ -1,4 +1,4 @@
-"""Cross-attention over keys with padding between them, in every model type that has it: as with its own attention.
+"""Cross-attention over keys with padding between them equals the model's own attention, in every model type that has it.
 
 ``TRIED`` and ``UNTRIED`` name the classes of the installed library that call the attention interface and take a mask of an
 encoder's tokens, or a text, its mask and a decoder's text: the first of each kind in a modeling file. A test compares
@@ -29,11 +29,11 @@ QUERIES = {"shorter": 12, "longer": 30}
 IDS = torch.randint(3, 60, (2, 30), generator=torch.Generator().manual_seed(3))
 MASK = torch.ones(2, KEYS, dtype=torch.long)
 MASK[0, 5:9] = MASK[1, :2] = MASK[1, 6] = MASK[1, 17:] = 0
-# rounding; a hole that is not one moves what comes out by 1e-2 and more
+# rounding; a wrong gap in the padding changes outputs by 1e-2 and more
 BOUND = 1e-4
 FOLDER = Path(transformers.__file__).parent / "models"
 
-#: File of the library: the classes in it. "Decoder" and the like take an encoder's states, the others two texts.
+#: File of the library: its classes. "Decoder" and similar ones take an encoder's states, the others two texts.
 TRIED = {
     "bart": ["BartDecoder", "BartModel"],
     "bert": ["BertModel"],
@@ -95,7 +95,7 @@ CASES = {kind: file for file, kinds in TRIED.items() for kind in kinds}
 
 _PIXELS = "takes images or sound; its decoder of text is tried"
 _DEFORMABLE = "its cross-attention samples values at points and does not call the interface"
-#: Why the other classes are not tried.
+#: The reasons not to try the other classes.
 UNTRIED = {
     **dict.fromkeys(
         (
@@ -131,7 +131,7 @@ REFUSED = {
     "T5Gemma2Model": ("t5gemma2", "torch.cat"),
 }
 _TEXT = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-# sizes that are not found by the names that others have
+# sizes with other names than in other models
 _SERIES = {
     "prediction_length": 30, "context_length": 30, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4,
     "decoder_ffn_dim": 48, "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
@@ -147,7 +147,7 @@ CHANGED: dict[str, dict[str, Any]] = {
 
 
 def class_of(name: str) -> Any:
-    """A class by its name."""
+    """Return a class by its name."""
     file = "t5" if name.startswith("T5F") else CASES[name] if name in CASES else REFUSED[name][0]
     stem = next(
         path.stem for path in (FOLDER / file).glob("modeling_*.py") if f"class {name}(" in path.read_text("utf-8")
@@ -156,7 +156,7 @@ def class_of(name: str) -> Any:
 
 
 def configs(name: str, kind: Any) -> Iterator[Any]:
-    """Configurations to try, the smallest first; each is made anew, since a model writes into its own."""
+    """Yield configurations to try, the smallest first; each is new, since a model writes to its own."""
     if name == "EncoderDecoderModel":
         part = {
             **_TEXT, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
@@ -173,7 +173,7 @@ def configs(name: str, kind: Any) -> Iterator[Any]:
 
 
 def made(name: str, config: Any, attention: str) -> Any:
-    """A tiny model, with the same weights for each implementation."""
+    """Return a tiny model, with equal weights for each implementation."""
     for key, value in CHANGED.get(name, {}).items():
         setattr(config, key, value)
     if takes_states(name):
@@ -191,12 +191,12 @@ def made(name: str, config: Any, attention: str) -> Any:
 
 
 def takes_states(name: str) -> bool:
-    """Whether a class is given an encoder's states, and not its text."""
+    """Return whether a class takes an encoder's states, not its text."""
     return "encoder_attention_mask" in inspect.signature(class_of(name).forward).parameters
 
 
 def fed(name: str, model: Any, queries: int, mask: Tensor) -> dict[str, Any]:
-    """A batch: a text of the decoder, or what stands for one, over an encoder's states or text."""
+    """Return a batch: a decoder's text, or its substitute, over an encoder's states or text."""
     takes, config = inspect.signature(model.forward).parameters, model.config
     generator = torch.Generator().manual_seed(7)
     ids = IDS[:, :queries]
@@ -211,7 +211,7 @@ def fed(name: str, model: Any, queries: int, mask: Tensor) -> dict[str, Any]:
     inputs["encoder_hidden_states"] = torch.randn(2, KEYS, width, generator=generator)
     inputs["encoder_attention_mask"] = mask
     if "query_embeds" in takes:
-        # tokens that look at the images, before three of text
+        # learned queries over the images, before three tokens of text
         inputs["query_embeds"], ids = torch.randn(2, queries, config.hidden_size, generator=generator), ids[:, :3]
     for key, size in (("object_queries_position_embeddings", queries), ("spatial_position_embeddings", KEYS)):
         if key in takes:
@@ -219,7 +219,7 @@ def fed(name: str, model: Any, queries: int, mask: Tensor) -> dict[str, Any]:
     if name == "DiaDecoder":
         inputs["input_ids"] = ids[..., None].repeat(1, 1, config.num_channels)
     elif "input_ids" in takes:
-        # streams of sound lie one after the other
+        # streams of sound, one after the other
         inputs["input_ids"] = ids.repeat(getattr(config, "num_codebooks", 1), 1)
     elif "inputs_embeds" in takes:
         inputs["inputs_embeds"] = torch.randn(2, queries, getattr(config, "feature_size", width), generator=generator)
@@ -229,7 +229,7 @@ def fed(name: str, model: Any, queries: int, mask: Tensor) -> dict[str, Any]:
 def learned(
     name: str, attention: str, queries: int, mask: Tensor, change: Callable[[Any], Any] = lambda model: model
 ) -> list[Tensor | None]:
-    """What comes out, and all gradients, of the smallest model that can be made."""
+    """Return all outputs and gradients of the smallest model that can be constructed."""
     why: Exception | None = None
     for config in configs(name, class_of(name)):
         try:
@@ -238,7 +238,7 @@ def learned(
         except Exception as error:
             if "goes to attention as it is" in str(error):
                 raise
-            # a model that was made too small in some way
+            # some models cannot be so small
             why = why or error
             continue
         sum(x.square().mean() for x in outs).backward()
@@ -248,16 +248,16 @@ def learned(
 
 
 def mask_of(name: str) -> Tensor:
-    """The encoder's padding."""
+    """Return the encoder's padding."""
     mask = MASK.clone()
     if name == "MusicgenMelodyDecoder":
-        # it puts the encoder's states before its text: what stands before all that exists attends nothing
+        # it puts the encoder's states before its text, and queries before the first existing key would attend nothing
         mask[:, :2] = 1
     return mask
 
 
 def found() -> Iterator[str]:
-    """Of each file that calls the interface the first class of either kind."""
+    """Yield the first class of either kind in each file that calls the interface."""
     for file in sorted(FOLDER.glob("*/modeling_*.py")):
         text = file.read_text("utf-8")
         if "ALL_ATTENTION_FUNCTIONS" not in text:
@@ -276,10 +276,10 @@ def found() -> Iterator[str]:
 
 
 def test_every_class_is_tried_or_said_why_not() -> None:
-    """Of another release of the library, add what this names to one of the tables."""
+    """Every class is in one of the tables; for a new release of the library, add the classes that this names."""
     known = {*CASES, *UNTRIED, *REFUSED}
     assert set(found()) - known == set()
-    # two that are not the first of their files
+    # two classes that are not the first in their files
     assert known - set(found()) == {"EncoderDecoderModel", "SeamlessM4TForTextToText"}
 
 
@@ -287,16 +287,16 @@ def test_every_class_is_tried_or_said_why_not() -> None:
 @pytest.mark.parametrize("queries", QUERIES)
 @pytest.mark.parametrize("name", CASES)
 def test_cross_attention(name: str, queries: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes out and all gradients, at every position: those of queries that have no key of their place too."""
+    """Outputs and gradients are equal at every position, also for queries beyond the number of keys."""
     mask, number = mask_of(name), QUERIES[queries]
     wanted = learned(name, "eager", number, mask)
-    # the mask counts
+    # the mask changes the result
     assert script.difference(learned(name, "eager", number, torch.ones_like(mask)), wanted) > 10 * BOUND
     patterns: list[rw.Pattern] = []
     attend = interface.attention
     monkeypatch.setattr(interface, "attention", lambda *args, **kw: patterns.append(args[3]) or attend(*args, **kw))
     assert script.difference(learned(name, "ringweave", number, mask), wanted) <= BOUND
-    # and was a pattern
+    # the mask arrived as a pattern
     assert any("Sinks(_" in pattern.spec for pattern in patterns)
 
 
@@ -311,7 +311,7 @@ def test_masks_with_values_are_refused(name: str) -> None:
     "name", ["T5Model", *(pytest.param(name, marks=pytest.mark.long) for name in CASES if name != "T5Model")]
 )
 def test_compiled(name: str, queries: str) -> None:
-    """One graph, forward and backward, where the model is one with its own attention."""
+    """Forward and backward compile to one graph wherever they do with the model's own attention."""
     number, mask = QUERIES[queries], mask_of(name)
 
     def compiled(model: Any) -> Any:
@@ -328,10 +328,10 @@ def test_compiled(name: str, queries: str) -> None:
 
 
 @pytest.mark.sampled(10)
-# its encoder passes a mask of numbers, which is refused beside a pattern of one's own
+# its encoder passes a mask of numbers, which is refused together with a user's pattern
 @pytest.mark.parametrize("name", [name for name in CASES if name != "SwitchTransformersModel"])
 def test_a_pattern_of_ones_own_leaves_cross_attention_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window would leave out most of an encoder's text, and queries behind its end would attend nothing."""
+    """A user's window applies to self-attention only: on cross-attention, queries past its end would attend nothing."""
     window, calls, set_ = rw.SlidingWindow(2, 2), list[tuple[bool, bool]](), list[str]()
     attend = interface.attention
 
@@ -340,7 +340,7 @@ def test_a_pattern_of_ones_own_leaves_cross_attention_as_it_is(name: str, monkey
         return attend(q, k, v, pattern, **kwargs)
 
     def patched(model: Any) -> Any:
-        # Q-formers have no numbered layers
+        # Q-formers do not number their layers
         with contextlib.suppress(rw.UnsupportedError):
             set_.extend(set_pattern(model, window))
         return model

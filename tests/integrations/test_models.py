@@ -266,7 +266,7 @@ def test_packing_that_a_model_does_not_tell_is_said_and_kept_apart_by_a_context(
 def test_packed_documents_are_apart_or_the_user_is_told(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Try every model of this file. The recipe in the message separates the documents."""
+    """For every model of this file packed documents are separate, or a message says so; its recipe separates them."""
     monkeypatch.setattr(errors, "WARNED", set())
     caplog.set_level("WARNING", "ringweave")
     mixed: list[bool] = []
@@ -299,7 +299,7 @@ def test_packed_documents_are_apart_or_the_user_is_told(
 def test_a_model_that_mixes_documents_says_so_and_how_to_separate_them(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """ModernBERT passes its positions only to its rotary embedding; a decoder with a cache ignores packing."""
+    """ModernBERT passes positions only to its rotary embedding, and a decoder with a cache ignores packing; both are told."""
     monkeypatch.setattr(errors, "WARNED", set())
     caplog.set_level("WARNING", "ringweave")
     model = model_of(name, "ringweave").eval()

@@ -62,7 +62,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     ),
     "padding": masks.and_masks(masks.causal_mask_function, masks.padding_mask_function(NUMBERS == 0)),
 }
-# queries, keys, positions of the first of both
+# queries, keys, the first positions of both
 PLACES = {"prefill": (N, N, 0, 0), "step": (1, N, N - 1, 0), "tokens": (3, 13, 16, 6), "one, of fewer": (1, 7, 16, 10)}
 
 
@@ -72,7 +72,7 @@ PLACES = {"prefill": (N, N, 0, 0), "step": (1, N, N - 1, 0), "tokens": (3, 13, 1
 def test_a_mask_is_read_as_what_it_allows(name: str, place: str, padded: bool) -> None:
     nq, nk, q_offset, kv_offset = PLACES[place]
     function = FUNCTIONS[name]
-    read(function)  # by symbols, not as a mask_mod
+    read(function)  # read by symbols, not evaluated as a mask_mod
     mask = torch.ones(B, N, dtype=torch.bool)
     if padded:
         mask[1, :4] = mask[0, 17:] = False
@@ -117,7 +117,7 @@ EITHER, BOTH, OVERLAY = masks.or_masks, masks.and_masks, masks.sliding_window_ov
 
 
 def allowed(function: Callable[..., Any], mine: bool = True) -> Tensor:
-    """The dense mask of a prefill, through the registered function or by the library's own evaluation."""
+    """Return the dense mask of a prefill, through the registered function or by the library's own evaluation."""
     if mine:
         return pattern_mask(B, N, N, 0, 0, function).pattern.to_dense(N, batch=B).expand(B, -1, -1, -1)
     dense = masks.sdpa_mask(B, N, N, 0, 0, function, allow_is_causal_skip=False, use_vmap=False)
@@ -130,7 +130,7 @@ def check(function: Callable[..., Any]) -> None:
 
 
 def cells(function: Callable[..., Any]) -> list[Any]:
-    """Every cell of a mask function and of the functions in it."""
+    """Return every cell of a mask function and of the functions in it."""
     found: list[Any] = []
     for cell in getattr(function, "__closure__", None) or ():
         found.append(cell)
@@ -174,7 +174,7 @@ def test_a_changed_closure_is_read_anew() -> None:
 
 
 def test_functions_of_equal_code_and_other_nesting_are_told_apart() -> None:
-    """Every one is read after all others, from the same codes and numbers."""
+    """Functions with equal code but other nesting are read as different masks, each after all others."""
     a, b, c = masks.causal_mask_function, OVERLAY(3), OVERLAY(6)
     both_sides = masks.sliding_window_bidirectional_overlay(2)
     functions: list[Callable[..., Any]] = []
@@ -186,13 +186,13 @@ def test_functions_of_equal_code_and_other_nesting_are_told_apart() -> None:
 
 
 class Width(int):
-    """A number that holds more than its value."""
+    """A number with an attribute besides its value."""
 
     now = 3
 
 
 def test_what_may_read_more_is_read_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors, objects, functions from elsewhere, default arguments, names of the module, code in code."""
+    """Functions that read tensors, objects, other files' functions, defaults, module names or nested code are read at each call."""
     blocks = BLOCKS.clone()
 
     def made(text: str) -> Any:
@@ -255,7 +255,7 @@ STEPS: dict[str, tuple[Callable[[int], tuple[int, int]], Callable[..., Any] | No
 
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_share_a_pattern(name: str) -> None:
-    """One object from the step on in which the window is full, with the library's mask at each position."""
+    """From the step with a full window on, all steps share one pattern, which equals the library's mask at each position."""
     keys, function = STEPS[name]
     patterns = []
     for at in range(4, 40):
@@ -270,7 +270,7 @@ def test_steps_share_a_pattern(name: str) -> None:
     assert len(set(map(id, patterns[4:]))) == 1
     # all keys, until the window is full
     assert len(set(map(id, patterns))) <= 2
-    # and its plans can be put together of rows that were planned before
+    # and its plans are derived from rows that were planned before
     assert patterns[-1].fixed
     assert patterns[-1].distance_profile() is not None
 
