@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
 import torch
@@ -143,38 +142,6 @@ class TermOperands:
         text = f", terms={sources[0] if len(sources) == 1 else '[' + ', '.join(sources) + ']'}" if sources else ""
         text += ", sink_logits=sinks" if self.sinks is not None else ""
         return text + (f", dropout={self.dropped} / {STEPS}" if self.dropped else "")
-
-    def smaller(self) -> Iterator[TermOperands]:
-        """Yield simpler operands: one term, entry or option fewer."""
-        if self:
-            yield TermOperands()
-        for i, term in enumerate(self.terms):
-            yield replace(self, terms=self.terms[:i] + self.terms[i + 1 :])
-            for less in _plainer(term):
-                yield replace(self, terms=(*self.terms[:i], less, *self.terms[i + 1 :]))
-        if self.sinks is not None:
-            yield replace(self, sinks=None)
-            for less in _plainer(self.sinks):
-                yield replace(self, sinks=less)
-        for dropped in (0, STEPS // 2):
-            if self.dropped not in (0, dropped):
-                yield replace(self, dropped=dropped)
-
-
-def _plainer(term: Term) -> Iterator[Term]:
-    for name, value in {"dtype": "float32", "fill": ".normal_()", "layout": "contiguous", "learns": False}.items():
-        if getattr(term, name) != value:
-            yield replace(term, **{name: value})  # type: ignore[arg-type]
-    plain: list[tuple[float | bool, ...]] = []
-    if term.alone:
-        plain = [ORACLES[term.kind].some]
-    elif any(axis.along == "distance" for axis in term.axes):
-        plain = [args for args in ((0,), (1,), (int(term.args[0]) // 2,)) if args < term.args]
-    elif term.placed:
-        plain = [(False, False), (False, *term.args[1:]), (*term.args[:1], False)]
-    yield from (replace(term, args=args) for args in plain if args != term.args)
-    if term.kind == "buckets":
-        yield Term("DistanceBias", (int(term.args[1]),), term.dtype, term.fill, learns=term.learns)
 
 
 def draw(r: Random, s: Sizes, dtype: str, *, sinks: bool, dropout: bool) -> TermOperands:
