@@ -1,9 +1,8 @@
-"""Compute calls with private names of torch removed, a process each, and print JSON; test_torch_compat.py runs this.
+"""Compute calls without private names of torch, a process each, and print JSON; test_torch_compat.py runs this.
 
-One process imports torch and its compiler, and forks before it has computed with threads. A child takes a name away,
-imports ringweave, and digests what its calls give. A name is deleted for good where torch gets through these calls
-without it; those in ``PUT_BACK`` torch needs itself: they are away while ringweave looks its names up, and come back for
-the calls that need them.
+One process imports torch and its compiler, and forks before it has computed with threads. In a child, ringweave does
+not find the names: it imports ringweave, and digests what its calls give. All names together are also deleted from torch
+while a call runs, except for those that torch itself needs then.
 """
 
 from __future__ import annotations
@@ -12,15 +11,17 @@ import gc
 import hashlib
 import importlib.util
 import json
-import os
+import multiprocessing
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -30,14 +31,14 @@ import torch.utils.flop_counter
 from torch import Tensor
 from torch.autograd import forward_ad
 
-_EVERYWHERE = frozenset[str]()
-#: Names that torch itself uses, by the calls for which they come back, or for all and the import of ringweave.
-PUT_BACK = {
-    "Tensor._version": _EVERYWHERE,
-    "_C.DispatchKeySet": _EVERYWHERE,
+#: Names that torch itself needs in every call, and names that it needs in some calls.
+NEEDED = (
+    "Tensor._version", "_C.DispatchKeySet", "_C._are_functorch_transforms_active", "_dynamo",
+    "autograd.forward_ad._current_level",
+)  # fmt: skip
+NEEDED_BY = {
     "_C.DisableTorchFunction": {"compile"},
     "_C._ForceDispatchKeyGuard": {"compile"},
-    "_C._are_functorch_transforms_active": _EVERYWHERE,
     "_C._dispatch_keys": {"compile", "func", "mass"},
     "_C._dispatch_tls_local_exclude_set": {"compile", "func", "mass"},
     "_C._dispatch_tls_local_include_set": {"compile", "func", "mass"},
@@ -45,60 +46,39 @@ PUT_BACK = {
     "_C._functorch.is_functorch_wrapped_tensor": {"compile"},
     "_C._len_torch_function_stack": {"compile"},
     "_assert_async": {"compile"},
-    "_dynamo": _EVERYWHERE,
-    "autograd.forward_ad._current_level": _EVERYWHERE,
     "utils._python_dispatch._get_current_dispatch_mode": {"compile", "func"},
-} | {
-    # operators are not deleted: looking them up is denied
-    f"ops.aten._scaled_dot_product_{name}{end}": _EVERYWHERE
-    for name in ("cudnn_attention", "efficient_attention", "flash_attention", "flash_attention_for_cpu")
-    for end in ("", "_backward")
 }
 
 
-class _Missing:
-    def __get__(self, *_: object) -> Any:
-        raise AttributeError
+def without(names: Collection[str]) -> Any:
+    """Import ringweave's module of private names such that it finds none of these; return the module."""
+
+    def getter(path: str) -> Callable[[Any], Any]:
+        # a name with a missing attribute raises as the name itself would
+        return attrgetter(f"{path}.missing" if path in names else path)
+
+    def spec(name: str, *rest: Any) -> Any:
+        return None if name == "torch._dynamo" and "_dynamo" in names else find_spec(name, *rest)
+
+    # these modules import nothing else of the package, so they can be imported first
+    alone("cache")
+    with mock.patch("operator.attrgetter", getter), mock.patch("importlib.util.find_spec", spec):
+        module = alone("torch_compat")
+        # the answers are cached for the life of the process
+        assert all(module.find(name) is None for name in names)
+    return module
 
 
 @contextmanager
-def away(path: str) -> Iterator[None]:
-    """Remove a name of torch, in the way that its owner allows."""
-    *above, name = path.split(".")
-    owner: Any = attrgetter(".".join(above))(torch) if above else torch
-    if path == "_dynamo":  # a module, which is found but not loaded
-        owner, name, found = importlib.util, "find_spec", importlib.util.find_spec
-        importlib.util.find_spec = lambda each, *rest: None if each == "torch._dynamo" else found(each, *rest)
-    elif path == "Tensor._version":  # an attribute of a C class: hidden by a subclass
-        owner._version, found = _Missing(), None
-    elif path.startswith("ops."):  # created on first access
-        owner, found = type(owner), type(owner).__getattr__
-        vars(torch.ops.aten).pop(name, None)
-
-        def missing(self: Any, each: str) -> Any:
-            if each == gone:
-                raise AttributeError(each)
-            return found(self, each)
-
-        owner.__getattr__, gone, name = missing, name, "__getattr__"
-    else:
-        found = vars(owner)[name]
-        delattr(owner, name)
-    yield
-    if path == "Tensor._version":
-        del owner._version
-    else:
-        setattr(owner, name, found)
-
-
-@contextmanager
-def gone(names: list[str], what: str = "") -> Iterator[None]:
-    """Remove names, except those that torch needs for a call."""
+def deleted(names: Collection[str], what: str) -> Iterator[None]:
+    """Delete names from torch, except those that torch needs for a call, and operators, which torch creates again."""
     with ExitStack() as stack:
-        for name in names:
-            back = PUT_BACK.get(name)
-            if not what or (back != _EVERYWHERE and what not in (back or ())):
-                stack.enter_context(away(name))
+        for path in names:
+            if path not in NEEDED and what not in NEEDED_BY.get(path, ()) and not path.startswith("ops."):
+                above, _, name = path.rpartition(".")
+                owner = attrgetter(above)(torch) if above else torch
+                stack.callback(setattr, owner, name, vars(owner)[name])
+                delattr(owner, name)
         yield
 
 
@@ -207,19 +187,15 @@ def alone(name: str) -> Any:
     return module
 
 
-def answer(names: list[str]) -> dict[str, Any]:
-    """Compute all calls without these names."""
-    # these modules import nothing else of the package, so they can be imported first
-    alone("cache")
-    with gone(names):
-        torch_compat = alone("torch_compat")
-        still = [name for name in names if torch_compat.find(name) is not None]
-    with gone(names, "import"):
+def answer(names: Collection[str], all_calls: bool) -> dict[str, Any]:
+    """Compute the calls without these names, or only the first one, and say whether calls take the quick path."""
+    torch_compat = without(names)
+    with deleted(names, "import"):
         steps = list(calls())
     assert sys.modules["ringweave.torch_compat"] is torch_compat
-    found: dict[str, Any] = {"still there": still, "quick": torch_compat.no_interception()}
-    for what, call in steps:
-        with gone(names, what):
+    found: dict[str, Any] = {"quick": torch_compat.no_interception()}
+    for what, call in steps if all_calls else steps[:1]:
+        with deleted(names, what):
             try:
                 found[what] = digest(call())
             except Exception as error:  # noqa: BLE001
@@ -229,29 +205,19 @@ def answer(names: list[str]) -> dict[str, Any]:
     return found
 
 
-def children(jobs: list[list[str]], at_once: int = 2) -> Iterator[dict[str, Any]]:
-    """Fork a process for each job, several at a time."""
-    waiting: list[tuple[int, int]] = []
-    for names in [*jobs, *[None] * at_once]:
-        if len(waiting) == at_once or (names is None and waiting):
-            child, end = waiting.pop(0)
-            with os.fdopen(end) as pipe:
-                said = pipe.read()
-            _, status = os.waitpid(child, 0)
-            yield json.loads(said) if said else {"died": status}
-        if names is not None:
-            begin, end = os.pipe()
-            child = os.fork()
-            if not child:
-                try:
-                    with os.fdopen(end, "w") as pipe:
-                        pipe.write(json.dumps(answer(names)))
-                except BaseException:  # noqa: BLE001
-                    traceback.print_exc()
-                finally:
-                    os._exit(0)
-            os.close(end)
-            waiting.append((child, begin))
+def in_a_child(names: Collection[str], all_calls: bool) -> dict[str, Any]:
+    """Return the answer of a forked process."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: theirs.send(answer(names, all_calls)))
+    child.start()
+    theirs.close()
+    try:
+        found: dict[str, Any] = ours.recv()
+    except EOFError:
+        found = {}
+    child.join()
+    return found or {"exit code": child.exitcode}
 
 
 def main() -> None:
@@ -263,9 +229,9 @@ def main() -> None:
     # a garbage collection would scan all of torch again in each child
     gc.freeze()
     gc.disable()
-    names = [name for name in sys.argv[1:] if name != "-v"]
-    jobs = [[], *([name] for name in names), names]
-    print(json.dumps(list(children(jobs))))
+    names, quick = ([*filter(None, text.split(","))] for text in sys.argv[1:3])
+    found = {"": in_a_child([], True), "all": in_a_child(names, True)}
+    print(json.dumps(found | {name: in_a_child([name], False) for name in quick}))
 
 
 if __name__ == "__main__":

@@ -69,9 +69,9 @@ def text(call: Call, find: Find, variant: str | None, fine: bool) -> str:
 
 #: The plain value of each field
 PLAIN = {
-    "first": None, "broken": None, "scoring": TermOperands(), "scale": None, "dtype": "float32", "poisoned": False, "dead": False,
-    "packed": False, "forked": False, "threads": 1, "detach_weights": False, "leaves": "", "loss": "out",
-    "layouts": ("contiguous",) * 4, "fills": (".normal_()",) * 4,
+    "first": None, "broken": None, "scoring": TermOperands(), "scale": None, "dtype": "float32", "poisoned": False,
+    "dead": False, "packed": False, "forked": False, "threads": 1, "detach_weights": False, "leaves": "",
+    "loss": "out", "layouts": ("contiguous",) * 4, "fills": (".normal_()",) * 4,
 }  # fmt: skip
 
 
