@@ -96,8 +96,6 @@ class LRUCache(Generic[V]):
         """Store a value, unless it is larger than the bound.
 
         Args:
-            key: The key.
-            value: The value.
             nbytes: Bytes of the value, and of tensors that the key keeps alive.
             owners: Objects that the entry must not outlive; the value must not refer to them.
         """

@@ -112,24 +112,14 @@ def hierarchical_attention(
 
 
 class _Tiles(NamedTuple):
-    """The geometry of query tiles and key blocks; both are numbered from position 0.
-
-    Attributes:
-        pool: Tokens in a tile and in a block.
-        nq: Number of queries.
-        nk: Number of keys.
-        q_offset: Position of the first query.
-        top_k: Number of blocks that a tile chooses.
-        reach: Number of blocks before a tile's own, and after it unless causal, that the tile always attends.
-        causal: Whether later keys are excluded.
-    """
+    """The geometry of query tiles and key blocks of ``pool`` tokens each; both are numbered from position 0."""
 
     pool: int
     nq: int
     nk: int
     q_offset: int
     top_k: int
-    reach: int
+    reach: int  # number of blocks before a tile's own, and after it unless causal, that the tile always attends
     causal: bool
 
     @property

@@ -46,17 +46,11 @@ def copies_of(inputs: Operands) -> Copies:
 
 
 class Piece(NamedTuple):
-    """A piece of a branch: some key tiles, and the rows that attend them.
+    """A piece of a branch: some key tiles, and the rows from the first to the last that attend one of them."""
 
-    Attributes:
-        runs: Keys of the view, as contiguous slices.
-        rows: Queries of the view, from the first to the last that attend one of these keys.
-        branch: The branch of these rows and keys.
-    """
-
-    runs: tuple[slice, ...]
-    rows: slice
-    branch: Branch
+    runs: tuple[slice, ...]  # contiguous keys of the view
+    rows: slice  # queries of the view
+    branch: Branch  # the branch of these rows and keys
 
 
 def pieces(branch: Branch, tiles: int) -> list[Piece]:
@@ -263,9 +257,6 @@ class HostProgram(Program):
         return operands, works
 
 
-# messages that were logged already
-
-
 def _tell(direction: str, operands: Operands) -> None:
     """Log that keys and values come from the host, once per process and message."""
     cost = "each key that a query attends is copied once"
@@ -324,10 +315,7 @@ def _aligned(nbytes: int) -> int:
 class Copies:
     """Memory on host and device, and the order of copies and computation, by streams and events of CUDA or ROCm.
 
-    Args:
-        device: The device.
-    Raises:
-        UnsupportedError: A CUDA graph is being captured, which cannot include work on the host.
+    A CUDA graph cannot include work on the host, so its capture raises UnsupportedError.
     """
 
     def __init__(self, device: torch.device):

@@ -173,6 +173,9 @@ class PagedCache:
     @property
     def _common_length(self) -> int:
         """Number of tokens of each sequence; 0 if the sequences differ, or if only a device knows their lengths."""
+        if torch.compiler.is_dynamo_compiling():
+            # a trace that reads the lengths would be valid for them only
+            return 0
         lengths = self._host_lengths
         if lengths is None or not len(lengths):
             return 0
@@ -211,8 +214,7 @@ class PagedCache:
                 self.k[page, :, place] = k[0, :, 0]
                 self.v[page, :, place] = v[0, :, 0]
             book.lengths[chosen[0]] += 1
-            if not book.shared:
-                self._publish(book)
+            self._publish(book)
             return
         copied, pages, places = book.reserve(chosen, k.shape[2])
         if copied:
@@ -232,8 +234,7 @@ class PagedCache:
                     scales.transpose(1, 2).index_put_(at, scale.transpose(1, 2))
                     _indexed(of).transpose(1, 2).index_put_(at, _indexed(x).transpose(1, 2))
         book.lengths[chosen] += k.shape[2]
-        if not book.shared:
-            self._publish(book)
+        self._publish(book)
 
     def fork(self, source: int | Sequence[int], target: int | Sequence[int], length: int | None = None) -> None:
         """Let target sequences start with the tokens of sources; they share pages until one of them writes.
@@ -363,10 +364,8 @@ def check_pages(table: NDArray[np.int32], lengths: NDArray[np.int32], pages: int
 def last_tokens(pattern: Pattern, lengths: Tensor, nq: int) -> Pattern:
     """Place a pattern so that q holds the last nq tokens of each sequence, and keys are its tokens.
 
-    Args:
-        pattern: A pattern, counted from each sequence's first token.
-        lengths: Number of tokens of each sequence, (B,), on the host.
-        nq: Number of queries.
+    The pattern counts from each sequence's first token; ``lengths`` are on the host.
+
     Raises:
         ShapeError: A sequence that is not empty has fewer tokens than queries.
         PatternError: The pattern is a LongNet.
@@ -388,12 +387,7 @@ def last_tokens(pattern: Pattern, lengths: Tensor, nq: int) -> Pattern:
 class _Book:
     """The host's record of pages, their holders and the lengths of sequences.
 
-    Args:
-        table: Page numbers of each sequence.
-        lengths: Number of tokens of each sequence.
-        pages: Number of pages in the pool.
-        page: Tokens in a page.
-        shared: Whether these arrays share memory with the cache's tensors.
+    The pool has ``pages`` pages of ``page`` tokens. With ``shared``, the arrays share memory with the cache's tensors.
     """
 
     def __init__(self, table: NDArray[np.int32], lengths: NDArray[np.int32], pages: int, page: int, shared: bool):

@@ -554,11 +554,9 @@ _WORD = 0xFFFFFFFF
 
 
 class Dropout(NamedTuple):
-    """Dropout of a call.
+    """Dropout of a call: a pair is dropped if its 16-bit random number is below the threshold.
 
-    Attributes:
-        threshold: A pair is dropped if its 16-bit random number is below it.
-        seed: 64-bit key of the random generator.
+    ``seed`` is the 64-bit key of the random generator.
     """
 
     threshold: int
@@ -612,25 +610,15 @@ def threshold_of(p: float) -> int:
 
 
 class TermOperands(NamedTuple):
-    """The terms and dropout of a call, and the indices of a view's heads, queries and keys in the call.
-
-    Attributes:
-        terms: Terms in the order of their application.
-        dropout: Dropout, or None.
-        heads: (Hq,) int64, query heads of the view as indices into the call's.
-        rows: (Nq,) int64, queries of the view as indices into the call's q.
-        columns: (Nk,) int64, keys of the view as indices into the call's k.
-        offsets: (B, 2) int64, positions of each batch element's first query and first key.
-        totals: For each table of the terms, in order, the sum of its gradient, or None if there is none.
-    """
+    """The terms of a call in order and its dropout, and a view's heads, queries and keys as indices into the call's."""
 
     terms: tuple[Term, ...]
     dropout: Dropout | None
-    heads: Tensor
-    rows: Tensor
-    columns: Tensor
-    offsets: Tensor
-    totals: tuple[Tensor | None, ...]
+    heads: Tensor  # (Hq,) int64
+    rows: Tensor  # (Nq,) int64
+    columns: Tensor  # (Nk,) int64
+    offsets: Tensor  # (B, 2) int64, positions of each batch element's first query and first key
+    totals: tuple[Tensor | None, ...]  # the sum of each table's gradient, or None if it is not needed
 
     def seeded(self, seed: int) -> TermOperands:
         """Return the operands with another seed of the dropout, if there is one."""
@@ -661,19 +649,16 @@ class TermOperands(NamedTuple):
         first = self.offsets[batch]
         return Pairs(batch, self.heads[head], row, column, row + first[..., 0], column + first[..., 1])
 
-    def apply(self, t: Tensor, at: Pairs, held: torch.dtype | None = None) -> list[Tensor]:
-        """Return the scores before the terms and after each; scores that are not finite stay unchanged at the end.
+    def apply(self, t: Tensor, at: Pairs, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Return the scaled scores t before the terms and after each; scores that are not finite end unchanged.
 
-        Args:
-            t: Scaled scores.
-            at: Indices of the scores.
-            held: Dtype of the scores, if that of t is wider; a score out of its range becomes infinite.
+        ``dtype`` is the dtype of the scores if that of t is wider; a score out of its range becomes infinite.
         """
         states = [t]
         for term in self.terms:
             state = term.apply(states[-1], at)
-            if held is not None:
-                narrow = state.to(held)
+            if dtype is not None:
+                narrow = state.to(dtype)
                 state = torch.where(narrow.isinf(), narrow.to(t.dtype), state)
             states.append(state)
         if self.terms:

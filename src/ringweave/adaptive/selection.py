@@ -31,25 +31,15 @@ _CHUNK, _CHUNK_ELSEWHERE = 2**22, 2**28
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """A grid of query blocks by key blocks, with the blocks that must be chosen and those that may be.
-
-    Attributes:
-        nq: Number of queries; the first has position q_offset.
-        nk: Number of keys.
-        sides: Tokens of a query block and of a key block.
-        q_offset: Position of the first query.
-        causal: Whether to leave out key blocks that begin after the last query of a query block.
-        local: Number of forced key blocks up to and including the query's block; on both sides if not causal.
-        sinks: Number of forced key blocks at the beginning.
-    """
+    """A grid of query blocks by key blocks, with the blocks that must be chosen and those that may be."""
 
     nq: int
     nk: int
-    sides: tuple[int, int]
+    sides: tuple[int, int]  # tokens of a query block and of a key block
     q_offset: int
-    causal: bool
-    local: int
-    sinks: int
+    causal: bool  # leaves out key blocks that begin after the last query of a query block
+    local: int  # number of forced key blocks up to and including the query's block; on both sides if not causal
+    sinks: int  # number of forced key blocks at the beginning
 
     @property
     def columns(self) -> int:
@@ -248,15 +238,8 @@ def top_blocks(
 ) -> BlockTable:
     """Return the table of the best-scored blocks, computed ``step`` block rows at a time.
 
-    Args:
-        score: Function that scores block rows against key blocks.
-        grid: Grid of blocks.
-        amount: Number of blocks to choose in a row.
-        step: Block rows per chunk.
-        groups: Number of head groups that share a table; 0 gives every query head a separate table.
-        heads: Number of query heads.
-        is_mass: Whether the scores are already shares of attention.
-        device: Device of the scores.
+    Each of ``groups`` groups of heads shares a table; 0 gives every query head a separate table. With ``is_mass``, the
+    scores are already shares of attention.
     """
     places, width = amount.places(grid), grid.columns
     # reading a value costs no synchronisation on a CPU, so its lists can be cut to the longest
@@ -396,13 +379,8 @@ def _means(q: Tensor, k: Tensor, grid: BlockGrid, scale: float, pool: object) ->
 def _shares(queries: Callable[[range], Tensor], keys: Tensor, grid: BlockGrid, pool: int) -> tuple[Score, int]:
     """Return a scorer by softmax over key pools, summed over a block's pools and averaged over its query pools.
 
-    Args:
-        queries: Function from block rows to their scaled pooled queries, (B, Hq, pools, C), padded to whole blocks.
-        keys: Pooled keys, (B, Hkv, pools, C), padded to whole blocks.
-        grid: Grid of blocks.
-        pool: Tokens of a pool.
-    Returns:
-        The scorer, and its numbers per block row and head.
+    ``queries`` maps block rows to their scaled pooled queries, (B, Hq, pools, C); ``keys`` are (B, Hkv, pools, C). Both
+    are padded to whole blocks. Also returns the scorer's numbers per block row and head.
     """
     mine, others = grid.sides[0] // pool, grid.sides[1] // pool
     # positions of the first block row's first pool, and of the first query

@@ -39,12 +39,7 @@ _PLANNED = 2**20  # maximum number of tiles that a caption counts
 
 @dataclass(frozen=True)
 class Panel:
-    """The cells of heads with equal patterns: shares of allowed pairs (queries, keys), above 1 where branches overlap.
-
-    Attributes:
-        heads: The heads.
-        shares: Share of allowed pairs in each cell.
-    """
+    """Shares of allowed pairs per cell (queries, keys), for heads with equal patterns; above 1 if branches overlap."""
 
     heads: tuple[int, ...]
     shares: Shares
@@ -62,21 +57,13 @@ class Panel:
 
 @dataclass(frozen=True)
 class Picture:
-    """The contents of a pattern's picture.
-
-    Attributes:
-        title: Text of the pattern.
-        caption: Sizes, density, tiles and causality in one line.
-        tokens: Number of queries and of keys.
-        side: Tokens along a cell's side.
-        panels: One per distinct head, at most ``PANELS``.
-    """
+    """The contents of a pattern's picture."""
 
     title: str
     caption: str
     tokens: int
-    side: int
-    panels: tuple[Panel, ...]
+    side: int  # tokens along a cell's side
+    panels: tuple[Panel, ...]  # one per distinct head, at most PANELS
 
 
 def picture(pattern: Pattern, tokens: int, *, heads: int = 1, cells: int = CELLS) -> Picture:

@@ -123,24 +123,14 @@ def _size(name: str, value: int) -> int:
 
 @dataclass(frozen=True)
 class BranchWork:
-    """The work of one branch, over batch and heads.
-
-    Attributes:
-        branch: The branch.
-        backend: Backend that computes it.
-        allowed: Number of allowed pairs.
-        computed: Number of computed pairs.
-        tiles: Number of computed tiles; 0 without a plan.
-        full: Number of these tiles in which all pairs are allowed.
-        plan: The plan, or None for a dense kernel.
-    """
+    """The work of one branch over batch and heads: pairs and tiles; a dense kernel has no plan and 0 tiles."""
 
     branch: Branch
     backend: Backend
     allowed: int
     computed: int
     tiles: int
-    full: int
+    full: int  # tiles in which all pairs are allowed
     plan: BlockPlan | None
 
     @staticmethod
@@ -159,18 +149,11 @@ class BranchWork:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The explanation of a call, as text for people or as a dict for programs.
-
-    Attributes:
-        call: The call.
-        steps: The branches of the call, each with its backend.
-        work: Work of each branch. A backend without branches counts as if it had them.
-        future: Pairs with a key after the query.
-    """
+    """The explanation of a call, as text for people or as a dict for programs."""
 
     call: Call
     steps: tuple[program.Step, ...]
-    work: tuple[BranchWork, ...]
+    work: tuple[BranchWork, ...]  # by branch, even for a backend without branches
     future: Causality
 
     @staticmethod

@@ -66,9 +66,7 @@ def plot(pattern: Pattern, tokens: int, *, heads: int = 1, path: str | Path | No
 def art_rows(panel: Panel, shades: str = SHADES) -> list[str]:
     """Draw a panel as rows of text, with two characters per cell so that cells look square in a terminal.
 
-    Args:
-        panel: Cells of some heads.
-        shades: Five characters for shares of 0, below 25 %, below 75 %, below 100 %, and 100 %.
+    ``shades`` are five characters for shares of 0, below 25 %, below 75 %, below 100 %, and 100 %.
     """
     levels = np.where(panel.shares > 0, np.searchsorted([0.0, 0.25, 0.75, 1.0], panel.shares, side="right"), 0)
     return ["".join(2 * shades[level] for level in row) for row in levels]
