@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -460,3 +462,31 @@ def test_patterns_are_made_inside_compiled_functions(make) -> None:  # type: ign
     torch._dynamo.reset()
     compiled = torch.compile(lambda q: rw.attention(q, q, q, make()), fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(q), rw.attention(q, q, q, make()))
+
+
+#: Wrong values of arguments, in the order in which a call checks its arguments, and the name in the error.
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "tensors": ({"v": torch.zeros(1, 2, 7, 8)}, "v tokens"),
+    "pattern": ({"pattern": "Causal()"}, "pattern"),
+    "position": ({"q_offset": -1}, "q_offset"),
+    "dropout": ({"dropout": 2.0}, "dropout"),
+    "terms": ({"terms": ["no term"]}, "terms"),
+    "context": ({"context": object()}, "context"),
+    "scale": ({"scale": "1"}, "scale"),
+    "backend": ({"backend": "no such"}, "backend"),
+    "sinks": ({"sink_logits": torch.zeros(3)}, "sink_logits"),
+    "precision": ({"precision": rw.Precision(kv=torch.int8), "dropout": 0.5}, "precision.kv"),
+}
+
+
+@pytest.mark.parametrize("first", range(len(WRONG)))
+def test_the_first_wrong_argument_is_named(first: int) -> None:
+    """A call with several wrong arguments names the one that it checks first."""
+    q, k = torch.zeros(1, 2, 8, 8), torch.zeros(1, 2, 8, 8)
+    given: dict[str, Any] = {"v": torch.zeros(1, 2, 8, 8), "pattern": rw.Causal()}
+    for values, _ in reversed(list(WRONG.values())[first:]):
+        given |= values
+    name = list(WRONG.values())[first][1]
+    with pytest.raises(rw.RingweaveError, match=rf"^{re.escape(name)}") as caught:
+        rw.attention(q, k, given.pop("v"), given.pop("pattern"), **given)
+    assert caught.value.__class__ in (rw.ShapeError, rw.PatternError, rw.UnsupportedError)

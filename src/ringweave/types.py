@@ -72,9 +72,7 @@ class Context(Protocol):
         """Options of the context, such as the number format of messages, ``wire``."""
         ...
 
-    def check(
-        self, q: Tensor, k: Tensor, pattern: Any, q_offset: int, backend: str, features: frozenset[str] = frozenset()
-    ) -> None:
+    def check(self, call: Any, q: Tensor, k: Tensor) -> None:
         """Raise an error unless a call on these shards fits the context."""
         ...
 

@@ -144,18 +144,49 @@ def checked(given: Arguments) -> Checked:
         PatternError: The pattern is made for other lengths, heads or batch sizes.
         UnsupportedError: The named backend cannot run the case.
     """
-    q, k, v, pattern, context = given.q, given.k, given.v, given.pattern, given.context
-    backend = given.backend
+    q, k, v, context = given.q, given.k, given.v, given.context
     check_tensors(q, k, v, hosted=given.on_oom == "stream")
+    bound, pattern, q_offset = _positions(given)
+    terms, dropout = _terms(given, pattern)
+    scale = checked_scale(given.scale, q.shape[3])
+    if not isinstance(given.backend, str):
+        raise UnsupportedError("backend", shown(given.backend), f"one of {', '.join(names())}", "Use 'auto'.")
+    tables = [table for term in terms for table in term.tables]
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *tables))
+    call = Call.of(
+        q, k, v, pattern, scale=scale, q_offset=q_offset, backend=given.backend, needs_grad=needs_grad,
+        features=features(terms, dropout), dropout=threshold_of(dropout), on_oom=given.on_oom,
+    )  # fmt: skip
+    # These checks may plan, so a trace skips them: the operator raises the same errors when it runs.
+    if not torch.compiler.is_compiling():
+        if context is not None:
+            context.check(call, q, k)
+        else:
+            _check_runnable(call)
+            _warn_of_mistakes(given, bound)
+    if given.sink_logits is not None:
+        check_sinks(given.sink_logits, q)
+    return _with_precision(given, call, terms)
+
+
+def _positions(given: Arguments) -> tuple[Pattern, Pattern, int]:
+    """Return the pattern bound to the call's heads, the same with tensor offsets, and the first query's position."""
+    q, k, pattern = given.q, given.k, given.pattern
     if not isinstance(pattern, Pattern):
         refuse(pattern)
     bound = pattern.bound(q.shape[1], k.shape[1])._for_call()
     asked = 0 if given.q_offset is FIRST_POSITION else given.q_offset
     first = first_query(bound, asked, given.k_offset, batch=q.shape[0], nq=q.shape[2], nk=k.shape[2])
     pattern, q_offset = with_offsets(bound, first, given.k_offset, q.shape[0])
-    if context is not None and (pattern is not bound or isinstance(given.q_offset, str)):
+    if given.context is not None and (pattern is not bound or isinstance(given.q_offset, str)):
         got = "'end', a tensor, or a k_offset, with a context"
         raise UnsupportedError("q_offset, k_offset", got, "0 with a context", "Decode on one device.")
+    return bound, pattern, q_offset
+
+
+def _terms(given: Arguments, pattern: Pattern) -> tuple[tuple[Term, ...], float]:
+    """Return the score terms and the share of dropped weights."""
+    q, k, context = given.q, given.k, given.context
     dropout = checked_dropout(given.dropout)
     terms = as_terms(given.terms)
     if context is not None and not callable(getattr(context, "attend", None)):
@@ -164,24 +195,12 @@ def checked(given: Arguments) -> Checked:
     # lengths of the whole sequence, if ranks share it
     nq, nk = (q.shape[2], k.shape[2]) if context is None else (context.seq_len, context.seq_len)
     check_terms(terms, dropout, pattern, (q.shape[0], q.shape[1], nq, nk), q.device)
-    scale = checked_scale(given.scale, q.shape[3])
-    if not isinstance(backend, str):
-        raise UnsupportedError("backend", shown(backend), f"one of {', '.join(names())}", "Use 'auto'.")
-    tables = [table for term in terms for table in term.tables]
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *tables))
-    call = Call.of(
-        q, k, v, pattern, scale=scale, q_offset=q_offset, backend=backend, needs_grad=needs_grad,
-        features=features(terms, dropout), dropout=threshold_of(dropout), on_oom=given.on_oom,
-    )  # fmt: skip
-    if not torch.compiler.is_compiling():
-        if context is None:
-            _check_runnable(call)
-            _warn_of_mistakes(given, bound)
-        else:
-            context.check(q, k, pattern, q_offset, backend, call.features)
-    if given.sink_logits is not None:
-        check_sinks(given.sink_logits, q)
-    policy = as_precision(given.precision)
+    return terms, dropout
+
+
+def _with_precision(given: Arguments, call: Call, terms: tuple[Term, ...]) -> Checked:
+    """Round the terms' tables, store keys and values in 8 bits, and pack the tensors, as the policy says."""
+    k, v, context, policy = given.k, given.v, given.context, as_precision(given.precision)
     if policy.table is not None:
         terms = tuple(rounded(term, policy.table) for term in terms)
     if context is not None and policy.wire not in ("native", context.options.wire):
@@ -192,11 +211,11 @@ def checked(given: Arguments) -> Checked:
         _check_stored(given, policy.kv, terms)
         (k, of_k), (v, of_v) = quantize_rows(k, policy.kv), quantize_rows(v, policy.kv)
         more = of_k, of_v
-    text, tensors = pack(pattern, terms, call.dropout, *more)
+    text, tensors = pack(call.pattern, terms, call.dropout, *more)
     # Set after the checks, so that forward runs even on a named backend that refuses the gradient of a table.
-    learned = sum(x.numel() for term in terms for x in term.learned if needs_grad and x.requires_grad)
+    learned = sum(x.numel() for term in terms for x in term.learned if call.needs_grad and x.requires_grad)
     call = replace(call, terms=text, kv_dtype=policy.kv, order=policy.order, learned=learned)
-    return Checked(call, q, k, v, tensors, terms)
+    return Checked(call, given.q, k, v, tensors, terms)
 
 
 def _check_stored(given: Arguments, dtype: torch.dtype, terms: Sequence[Term]) -> None:
@@ -359,7 +378,6 @@ def check_on_oom(on_oom: object, context: object = None, sharded: bool = False) 
 
 
 def _check_runnable(call: Call) -> None:
-    # These checks may plan, so a trace skips them: the operator raises the same errors when it runs.
     check_extents(call.pattern, call.batch, call.heads)
     call.pattern.check(call.nq, call.nk, call.q_offset)
     # auto has a backend for every call

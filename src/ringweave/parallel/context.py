@@ -242,21 +242,13 @@ class ContextParallel:
         """
         return attend(self._session, self._tag, call, inputs, tensors, given)
 
-    def check(
-        self,
-        q: Tensor,
-        k: Tensor,
-        pattern: Pattern,
-        q_offset: int,
-        backend: str,
-        features: frozenset[str] = frozenset(),
-    ) -> None:
-        """Raise a typed error unless a call, which uses the named ``features``, fits this context."""
-        if q_offset != 0:
-            raise UnsupportedError("q_offset", q_offset, "0 with a context", "Decode on one device.")
+    def check(self, call: Call, q: Tensor, k: Tensor) -> None:
+        """Raise a typed error unless a call on these shards fits this context."""
+        if call.q_offset != 0:
+            raise UnsupportedError("q_offset", call.q_offset, "0 with a context", "Decode on one device.")
         check_shards(self._shards, self.heads, q, k)
-        check_backend(backend, features, q.device.type)
-        check_pattern_of_call(pattern, self._shards, self.heads[0], q.shape[0])
+        check_backend(call.backend, call.features, q.device.type)
+        check_pattern_of_call(call.pattern, self._shards, self.heads[0], q.shape[0])
 
     def replicated(
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, fallback: str = "raise", backend: str = "auto"
@@ -286,11 +278,11 @@ class ContextParallel:
         pattern = pattern.bound(q.shape[1], k.shape[1])._for_call()
         check_replicated(q, k, v, self.seq_len)
         shards = self.shard(q, 2), self.shard(k, 2), self.shard(v, 2)
-        self.check(shards[0], shards[1], pattern, 0, backend)
         scale = 1.0 / math.sqrt(q.shape[3])
+        call = Call.of(*shards, pattern, scale=scale, backend=backend)
+        self.check(call, *shards[:2])
         try:
             given = Arguments(*shards, pattern, scale, 0, backend, context=self)
-            call = Call.of(*shards, pattern, scale=scale, backend=backend)
             out, _ = self.attend(call, shards, pattern.tables, given)
             return self.unshard(out, 2)
         except RingError as error:
