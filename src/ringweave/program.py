@@ -330,8 +330,8 @@ class Program:
             branch = (part.alone() if call.features else part).branch(call.heads, call.batch, sides)
             sizes = 1, branch.nk, call.heads, call.batch, branch.q_offset, *branch.tile
             found.append(Part(branch, step_plan(branch.pattern, sizes), part.run.first))
-        if any(plan.capacity > _MOST_TILES for _, plan, _ in found):
-            return program
+            if found[-1].plan.capacity > _MOST_TILES:
+                return program
         if call.features:
             planned = tuple(Step(dataclasses.replace(branch, known=plan), backend) for branch, plan, _ in found)
             if all(unsupported_reason(backend, call, branch) is None for branch, _ in planned):

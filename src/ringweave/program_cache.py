@@ -217,7 +217,8 @@ def _put(key: Hashable, program: Program) -> None:
     size, prepared = _PROGRAM_BYTES, program.prepared
     if prepared is not None:
         heads = program.call.batch * program.call.heads
-        size += sum(p.nbytes + _ROW_BYTES * p.q_tiles * heads + _TILE_BYTES * p.capacity for p in prepared.plans)
+        for plan in prepared.plans:
+            size += plan.nbytes + _ROW_BYTES * plan.q_tiles * heads + _TILE_BYTES * plan.capacity
     elif isinstance(key, StepKey) and program.constant:
         size += sum(step.branch.known.nbytes for step in program.steps if step.branch.known is not None)
     if isinstance(key, StepKey):

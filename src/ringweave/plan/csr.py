@@ -140,12 +140,11 @@ def assemble(
     """Assemble a plan from row sets: add the lists by columns and the launch order, in one piece of memory."""
     require_no_capture(device)
     q_tiles, kv_tiles = -(-nq // tile[0]), -(-nk // tile[1])
-    limit(sum(len(each.row) for each in sets))
-    count = sum(each.sets for each in sets)
-    row, col, bits = _side_by_side(sets, q_tiles)
-    of_set = row // q_tiles
-    tiles = (torch.from_numpy(each) for each in (of_set, row - of_set * q_tiles, col, bits))
-    lists = to_csr(TileList(*tiles), count, (q_tiles, kv_tiles))
+    whole = sets[0] if len(sets) == 1 else _side_by_side(sets, q_tiles)
+    limit(len(whole.row))
+    of_set = whole.row // q_tiles
+    tiles = of_set, whole.row - of_set * q_tiles, whole.col, whole.mask_id
+    lists = to_csr(TileList(*map(torch.from_numpy, tiles)), whole.sets, (q_tiles, kv_tiles))
     arrays: dict[str, NDArray[Any]] = {name: each.numpy() for name, each in lists._asdict().items()}
     arrays |= {
         "mask_words": masks,
@@ -154,12 +153,12 @@ def assemble(
     }
     # one piece of memory needs one copy to a device, and small plans take little more than their elements
     sizes = [size for array in arrays.values() for size in (array.size, -array.size % _ALIGNED)]
-    whole = torch.empty(sum(sizes), dtype=torch.int32, device="cpu")
-    memory, begin = whole.numpy(), 0
+    packed = torch.empty(sum(sizes), dtype=torch.int32, device="cpu")
+    memory, begin = packed.numpy(), 0
     for array in arrays.values():
         memory[begin : begin + array.size] = array.reshape(-1)
         begin += -(-array.size // _ALIGNED) * _ALIGNED
-    parts = zip(arrays.items(), whole.to(device).split_with_sizes(sizes)[::2], strict=True)
+    parts = zip(arrays.items(), packed.to(device).split_with_sizes(sizes)[::2], strict=True)
     tensors: dict[str, Any] = {
         name: part if array.ndim == 1 else part.view(array.shape) for (name, array), part in parts
     }
@@ -173,16 +172,15 @@ def assemble(
     )
 
 
-def _side_by_side(sets: list[RowSet], q_tiles: int) -> tuple[Int64, Int64, NDArray[np.int32]]:
-    """Concatenate (row, col, mask_id) of all sets, with rows numbered through all sets."""
-    if len(sets) == 1:
-        return sets[0].row, sets[0].col, sets[0].mask_id
-    row, col, bits = (np.concatenate([getattr(each, name) for each in sets]) for name in ("row", "col", "mask_id"))
+def _side_by_side(sets: list[RowSet], q_tiles: int) -> RowSet:
+    """Concatenate row sets, with rows numbered through all sets."""
+    limit(sum(len(each.row) for each in sets))
+    row, col, mask_id = (np.concatenate([getattr(each, name) for each in sets]) for name in ("row", "col", "mask_id"))
     first = np.cumsum([0, *(each.sets for each in sets)])
     ends = np.cumsum([0, *(len(each.row) for each in sets)])
     for before, begin, end in zip(first[1:], ends[1:], ends[2:], strict=False):
         row[begin:end] += before * q_tiles
-    return row, col, bits
+    return RowSet(row, col, mask_id, int(first[-1]))
 
 
 def limit(tiles: int) -> None:

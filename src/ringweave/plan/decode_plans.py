@@ -285,8 +285,8 @@ def _elements(
         q, k = rows_of(offsets.table, 2).T
         q = q + q_offset
     start, stop = np.zeros(1, np.int64), np.full(1, nk, np.int64)
-    nowhere = np.zeros(1, np.int64)
-    for keys, origin in (*((each, nowhere) for each in by_place), *((each, k) for each in by_position)):
+    origins = [np.zeros(1, np.int64)] * len(by_place) + [k] * len(by_position)
+    for keys, origin in zip(by_place + by_position, origins, strict=True):
         low, high = keys._now
         if (low < 0).any() or (low > high).any() or (high > nk + origin.max()).any():
             return None
@@ -312,15 +312,16 @@ def _rows(relation: Pattern, look: DistanceProfile, nq: int, tile: tuple[int, in
 def _row_set(rows: RowCache, elements: Placement, nk: int, first_code: int) -> tuple[RowSet, NDArray[np.int32], Int64]:
     """Return the distinct rows of a relation's elements, their masks, and the row of each element."""
     placement, skip = canonical(elements, rows.look, rows.nq, rows.tile[1])
-    fields = placement.q, placement.k, placement.start, placement.stop, *skip
+    fields = np.stack([placement.q, placement.k, placement.start, placement.stop, *skip], 1)
     distinct: dict[tuple[int, ...], int] = {}
-    like = [distinct.setdefault(each, len(distinct)) for each in zip(*(x.tolist() for x in fields), strict=True)]
-    planned, grown = rows.at([each[:4] for each in distinct])
+    like = [distinct.setdefault(each, len(distinct)) for each in map(tuple, fields.tolist())]
+    places = [each[:4] for each in distinct]
+    planned, grown = rows.at(places)
     if grown:
         PATTERNS.put(rows.key, rows, rows.nbytes)
     at, tiles, full = np.array([each[4:] for each in distinct], np.int64).T
     skip = Skip(at, tiles, full > 0)
-    row_set = _shift_from(_cached(planned, [each[:4] for each in distinct]), skip)
+    row_set = _shift_from(_cached(planned, places), skip)
     leading, rest = planned.leading, nk % rows.tile[1]
     if rest and len(leading):
         # a mask that allows all existing keys of the last tile is a full tile
@@ -385,7 +386,7 @@ def drop_unreachable(p: Placement, reach: Reach, nq: int) -> Placement:
     stop = np.where(settled, np.minimum(p.stop, np.maximum(seen, p.start)), p.stop)
     q = np.where(settled, np.minimum(p.q, np.maximum(stop + p.k, reach.first) + reach.back), p.q)
     empty = p.start >= stop
-    return Placement(*(np.where(empty, 0, x) for x in (q, p.k, p.start, stop)))
+    return Placement(*np.where(empty, 0, (q, p.k, p.start, stop)))
 
 
 def skip_tiles(p: Placement, reach: Reach, side: int) -> tuple[Placement, Skip]:
