@@ -60,7 +60,7 @@ def test_no_module_has_a_cache_of_its_own(file: Path) -> None:
     assert found == REGISTERS.get(str(file.relative_to(SOURCE)), set())
 
 
-def test_what_a_module_remembers_is_found() -> None:
+def test_containers_that_a_module_fills_are_found() -> None:
     text = (
         "a = {}\nb: dict[int, int] = dict[int, int]()\nc = weakref.WeakSet()\nd = LRUCache(1, 1)\ne = {1: 2}\nf = (1,)"
     )
@@ -87,7 +87,7 @@ def test_trim_clears_all() -> None:
     assert [each for each in kept if each.get("a test") or each.front] == []
 
 
-def test_what_is_made_of_a_plan_goes_with_it() -> None:
+def test_values_derived_from_a_plan_are_freed_with_it() -> None:
     plan = rw.PlanCache().get(rw.Causal(), 64, tile=(16, 16))
     before = len(cache._derived)
     derived_values(plan)["lists"] = object()

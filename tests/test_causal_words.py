@@ -171,7 +171,7 @@ def wrong(said: Said) -> str | None:
 
 
 @pytest.mark.parametrize("path", [*PAGES, *SOURCES], ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_is_called_causal_is(path: Path) -> None:
+def test_patterns_called_causal_are_causal(path: Path) -> None:
     found = list(in_page(path) if path.suffix == ".md" else in_source(path))
     assert not [text for said in found if (text := wrong(said)) is not None]
 

@@ -439,7 +439,7 @@ def test_a_row_of_infinitely_low_scores_attends_nothing(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", RUNNABLE)
 @pytest.mark.parametrize("scale", [1e5, 1e20, -1e30])
-def test_keys_alike_share_their_weight_however_large_scores_are(backend: str, scale: float) -> None:
+def test_equal_keys_share_their_weight_for_scores_of_any_size(backend: str, scale: float) -> None:
     """Equal keys share their weight equally, even for a score so large that lse loses the logarithm of the sum."""
     x = Inputs.random(30, heads=4, kv_heads=2)
     # integers: their products add up exactly in any order

@@ -705,7 +705,7 @@ def mistakes() -> str:
 
 
 @pytest.mark.parametrize("code", [code for cases in MISTAKES.values() for code in cases])
-def test_a_mistake_says_what_was_wanted(code: str) -> None:
+def test_a_mistake_raises_an_error_with_the_wanted_value(code: str) -> None:
     (kind,) = [cases[code] for cases in MISTAKES.values() if code in cases]
     error = raised(code)
     assert type(error) is kind

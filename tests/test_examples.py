@@ -63,7 +63,9 @@ def test_one_process_and_two_learn_the_same(shared: list[dict[str, Any]], folder
         assert 0 < line["received"] < 0.5 * line["full_ring"]
 
 
-def test_two_processes_go_on_where_one_ended(shared: list[dict[str, Any]], folder: Path, tmp_path: Path) -> None:
+def test_two_processes_continue_from_the_checkpoint_of_one(
+    shared: list[dict[str, Any]], folder: Path, tmp_path: Path
+) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     more = STEPS + 2
     lines = train(tmp_path, 2, "--steps", more, "--checkpoint", tmp_path / "lm.pt", "--every", SAVED)
@@ -105,7 +107,9 @@ def log() -> Iterator[Any]:
 
 # the library's trainer, tested below, loses a worker in every run
 @pytest.mark.long
-def test_killed_workers_go_on_from_the_checkpoint(shared: list[dict[str, Any]], tmp_path: Path, log: Any) -> None:
+def test_training_continues_from_the_checkpoint_after_a_kill(
+    shared: list[dict[str, Any]], tmp_path: Path, log: Any
+) -> None:
     script, out, every = example(), tmp_path / "metrics.jsonl", 6
     assert script is not None
     options = [*SMALL, "--steps", STEPS, "--checkpoint", tmp_path / "lm.pt", "--every", every, "--out", out]
@@ -133,7 +137,7 @@ def test_killed_workers_go_on_from_the_checkpoint(shared: list[dict[str, Any]], 
     assert not psutil.wait_procs(seen.values(), timeout=5)[1]
 
 
-def test_sparse_training_becomes_sparse_and_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_sparse_training_becomes_sparse_and_continues_from_its_checkpoint(tmp_path: Path) -> None:
     """Density falls from dense to the requested one, and a run from a checkpoint repeats the same steps."""
     script, out = Path(__file__).parents[1] / "examples" / "sparse_training.py", tmp_path / "metrics.jsonl"
     options = ["--tokens", 128, "--width", 32, "--heads", 2, "--density", 0.3, "--steps", 12, "--every", 8]
@@ -168,7 +172,7 @@ def test_a_patched_llama(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert float(lines[2].rpartition(" ")[2]) < 1e-5
 
 
-def test_the_librarys_trainer_goes_on_when_a_process_is_killed(tmp_path: Path, log: Any) -> None:
+def test_the_librarys_trainer_continues_after_a_process_is_killed(tmp_path: Path, log: Any) -> None:
     """Two processes that share sequences learn what one alone does, although one of them is killed on the way."""
     steps, until = 8, time.monotonic() + 200
     alone, shared = tmp_path / "alone", tmp_path / "shared"

@@ -111,7 +111,7 @@ def test_backends_and_why_not_the_others() -> None:
         explain(WINDOW, 1000, backend="sdpa")
 
 
-def test_terms_and_dropout_leave_who_computes_them() -> None:
+def test_terms_and_dropout_exclude_backends_by_name() -> None:
     """In float64, explain names the terms that a dense backend cannot compute."""
     terms = [rw.Softcap(30.0), rw.DistanceBias(torch.zeros(4, 2**16 + 1, requires_grad=True))]
     facts = explain(rw.Causal(), 1000, heads=4, dtype=torch.float64, terms=terms, dropout=0.1, as_dict=True)

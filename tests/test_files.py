@@ -142,7 +142,7 @@ def test_a_baseline_of_any_content(tmp_path: Path) -> None:
             gate.baseline(path)
 
 
-def test_what_the_system_says(tmp_path: Path) -> None:
+def test_numbers_of_the_system_from_files_of_any_content(tmp_path: Path) -> None:
     """Memory and its nodes are reported as numbers, whatever the system's files contain."""
     node = tmp_path / "sys/devices/system/node/node0"
     texts = {

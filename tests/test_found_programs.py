@@ -119,7 +119,7 @@ def test_without_lse_bits_are_the_same(dtype: torch.dtype, layout: str, straight
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning", "ignore::UserWarning")
-def test_who_watches_sees_operators(straight: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modes_and_transforms_see_operators(straight: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = tensors()
 
     def call(x: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def test_who_watches_sees_operators(straight: list[bool], monkeypatch: pytest.Mo
     monkeypatch.undo()
 
 
-def test_modules_go_straight(straight: list[bool]) -> None:
+def test_empty_options_of_modules_stay_on_the_direct_path(straight: list[bool]) -> None:
     """Options that modules pass as empty values keep a call on the direct path."""
     q, k, v = tensors()
     wanted = direct(q, k, v, PATTERN).out
@@ -176,7 +176,7 @@ def test_modules_go_straight(straight: list[bool]) -> None:
     assert straight == [False]
 
 
-def test_layers_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_of_two_equal_calls_looks_up_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of two equal calls looks up no program; a call with any other argument does, and so does one after the cache is emptied."""
     q, k, v = (torch.randn(1, heads, n, 16) for heads, n in ((4, 1), (2, 300), (2, 300)))
     pattern, looked = rw.SlidingWindow(50) & rw.Causal(), list[int]()
@@ -211,7 +211,7 @@ def test_layers_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     assert looks()
 
 
-def test_what_attends_nothing_and_what_is_infinite() -> None:
+def test_empty_rows_and_infinite_scores() -> None:
     q, k, v = tensors(grad=True)
     with torch.no_grad():
         q[0, 0, 33, 0] = torch.inf
@@ -542,7 +542,7 @@ def test_the_first_call_imports_no_compiler() -> None:
     assert found.stdout.strip() == "False"
 
 
-def test_a_policy_of_types_is_no_bare_call() -> None:
+def test_a_program_without_a_policy_does_not_serve_a_call_with_one() -> None:
     """A program of a call without a precision policy does not serve a call with one."""
     q, k, v = (torch.randn(1, 2, 64, 16, generator=torch.Generator().manual_seed(each)) for each in range(3))
     exact = [rw.attention(q, k, v, rw.Causal()) for _ in range(3)][-1]
@@ -572,7 +572,7 @@ OPTIONS = ["none", "terms", "a learned table", "sinks", "dropout", "offsets", "e
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("name", OPTIONS)
-def test_nothing_that_watches_is_gone_round(name: str) -> None:
+def test_every_mode_and_hook_sees_a_call_with_a_cached_program(name: str) -> None:
     """Every mode, hook and transform sees the forward and backward of a call with a cached program."""
     q, k, v = tensors(grad=True)
     given = options(name)

@@ -369,7 +369,7 @@ def copied(to: Path) -> Path:
 
 
 @pytest.mark.parametrize("guide", CHECKS)
-def test_a_guide_gives_what_it_says(guide: str, tmp_path: Path) -> None:
+def test_a_guide_gives_the_promised_result(guide: str, tmp_path: Path) -> None:
     copied(tmp_path)
     for block in GUIDES[guide]:
         block.apply(tmp_path)

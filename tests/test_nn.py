@@ -109,7 +109,7 @@ def test_patterns() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_an_encoder_layer_does_not_go_round_it(training: bool) -> None:
+def test_the_fast_path_of_an_encoder_layer_does_not_bypass_the_module(training: bool) -> None:
     # in eval its fast path would compute dense attention from the module's weights
     pattern = rw.SlidingWindow(2)
     layer = nn.TransformerEncoderLayer(E, H, 48, dropout=0.0, batch_first=True).train(training)

@@ -103,7 +103,7 @@ def test_caption_tells_density_and_tiles() -> None:
     assert f"density {100 * pattern.density(16384):.3g} %" in drawn.caption
 
 
-def test_svg_is_xml_whose_shading_is_the_density() -> None:
+def test_the_shading_of_an_svg_is_the_density() -> None:
     pattern, tokens = (rw.SlidingWindow(40) | rw.Dilated(3, 8)) & rw.Causal(), 300
     root = ElementTree.fromstring(plot(pattern, tokens))
     drawn = picture(pattern, tokens)

@@ -80,7 +80,7 @@ def stored_conforms(
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("kv", list(KV))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_oracle_of_what_is_stored(dtype: torch.dtype, kv: str, backend: str) -> None:
+def test_results_over_stored_keys_follow_the_oracle(dtype: torch.dtype, kv: str, backend: str) -> None:
     """Results over 8-bit keys follow the oracle, for few and many queries, shared heads, odd dims, and strided LongNet views."""
     shapes = [(1, 4, 1, 32, 32), (2, 3, 3, 24, 40), (3, 4, 2, 16, 8), (70, 4, 2, 32, 16)]
     for nq, heads, kv_heads, dim, value_dim in shapes:
@@ -130,7 +130,7 @@ def test_every_code_is_what_torch_says(variant: str, dim: int, monkeypatch: pyte
 
 @pytest.mark.parametrize("kv", list(KV))
 @pytest.mark.parametrize("backend", ["reference", "dense_batched", *(["cpu"] if VARIANTS else [])], indirect=True)
-def test_a_cache_holds_what_a_call_stores(kv: str, backend: str) -> None:
+def test_a_cache_has_the_bits_that_a_call_stores(kv: str, backend: str) -> None:
     """A cache stores the bits that a call stores, for any appends and pages, also after a shared page was copied."""
     x = Inputs.random(5, 300, batch=2, heads=4, kv_heads=2, dim=32, dtype=torch.bfloat16)
     policy = rw.Precision(kv=KV[kv])
@@ -149,7 +149,7 @@ def test_a_cache_holds_what_a_call_stores(kv: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("kv", list(KV))
-def test_how_well_it_stores(kv: str) -> None:
+def test_the_error_of_stored_values(kv: str) -> None:
     """Stored values are within 0.5/127 (int8) or 16/448 (fp8) of their row's largest element, zeros and extreme values included."""
     rows = torch.randn(64, 128) * torch.logspace(-30, 30, 64)[:, None]
     codes, scale = quantize_rows(rows, KV[kv])
@@ -168,7 +168,7 @@ def test_how_well_it_stores(kv: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
-def test_what_is_not_finite_reaches_nobody_else(backend: str) -> None:
+def test_a_value_that_is_not_finite_reaches_only_its_rows(backend: str) -> None:
     x = Inputs.random(40, heads=2, dim=16)
     x.k[0, 1, 7], x.v[0, 0, 9, 3] = torch.nan, torch.inf
     out = rw.attention(x.q, x.k, x.v, rw.Segments(5), precision=rw.Precision(kv=torch.int8), backend=backend)

@@ -58,7 +58,7 @@ def test_processes_share_files_and_not_tests() -> None:
     assert begun(known | {"a.py": 100.0}, 2).left(0.0) == 200.0
 
 
-def test_what_is_remembered() -> None:
+def test_times_of_finished_files_are_stored() -> None:
     """The times of files that ran to their end are stored; others keep their earlier times."""
     progress = begun({"a.py": 7.0, "gone.py": 1.0})
     run(progress, NODES[0], 90.0)
@@ -99,7 +99,9 @@ def report(node: str, when: str, outcome: str = "passed") -> pytest.TestReport:
 
 
 @pytest.mark.parametrize("isatty", [False, True])
-def test_lines_come_now_and_then_and_failures_at_once(isatty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_printed_from_time_to_time_and_failures_immediately(
+    isatty: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, terminal, stored = reporter(isatty)
     period = QUICK if isatty else QUIET
     now = made.last + period / 2

@@ -421,7 +421,7 @@ def test_a_table_at_a_reused_address_has_its_own_mask() -> None:
         table = keys // width
 
 
-def test_bounds_whose_number_changed_are_refused() -> None:
+def test_bounds_with_a_changed_number_of_elements_are_refused() -> None:
     """Bounds that got another number of elements through `.data` raise PatternError."""
     bounds = torch.tensor([10, 20])
     pattern, q = rw.KeyPadding(bounds), torch.randn(2, 1, N, 8)

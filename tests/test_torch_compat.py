@@ -106,7 +106,9 @@ def test_kernels_that_torch_lacks_are_refused_or_passed_over(monkeypatch: pytest
     assert "does not have" in str(flash.unsupported_reason(case, branch))
 
 
-def test_indices_elsewhere_are_checked_at_once_where_torch_cannot_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_indices_are_checked_immediately_if_torch_cannot_check_them_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch_compat, "_assert_async", None)
     torch_compat.require(torch.tensor(True), "words")
     torch_compat.require(torch.zeros((), dtype=torch.bool, device="meta"), "words")

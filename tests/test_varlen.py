@@ -26,7 +26,7 @@ def bounds(lengths: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("backend", ["dense_batched", "cpu"])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize("terms", [[], [rw.ALiBi([0.5, 0.25, 1.0, 2.0]), rw.Softcap(3.0)]], ids=["plain", "terms"])
-def test_each_sequence_is_what_it_is_alone(pattern: rw.Pattern, backend: str, terms: list[rw.Softcap]) -> None:
+def test_each_sequence_has_its_result_alone(pattern: rw.Pattern, backend: str, terms: list[rw.Softcap]) -> None:
     torch.manual_seed(0)
     total = sum(LENGTHS)
     leaves = [torch.randn(total, heads, 16, requires_grad=True) for heads in (4, 2, 2)]

@@ -49,7 +49,7 @@ def test_refusals_are_counted() -> None:
     assert (verdict.tried, verdict.refused, verdict.failure, verdict.holds) == (0, 5, None, None)
 
 
-def test_what_is_no_kernel() -> None:
+def test_invalid_kernels() -> None:
     with pytest.raises(UnsupportedError, match="kernel: got 'nowhere:f'"):
         conformance.load("nowhere:f")
     with pytest.raises(UnsupportedError, match="a parameter named allowed or pattern"):

@@ -93,7 +93,7 @@ class Bypassed(nn.MultiheadAttention):
         return 2 * out, None
 
 
-def test_a_fused_path_that_goes_round_a_module() -> None:
+def test_a_fused_path_that_bypasses_a_module() -> None:
     encoder = nn.TransformerEncoderLayer(32, 4, batch_first=True)
     encoder.self_attn = Bypassed(32, 4, batch_first=True)
     found = audit.model(encoder, torch.randn(2, 16, 32), expect=rw.Full())
@@ -116,7 +116,7 @@ def test_transformers(name: str) -> None:
         assert result.agrees is (True if decodes else None), html_report.lines(result)
 
 
-def test_what_a_configuration_promises() -> None:
+def test_the_promise_of_a_configuration() -> None:
     (result,) = results("gemma3_text", "sdpa", "unpadded")
     assert result.audit is not None
     first = result.audit.layers[0]
@@ -229,7 +229,7 @@ def only_causal(q: Tensor, k: Tensor, v: Tensor, pattern: rw.Pattern) -> Tensor:
 
 
 @pytest.mark.parametrize("form", ["text", "JSON", "page"])
-def test_what_was_not_examined_is_counted(form: str, tmp_path: Path) -> None:
+def test_unexamined_cases_are_counted(form: str, tmp_path: Path) -> None:
     """Cases that a model does not support, that raise, or that nothing is expected of, are not examined: status 2."""
     out = tmp_path / "report.html"
     options = {"text": [], "JSON": ["--json"], "page": ["--out", str(out)]}[form]
@@ -250,7 +250,7 @@ def test_what_was_not_examined_is_counted(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("target", "says"), [("make", 1), ("sound", 0)])
-def test_a_difference_outweighs_what_was_not_examined(target: str, says: int) -> None:
+def test_a_difference_outweighs_unexamined_calls(target: str, says: int) -> None:
     """A call without an expected pattern is not examined, whether another one agrees or differs."""
     model = six(4 if target == "make" else None)
     x, causal = torch.randn(1, 20, 16), rw.SlidingWindow(5)

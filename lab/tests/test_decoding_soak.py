@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 
 
-def test_steps_take_no_more_memory_as_they_go_on() -> None:
+def test_later_steps_take_no_more_memory() -> None:
     path = Path(__file__).parents[1] / "scripts" / "decoding_soak.py"
     spec = importlib.util.spec_from_file_location("decoding_soak", path)
     assert spec is not None

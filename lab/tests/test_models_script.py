@@ -35,7 +35,7 @@ ONE, NAN = torch.ones(3), torch.full((3,), math.nan)
         ([None], [None], 0.0),
     ],
 )
-def test_what_is_no_number_or_missing_is_no_agreement(mine: list[Any], theirs: list[Any], worst: float) -> None:
+def test_nan_and_missing_tensors_are_differences(mine: list[Any], theirs: list[Any], worst: float) -> None:
     assert script.difference(mine, theirs) == worst
 
 

@@ -38,7 +38,9 @@ def test_names_are_of_one_breakage() -> None:
         ([0, 4], "could not be tested (exit code 4)"),
     ],
 )
-def test_what_is_reported(codes: list[int], said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_are_reported(
+    codes: list[int], said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "src" / "ringweave" / "merge.py"
     path.parent.mkdir(parents=True)
     path.write_text("out = old + new\n")

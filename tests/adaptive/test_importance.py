@@ -137,7 +137,7 @@ def test_recall_of_a_trained_model_rises_and_stays() -> None:
     assert curve[-1] > 0.99 * max(curve), curve
 
 
-def test_what_is_on_trial_holds_what_it_would_if_it_were_active() -> None:
+def test_a_block_on_trial_has_the_mass_of_an_active_one() -> None:
     q, k, v = topics()
     tracker = ImportanceTracker(N, heads=HEADS, density=0.2, block_size=SIDE, turnover=0.4, decay=0.5)
     step(tracker, q, k, v)
@@ -206,7 +206,7 @@ def test_what_looks_no_better_stays_out() -> None:
     assert torch.equal(blocks(tracker.pattern), before)
 
 
-def test_it_goes_on_where_it_was() -> None:
+def test_a_loaded_tracker_continues() -> None:
     first, second = (ImportanceTracker(N, heads=HEADS, density=0.2, block_size=SIDE) for _ in range(2))
     for seed in range(3):
         step(first, *topics(seed))
@@ -265,7 +265,7 @@ def test_ranks_have_one_table_which_travels_while_they_compute() -> None:
         run(2, job, placement)
 
 
-def test_ranks_at_different_versions_do_not_go_on() -> None:
+def test_ranks_at_different_versions_raise() -> None:
     def job(transport: Threaded) -> None:
         ctx = ContextParallel(transport, rw.Causal(), 256, heads=(HEADS, HEADS // 2), placement="contiguous")
         tracker = ImportanceTracker(256, heads=HEADS, density=0.5, block_size=SIDE, context=ctx)

@@ -78,7 +78,7 @@ def test_of_a_larger_attention_it_is_the_recall() -> None:
     assert torch.equal(again, got.to_dense())
 
 
-def test_what_is_not_attended_is_not_seen() -> None:
+def test_unattended_keys_and_queries_have_no_effect() -> None:
     """NaN in keys and queries without pairs has no effect, and a row without keys holds 0."""
     x = Inputs.random(160, heads=2, dim=16)
     pattern = rw.KeyPadding(stop=100) & rw.Causal()

@@ -54,7 +54,7 @@ def test_a_pattern_is_made_once_for_a_density() -> None:
     assert seen == [1.0] * 5 + [pytest.approx(0.625, abs=0.05)] * 3 + [0.25] * 4
 
 
-def test_it_goes_on_where_it_was() -> None:
+def test_a_loaded_schedule_continues() -> None:
     options: dict[str, Any] = {"start": 0.5, "end": 0.1, "warmup": 3, "ramp": 9, "shape": "cosine"}
     whole = densities(rw.adaptive.SparsitySchedule(blocks, **options), 20)
     first, second = (rw.adaptive.SparsitySchedule(blocks, **options) for _ in range(2))

@@ -445,7 +445,7 @@ def test_block_means() -> None:
 
 
 @pytest.mark.parametrize("heads", ["query", "kv"])
-def test_decoding_reads_what_was_chosen(heads: str) -> None:
+def test_decoding_reads_the_chosen_blocks(heads: str) -> None:
     """A decoding step with a table of one row equals attention with the dense mask of its blocks."""
     x = Inputs.random(1, 300, batch=2, heads=4, kv_heads=2, dim=16)
     table = select(x.q, x.k, method="bounds", top_k=4, block_size=32, heads=heads, q_offset=299)

@@ -225,7 +225,7 @@ def test_auto_leaves_cpu_tensors_to_others() -> None:
     assert facts["others"]["triton"] == ["on a CPU it is used only when named"]
 
 
-def test_what_it_refuses() -> None:
+def test_unsupported_calls_are_refused() -> None:
     q = torch.randn(1, 2, 100, 16)
     with pytest.raises(rw.UnsupportedError, match="interpreter multiplies bfloat16 wrongly"):
         rw.attention(q.bfloat16(), q.bfloat16(), q.bfloat16(), backend="triton")

@@ -179,7 +179,7 @@ DEAD = ~rw.patterns.Periodic(1000, 20, 31)
         *(pytest.param(*case, marks=pytest.mark.long) for case in [(128, None), (16, None), (16, "learned")]),
     ],
 )
-def test_described_tiles_with_keys_that_nobody_attends(
+def test_described_tiles_with_unattended_keys(
     side: int, terms: str | None, monkeypatch: pytest.MonkeyPatch, poisoned: None
 ) -> None:
     """NaN in keys and values that no query attends changes no bit, also in gradients of terms' tables; tiles of 64 are in pairs."""

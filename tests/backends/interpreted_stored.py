@@ -128,7 +128,7 @@ def test_pages(page: int, nq: int, dtype: torch.dtype, kv: str) -> None:
 
 
 @pytest.mark.sampled(1)
-def test_what_is_not_finite_reaches_nobody_else() -> None:
+def test_a_value_that_is_not_finite_reaches_only_its_rows() -> None:
     x = Inputs.random(40, heads=2, dim=16)
     x.k[0, 1, 7], x.v[0, 0, 9, 3] = torch.nan, torch.inf
     out = rw.attention(x.q, x.k, x.v, rw.Segments(5), precision=rw.Precision(kv=torch.int8), backend="triton")

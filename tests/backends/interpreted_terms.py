@@ -129,7 +129,7 @@ def test_a_kind_without_a_formula_is_no_other_kind(monkeypatch: pytest.MonkeyPat
         rw.attention(x.q, x.k, x.v, terms=rw.Softcap(2.0), backend="triton")
 
 
-def test_what_is_not_finite() -> None:
+def test_scores_that_are_not_finite() -> None:
     """A bias of -inf leaves a row empty whatever the keys contain; NaN reaches a table's gradient exactly at its pairs."""
     n, x = 16, Inputs.random(16, heads=2, kv_heads=1, dim=8)
     table = torch.randn(1, 2, n, n).requires_grad_()

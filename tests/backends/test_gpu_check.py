@@ -39,7 +39,7 @@ def first(pattern: rw.Pattern) -> Branch:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("needs_grad", [False, True])
-def test_what_is_right_passes(dtype: torch.dtype, structure: str, needs_grad: bool) -> None:
+def test_a_right_kernel_passes(dtype: torch.dtype, structure: str, needs_grad: bool) -> None:
     tried = [dense_batched.BACKEND] if cpu.module() is None else [dense_batched.BACKEND, cpu.BACKEND]
     for backend in tried:
         assert gpu_check.check(backend, small(dtype, needs_grad), structure) is None
@@ -73,7 +73,7 @@ def test_keys_and_values_of_8_bits_are_tried_as_they_are_stored(stored: torch.dt
     assert "it is wrong: out by" in str(gpu_check.check(wrong, about, "sparse"))
 
 
-def test_each_structure_is_tried_as_what_it_is() -> None:
+def test_each_structure_is_tried() -> None:
     for structure in STRUCTURES:
         seen: list[Branch] = []
 
@@ -96,7 +96,7 @@ def test_each_structure_is_tried_as_what_it_is() -> None:
         (lambda x: x.fill_(torch.nan), "it is wrong: dk by nan"),
     ],
 )
-def test_what_is_wrong_is_named(change: Callable[[Tensor], Tensor], said: str) -> None:
+def test_a_wrong_result_is_named(change: Callable[[Tensor], Tensor], said: str) -> None:
     def backward(*arguments: object) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = dense_batched.backward(*arguments)  # type: ignore[arg-type]
         return dq, change(dk), dv
@@ -181,7 +181,7 @@ def test_nothing_is_tried_while_a_graph_is_captured(
     assert program.choose_backend("auto", case(), window).name == "triton"
 
 
-def test_explain_says_what_a_check_found(checks: list[tuple[str, Call, str]]) -> None:
+def test_explain_prints_the_verdict_of_a_check(checks: list[tuple[str, Call, str]]) -> None:
     call = {"dtype": torch.bfloat16, "device": "cuda", "as_dict": True, "needs_grad": False}
     facts = rw.explain(rw.SlidingWindow(9), 256, head_dim=128, **call)["backend"]  # type: ignore[call-overload]
     assert facts["chosen"] == [{"backend": "dense_batched", "branches": 1}]

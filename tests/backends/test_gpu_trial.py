@@ -87,7 +87,7 @@ def test_a_program_that_holds_python_is_not_begun_again(monkeypatch: pytest.Monk
         assert tried("triton", CASE, "sparse", lambda: None) is None
 
 
-def test_what_the_verdict_is_kept_by(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_of_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {kept("triton", CASE, "sparse")[0]}
     monkeypatch.setattr(gpu_check, "_driver", lambda: "580.1")
     names.add(kept("triton", CASE, "sparse")[0])

@@ -57,7 +57,7 @@ USUAL = launch_config_for("forward", 64, 64, 2, (128, 128), HOPPER)
 
 @pytest.mark.parametrize("kernel", ["forward", "backward_q", "backward_kv"])
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"{device.generation}-{device.shared}")
-def test_what_the_table_says_suits(kernel: str, device: Device) -> None:
+def test_configurations_of_the_table_are_valid(kernel: str, device: Device) -> None:
     for dim in (16, 64, 128):
         for itemsize in (2, 4):
             for tile in ((16, 128), (64, 64), (128, 128), (512, 64)):
@@ -97,7 +97,7 @@ def test_every_rule_changes_a_configuration(rule: module.Rule, monkeypatch: pyte
         ({"stages": 7}, r"tiles need \d+ bytes of shared memory, and \d+ of 232448 are available"),
     ],
 )
-def test_what_does_not_suit_says_why(changes: dict[str, int], said: str) -> None:
+def test_an_invalid_configuration_has_a_reason(changes: dict[str, int], said: str) -> None:
     assert misfit(USUAL, "forward", 64, 64, 2, (128, 128), HOPPER) is None
     found = misfit(dataclasses.replace(USUAL, **changes), "forward", 64, 64, 2, (128, 128), HOPPER)  # type: ignore[arg-type]
     assert found is not None
@@ -112,7 +112,7 @@ def test_descriptors_need_the_device() -> None:
     assert misfit(described, "forward", 64, 64, 2, (128, 128), HOPPER) is None
 
 
-def test_what_was_measured_is_taken_for_the_same_kernel_and_tiles_alone() -> None:
+def test_a_measured_configuration_serves_the_same_kernel_and_tiles_only() -> None:
     assert asked() == USUAL
     write_entries([], [entry(SMALL)])
     assert asked() == SMALL
@@ -138,7 +138,7 @@ def test_what_was_measured_is_taken_for_the_same_kernel_and_tiles_alone() -> Non
         (dataclasses.asdict(SMALL) | {"cluster": 2}, "their fields are not"),
     ],
 )
-def test_what_does_not_suit_is_ignored_with_one_line(
+def test_an_invalid_measured_configuration_is_ignored_with_one_warning(
     blocks: object, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_entries([], [entry(blocks)])

@@ -54,7 +54,7 @@ def test_nothing_is_attended() -> None:
     assert not any(x.any() for x in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
-def test_what_has_no_weight_gives_what_the_definition_gives() -> None:
+def test_rows_with_all_scores_minus_infinity() -> None:
     """Rows with all scores -inf give zero gradients to keys and values, and 0 * inf to queries, as the definition does."""
     q, k, v, dout = (torch.rand(1, 1, 40, 8) for _ in range(4))
     k[..., 1] = -torch.inf

@@ -255,7 +255,7 @@ def test_blocks_fit_the_device_and_the_tile() -> None:
 
 
 @needs_triton
-def test_what_nobody_attends_does_not_coarsen_a_tables_gradient() -> None:
+def test_unattended_keys_do_not_coarsen_a_tables_gradient() -> None:
     """The quantum of a table's gradient counts only pairs of attended keys and of rows that attend."""
     from ringweave.backends.triton import arguments
 

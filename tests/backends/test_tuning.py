@@ -188,7 +188,7 @@ CORRUPT = {
 }
 
 
-def test_what_is_made_corrupt_is_right_before(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_file_is_valid_before_it_is_damaged(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     (cache / "tuning.json").write_text(spelled(sides=[64, 32]))
     assert tuning.answers() == {"x": {0: ("cpu", (64, 32))}}
     ((kind, fields),) = tuning.configs().items()

@@ -112,7 +112,7 @@ def test_show_writes_a_picture(tmp_path: Path) -> None:
         assert result.stderr.count("\n") == 1
 
 
-def test_explain_says_what_the_library_says() -> None:
+def test_explain_prints_the_numbers_of_the_library() -> None:
     arguments = ("explain", PATTERN, "--tokens", "4096", "--heads", "8", "--kv-heads", "2", "--dtype", "bfloat16")
     result = run(*arguments, "--json")
     assert result.exit_code == 0, result.output
@@ -338,7 +338,7 @@ def test_module_runs_in_a_terminal_without_unicode_and_imports_no_matplotlib() -
 WINDOW = "SlidingWindow(4096) & Causal()"
 
 
-def test_simulate_says_what_the_library_says() -> None:
+def test_simulate_prints_the_numbers_of_the_library() -> None:
     arguments = ("simulate", WINDOW, "--tokens", "256K", "--gpus", "4,12", "--heads", "16:4", "--head-dim", "64")
     result = run(*arguments, "--json")
     assert result.exit_code == 0, result.output
@@ -391,13 +391,13 @@ def test_simulate_draws_its_rows(tmp_path: Path) -> None:
         (("--tokens", "64K", "--gpus", "2", "--plot", "none/a.svg"), "a file that can be written"),
     ],
 )
-def test_simulate_says_what_is_wrong(arguments: tuple[str, ...], said: str) -> None:
+def test_simulate_names_wrong_arguments(arguments: tuple[str, ...], said: str) -> None:
     result = run("simulate", WINDOW, *arguments, columns=200)
     assert result.exit_code == 2
     assert said in result.stderr
 
 
-def test_doctor_says_what_the_store_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_prints_the_contents_of_the_tuning_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RINGWEAVE_CACHE", str(tmp_path))
     fields = {"m": 64, "n": 64, "warps": 4, "stages": 2, "resident": 0, "described": False}
     kernel = KernelKey("backward_q", "here", "bfloat16", (64, 64), (128, 128), False)._asdict() | {"blocks": fields}

@@ -101,7 +101,7 @@ def first(batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return batches[0]
 
 
-def test_what_the_mask_of_a_shard_refuses() -> None:
+def test_calls_that_the_mask_of_a_shard_refuses() -> None:
     model = model_of("llama", "ringweave").eval()
     context, other = context_parallel(model), context_parallel(model)
     shard = context.shard(**BATCHES[1])

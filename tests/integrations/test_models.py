@@ -124,7 +124,7 @@ def test_gradient_checkpointing(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert calls[3] == calls[0]
 
 
-def test_what_is_compared_tells_masks_apart() -> None:
+def test_the_comparison_tells_masks_apart() -> None:
     whole, packed = (of_the_library("llama", case)[0] for case in ("whole", "packed"))
     assert (whole - packed).abs().max() > 1e-3
     near, far = of_the_library("mistral", "whole")[0], learned(model_of("llama", "sdpa"))[0]

@@ -105,7 +105,7 @@ def test_a_position_that_is_a_tensor_is_not_waited_for() -> None:
         lambda b, h, q, k: k <= q if q else q <= k,
     ],
 )
-def test_what_has_no_symbol_is_not_guessed(function: Callable[..., Any]) -> None:
+def test_an_operation_without_a_symbol_is_not_guessed(function: Callable[..., Any]) -> None:
     with pytest.raises((Unread, TypeError)):
         read(function)
 

@@ -401,7 +401,7 @@ def test_where_gradients_are_made() -> None:
     assert [grad.device.type for grad in grads] == ["meta", "cpu", "cpu"]
 
 
-def test_what_is_refused() -> None:
+def test_unsupported_calls_are_refused() -> None:
     q, k = torch.empty(1, HEADS, 64, DIM, device="meta"), torch.randn(1, KV_HEADS, 64, DIM)
     for on_oom in ("degrade", "raise"):
         with pytest.raises(ShapeError, match="k.device: got cpu; wanted meta, as q. .*on_oom='stream'"):

@@ -332,7 +332,7 @@ def limited(backend: str, on_oom: str, spare: int) -> tuple[str, float]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
-def test_a_process_with_too_little_address_space_goes_on() -> None:
+def test_a_process_with_too_little_address_space_computes_in_pieces() -> None:
     """With too little memory for the call, its pieces compute the same result."""
     # Results take 4 x 8 MiB; dense_batched's tiles and gradients in float32 take more than as much again. How much fits
     # beside the heap left by a failed attempt depends on the processor's kernels, so several sizes are tried.

@@ -221,7 +221,7 @@ def test_other_errors_of_a_step_pass() -> None:
 
 
 @pytest.mark.parametrize(("low", "high", "headroom"), [(0, 4, 0.1), (4, 3, 0.1), (1.5, 3, 0.1), (1, 3, 1), (1, 3, "x")])
-def test_bounds_that_are_none(low: int, high: int, headroom: float) -> None:
+def test_invalid_bounds(low: int, high: int, headroom: float) -> None:
     with pytest.raises(RingweaveError, match="wanted"):
         rw.memory.fit_batch(lambda batch: None, low, high, headroom=headroom)
 

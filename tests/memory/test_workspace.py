@@ -24,7 +24,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_in_use_in_any_form_is_not_given_out(kind: str) -> None:
+def test_a_buffer_in_use_in_any_form_is_not_given_out(kind: str) -> None:
     space = Workspace()
     kept = KINDS[kind](space.take((4,), torch.float32).fill_(7.0))
     other = space.take((4,), torch.float32)

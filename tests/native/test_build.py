@@ -82,7 +82,7 @@ def test_no_compiler_fuses_sums(optimize: str, tmp_path: Path) -> None:
 
 @needs_cmake
 @pytest.mark.skipif(CPU_VARIANT in os.environ, reason="another instruction set is named")
-def test_a_build_for_this_machine_has_what_its_best_needs(tmp_path: Path) -> None:
+def test_a_build_for_this_machine_has_its_best_instruction_set(tmp_path: Path) -> None:
     """A build for this machine has its best instruction set and the sets that this one calls; configuring again changes nothing."""
     for _ in range(2):
         names, flags = configured(tmp_path, EXPORT, "-DRINGWEAVE_NATIVE=ON")

@@ -136,7 +136,7 @@ def test_no_tiles_at_all(variant: str) -> None:
 @every_variant
 @every_dtype
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_nan_stays_where_nobody_looks(bad: float, dtype: str, variant: str) -> None:
+def test_nan_in_unattended_keys_changes_nothing(bad: float, dtype: str, variant: str) -> None:
     mask = random_masks(1, 100, 120, 32, 32)
     dead_q, dead_k = torch.arange(100) % 7 == 3, torch.arange(120) % 9 == 5
     mask[:, dead_q] = False

@@ -30,7 +30,7 @@ PATTERNS = {
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", list(PATTERNS))
-def test_what_is_passed_over_changes_no_bit(
+def test_skipped_parts_of_tiles_change_no_bit(
     name: str, variant: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tile sizes change the rows of a tile, and the keys and halves of panels that are skipped, but no bit of a result."""

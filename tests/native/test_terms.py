@@ -328,7 +328,7 @@ def test_an_infinite_bias_is_a_mask(nq: int, variant: str) -> None:
 @every_variant
 @pytest.mark.parametrize("nq", [3, 100])
 @pytest.mark.parametrize("name", [*NAMED[:-5], NAMED[-1]])
-def test_nan_stays_where_nobody_looks(name: str, nq: int, variant: str) -> None:
+def test_nan_in_unattended_keys_changes_nothing(name: str, nq: int, variant: str) -> None:
     mask = random_masks(1, nq, 120, 32, 32, density=0.9)
     dead_q, dead_k = torch.arange(nq) % 7 == 2, torch.arange(120) % 9 == 5
     mask[:, dead_q] = False
@@ -365,7 +365,7 @@ def test_nan_reaches_its_readers(name: str, variant: str) -> None:
     assert torch.equal(got["table 0"].isnan(), wanted.view_as(got["table 0"]))
 
 
-def test_what_nobody_attends_does_not_coarsen_a_tables_gradient() -> None:
+def test_unattended_keys_do_not_coarsen_a_tables_gradient() -> None:
     """A table's gradient is summed in multiples of a bound over pairs, and padding, also of one head's keys, does not raise the bound."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, heads, 200, 8, generator=generator) for heads in (4, 2, 2, 4))

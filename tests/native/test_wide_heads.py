@@ -67,7 +67,7 @@ def test_prepared_steps(dtype: str, pattern: rw.Pattern) -> None:
 
 
 @pytest.mark.parametrize("name", ["causal", "dilated"])
-def test_it_is_what_auto_chooses(name: str) -> None:
+def test_auto_chooses_the_kernel(name: str) -> None:
     """``auto`` computes heads of 576 channels with the kernel."""
     pattern = {"causal": rw.Causal(), "dilated": rw.Dilated(20, 5) & rw.Causal()}[name]
     x = Inputs.random(190, heads=2, kv_heads=1, dim=576, value_dim=512)

@@ -126,7 +126,7 @@ CASES: list[tuple[str, Callable[..., object], list[Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "call", "values"), CASES, ids=[f"{name}{at}" for at, (name, *_) in enumerate(CASES)])
-def test_what_is_refused(name: str, call: Callable[..., object], values: list[Any]) -> None:
+def test_wrong_arguments_are_refused(name: str, call: Callable[..., object], values: list[Any]) -> None:
     for value in values:
         with pytest.raises(RingweaveError) as error:
             call(**{name: value}) if call is made else call(value)
@@ -135,7 +135,7 @@ def test_what_is_refused(name: str, call: Callable[..., object], values: list[An
         assert text.count("; wanted ") == 1
 
 
-def test_what_is_taken() -> None:
+def test_equivalent_arguments_are_accepted() -> None:
     """Numbers of numpy and tensors with one value are accepted; reading a tensor may wait for a GPU."""
     ctx = made(seq_len=np.int64(256), heads=[np.int64(2), np.int32(2)], deadline=np.float32(2), tolerance=0)
     assert (ctx.seq_len, ctx.heads, ctx.transport.deadline) == (256, (2, 2), 2.0)

@@ -105,7 +105,7 @@ def test_a_rank_stopped_before_its_first_call(pool: Pool, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [3, 4])
-def test_what_a_rank_raises_before_the_first_message_is_told(pool: Pool, size: int) -> None:
+def test_an_error_before_the_first_message_is_reported(pool: Pool, size: int) -> None:
     found = pool.run(f"{JOBS}:before_the_first_call", "error", size, 1, 30.0)[:size]
     assert isinstance(found[1].error, MemoryError)
     for seen in (*found[:1], *found[2:]):
@@ -127,7 +127,7 @@ def test_ranks_with_other_versions(pool: Pool) -> None:
     pool.reopen()
 
 
-def test_who_does_not_talk_to_the_dead_is_told_by_the_flag(pool: Pool) -> None:
+def test_ranks_without_a_connection_to_the_lost_one_learn_by_the_flag(pool: Pool) -> None:
     """Ranks 1 and 2 wait for rank 0 only; the flag tells them, although their connections are intact."""
     pool.start(f"{JOBS}:wait_for_the_dead", "exchange", 3, 30.0, True)
     ready(pool, 4)
@@ -138,7 +138,7 @@ def test_who_does_not_talk_to_the_dead_is_told_by_the_flag(pool: Pool) -> None:
         assert "rank 0 lost rank 3" in seen.error.cause
 
 
-def test_who_waits_for_the_busy_is_told_by_the_flag_alone(pool: Pool) -> None:
+def test_a_rank_that_waits_for_a_busy_one_learns_by_the_flag(pool: Pool) -> None:
     """Rank 1 waits for rank 0, which computes; neither's connection is closed, and yet rank 1 hears of rank 3."""
     pool.start(f"{JOBS}:wait_for_the_busy", 4.0)
     ready(pool, 4)
@@ -150,7 +150,7 @@ def test_who_waits_for_the_busy_is_told_by_the_flag_alone(pool: Pool) -> None:
     assert [seen.at - killed < 2.0 for seen in found] == [False, True, True]
 
 
-def test_who_waits_for_who_waits_is_not_blamed(pool: Pool) -> None:
+def test_a_rank_that_itself_waits_is_not_blamed(pool: Pool) -> None:
     """Ranks 1 and 2 wait for rank 0, which waits for the stopped rank; all deadlines pass at about one time, and only that one is blamed."""
     for _ in range(3):
         pool.start(f"{JOBS}:wait_for_the_dead", "exchange", 3, 0.5, True)
@@ -213,7 +213,7 @@ def test_survivors_regroup(pool: Pool, victim: int, name_the_lost: bool) -> None
         assert result["sum"] == sum(left)
 
 
-def test_who_comes_too_late_is_left_out(pool: Pool) -> None:
+def test_a_rank_that_regroups_too_late_is_left_out(pool: Pool) -> None:
     results = pool.run(f"{JOBS}:regroup_late", 1)
     assert [results[rank] for rank in (0, 2, 3)] == [[0, 2, 3]] * 3
     assert "came after the others had regrouped as [0, 2, 3]" in results[1]

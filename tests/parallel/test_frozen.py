@@ -128,7 +128,7 @@ def carry(transport: Transport, case: Case) -> tuple[list[int], int, list[int], 
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_what_is_carried(name: str) -> None:
+def test_the_messages_of_a_call(name: str) -> None:
     assert run(4, carry, CASES[name]) == CARRIED[name]
 
 

@@ -55,7 +55,7 @@ def test_a_killed_rank(pool: Pool, where: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["allgather", "ring"])
-def test_survivors_go_on(pool: Pool, schedule: str) -> None:
+def test_survivors_regroup_and_continue(pool: Pool, schedule: str) -> None:
     """G9: survivors regroup in 3 s, and three ranks compute exact results from the replicated input."""
     x = Inputs.random(700, heads=2, dim=8)
     found = survivors(pool, 2, x, schedule, "forward", regroups=True)
@@ -110,7 +110,7 @@ def test_a_rank_that_raises_in_a_call_tells_the_others(pool: Pool, schedule: str
 
 
 @pytest.mark.parametrize("schedule", ["allgather", "ring"])
-def test_a_handler_calls_what_it_interrupted(pool: Pool, schedule: str) -> None:
+def test_a_call_from_a_signal_handler_is_refused(pool: Pool, schedule: str) -> None:
     """A call from a signal handler is refused before any of its messages meets the interrupted call's."""
     told, *others = pool.run("tests.parallel.jobs_ring:nested", schedule)
     assert len(told) >= 2

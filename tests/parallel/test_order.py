@@ -56,7 +56,7 @@ def test_programs_of_processes(pool4: Pool) -> None:
         in_another(list(results))
 
 
-def test_calls_alike_in_another_order() -> None:
+def test_equal_calls_in_another_order_are_told_apart_by_tags() -> None:
     """Calls that differ in data only are told apart by their tags, and the error names both."""
 
     def job(transport: Transport) -> str:
@@ -175,7 +175,7 @@ class Layer(nn.Module):
         return rw.attention(y, y, y, WINDOW, context=self.context)
 
 
-def test_what_is_compiled_for_one_layer_serves_all() -> None:
+def test_a_graph_compiled_for_one_layer_serves_all() -> None:
     """Tags are no constants of a graph, so a graph compiled for one layer serves all."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
@@ -213,7 +213,7 @@ def test_text_as_words(text: str) -> None:
     assert again == text or (text in ("x" * 33, "a\0b") and again[0] == "#") or text == "\ud800"
 
 
-def test_long_tags_that_begin_alike() -> None:
+def test_long_tags_with_a_common_beginning() -> None:
     def job(transport: Transport) -> str | None:
         ctx = ContextParallel(transport, WINDOW, TOKENS, heads=HEADS)
         shards = [ctx.shard(x, 2).requires_grad_() for x in data(0)]

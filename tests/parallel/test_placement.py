@@ -116,7 +116,7 @@ GOALS: dict[str, tuple[Pattern, float]] = {
 
 
 @pytest.mark.parametrize("name", list(GOALS))
-def test_bytes_and_balance_of_what_is_chosen(name: str) -> None:
+def test_bytes_and_balance_of_chosen_placements(name: str) -> None:
     """G2 and G3 hold for the chosen placements of 2,048 tiles on 8 ranks."""
     pattern, bound = GOALS[name]
     choice = chosen(pattern, LONG, 8)
@@ -125,7 +125,7 @@ def test_bytes_and_balance_of_what_is_chosen(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(GOALS))
-def test_bytes_of_what_is_chosen_where_every_head_has_its_keys(name: str) -> None:
+def test_bytes_of_chosen_placements_with_a_key_head_for_each_query_head(name: str) -> None:
     """With as many key heads as query heads, keys weigh four times as much, and the choice saves bytes rather than balances work."""
     pattern, bound = GOALS[name]
     choice = chosen(pattern, LONG, 8, (8, 8))
@@ -151,7 +151,7 @@ def test_bytes_and_balance_of_a_two_sided_longformer() -> None:
     ],
     ids=["causal", "bigbird", "random", "longnet"],
 )
-def test_balance_of_what_is_chosen(pattern: Pattern) -> None:
+def test_balance_of_chosen_placements(pattern: Pattern) -> None:
     """G3 holds for chosen placements where G2 sets no bound."""
     assert chosen(pattern, LONG, 8).estimate.imbalance <= 1.05
 
@@ -191,7 +191,7 @@ def test_layers_are_balanced_together() -> None:
 
 
 @pytest.mark.parametrize("pattern", [GOALS["documents 1"][0], rw.patterns.bigbird(LONG), GOALS["dilated"][0]], ids=repr)
-def test_every_rank_chooses_alike(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_chooses_the_same_placement(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
     first = chosen(pattern, LONG, 8)
     assert chosen(pattern, LONG, 8) is first
     monkeypatch.setattr(module, "PLACEMENTS", LRUCache(2**20, 64))

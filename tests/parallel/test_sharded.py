@@ -75,7 +75,7 @@ def test_shards_by_head() -> None:
     assert torch.equal(torch.cat(parts, 1), mixture.to_dense(128, heads=4))
 
 
-def test_shards_that_are_none() -> None:
+def test_patterns_that_cannot_be_sharded() -> None:
     each = rw.PerHead([rw.Causal(), rw.Full(), rw.Causal()])
     with pytest.raises(rw.PatternError, match="ranks: got 2; wanted a divisor of the 3 query heads"):
         each.shard(0, 2)

@@ -82,7 +82,7 @@ def test_nothing_is_left(pool2: Pool) -> None:
         assert after <= before
 
 
-def test_what_nobody_waits_for_holds_nothing_else(pool2: Pool) -> None:
+def test_an_exchange_without_a_wait_keeps_no_later_memory(pool2: Pool) -> None:
     """An exchange without a wait, such as of a failed call, keeps no memory of later calls."""
     assert pool2.run(f"{JOBS}:kept") == [[False, False]] * 2
 

@@ -81,7 +81,7 @@ def test_a_tolerance_is_kept_message_by_message() -> None:
         assert torch.equal(joined(strict, 1024)[name], want), name
 
 
-def test_what_is_not_finite_goes_as_it_is() -> None:
+def test_a_message_with_values_that_are_not_finite_is_not_encoded() -> None:
     x = Inputs.random(512, heads=1, dim=8)
     x.k[:, :, 100] = torch.nan
     shares = spread(2, x, rw.SlidingWindow(300, 300), wire="int8", tolerance=0.5)
@@ -91,7 +91,7 @@ def test_what_is_not_finite_goes_as_it_is() -> None:
 
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize("tolerance", [0.5, None])
-def test_what_is_not_finite_is_never_a_number(name: str, tolerance: float | None) -> None:
+def test_a_nan_key_is_never_decoded_to_a_number(name: str, tolerance: float | None) -> None:
     """A NaN key makes NaN rows, also if the sample misses it, if no tolerance is measured, and in an int8 message."""
     x = Inputs.random(512, heads=1, dim=8)
     both = rw.SlidingWindow(300, 300)

@@ -327,7 +327,7 @@ def test_gradients_of_what_cannot_be_seen(backend: str, evicted: bool) -> None:
             torch.testing.assert_close(grad, want, atol=1e-4, rtol=1e-4)
 
 
-def test_what_is_seen_is_planned_once_and_the_rest_at_every_call() -> None:
+def test_functions_with_known_reads_are_planned_once_and_others_at_each_call() -> None:
     calls, window, reach = [0], Window(2), 2
 
     def seen(b, h, q, k):  # type: ignore[no-untyped-def]
@@ -588,7 +588,7 @@ def test_numbers_are_never_given_again() -> None:
         rw.TokenMask.own(first)
 
 
-def test_a_number_stands_for_what_its_function_read() -> None:
+def test_the_number_of_a_function_stands_for_the_state_that_it_read() -> None:
     reach = 3
     pattern = rw.TokenMask(lambda b, h, q, k: q - k <= reach)
     before = pattern.spec

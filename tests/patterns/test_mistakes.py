@@ -171,7 +171,7 @@ MEANT = [(text, name) for by in (PAIRS_BY, ROWS_BY) for text, names in by.items(
 
 
 @pytest.mark.parametrize(("text", "name"), MEANT)
-def test_a_remedy_attends_what_was_meant(text: str, name: str) -> None:
+def test_a_remedy_attends_the_meant_pairs(text: str, name: str) -> None:
     make, _, remedy = OTHERS[name]
     assert text in remedy
     value = make()

@@ -65,7 +65,7 @@ def keys_by_hand(stop: list[int], start: list[int], nq: int, nk: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.int16])
-def test_keys_are_what_they_say(dtype: torch.dtype) -> None:
+def test_key_padding_allows_the_keys_between_its_bounds(dtype: torch.dtype) -> None:
     stop, start = [0, 40, 100, 33, 40], [0, 7, 0, 33, 7]
     dense = keys_by_hand(stop, start, 100, 100)
     keys = rw.KeyPadding(torch.tensor(stop, dtype=dtype), torch.tensor(start))
@@ -84,7 +84,7 @@ def test_keys_are_what_they_say(dtype: torch.dtype) -> None:
     assert torch.equal(rw.KeyPadding(strided, start).to_dense(100, batch=5), dense)
 
 
-def test_keys_of_all_elements_alike() -> None:
+def test_equal_bounds_of_all_elements() -> None:
     for keys in (rw.KeyPadding(40, 7), rw.KeyPadding(torch.tensor([40]), 7), rw.KeyPadding([40], [7])):
         assert keys.extents() == (None, None)
         assert keys.select(3, 1) is keys
@@ -96,7 +96,7 @@ def test_keys_of_all_elements_alike() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_ids_are_what_they_say(seed: int) -> None:
+def test_tokens_with_equal_ids_attend_each_other(seed: int) -> None:
     """Tokens with equal non-negative ids attend each other, in any order, with ids of one row or of each batch element."""
     chance = random.Random(seed)
     n, batch = chance.randint(1, 90), 3
@@ -295,7 +295,7 @@ def test_tensors_without_values_are_not_read() -> None:
         rw.attention(q[0], q[0], q[0], rw.KeyPadding(torch.empty(2, dtype=torch.int64, device="meta")))
 
 
-def test_numbers_that_a_trace_leaves_open() -> None:
+def test_patterns_of_numbers_that_change_between_compiled_calls() -> None:
     """Patterns may be built inside a compiled graph from numbers that change between calls."""
     q = torch.randn(2, 2, 48, 8)
     makes: list[Callable[[int], Pattern]] = [
@@ -401,7 +401,7 @@ def _seconds(make: Callable[[], object]) -> float:
 
 
 @pytest.mark.measures
-def test_planning_grows_with_what_bounds_cross() -> None:
+def test_the_time_to_plan_grows_with_tiles_that_bounds_cross() -> None:
     """The time to plan follows the tiles that bounds cross, not batch times heads or the length squared; limits are five times the measured times."""
     generator = torch.Generator().manual_seed(0)
     stop = torch.randint(1, 4097, (256,), generator=generator)
@@ -480,7 +480,7 @@ def test_errors(make: Callable[[], object], text: str) -> None:
         lambda t: rw.Dilated(64, 16) & rw.Documents(t),
     ],
 )
-def test_what_a_compiled_function_is_given_is_checked(make: Callable[[Tensor], Pattern]) -> None:
+def test_arguments_of_a_compiled_function_are_checked(make: Callable[[Tensor], Pattern]) -> None:
     torch._dynamo.reset()
     q = torch.randn(2, 1, 64, 8)
     step = torch.compile(lambda q, t: rw.attention(q, q, q, make(t)), fullgraph=True, backend="aot_eager")

@@ -128,7 +128,7 @@ def test_offsets_without_queries_are_no_views(rate: int, nq: int, nk: int, q_off
 
 
 @pytest.mark.parametrize(("nq", "nk", "q_offset", "split"), [(1, 80, 38, True), (1, 65, 38, False), (65, 65, 0, False)])
-def test_a_table_whose_last_block_some_view_does_not_reach(nq: int, nk: int, q_offset: int, split: bool) -> None:
+def test_a_table_with_a_last_block_outside_of_some_views(nq: int, nk: int, q_offset: int, split: bool) -> None:
     table = torch.ones(-(-(q_offset + nq) // 16), 5, dtype=torch.bool)
     pattern = rw.Dilated(1, 4) & rw.BlockTable(table, 16)
     found = branches(pattern, nq, nk, q_offset=q_offset)

@@ -183,7 +183,7 @@ def bounded(arrays: int, tensor: int | None = None) -> Iterator[None]:
     assert made.bytes <= (arrays if tensor is None else tensor)
 
 
-def test_the_bound_holds_what_is_dense() -> None:
+def test_the_bound_of_memory_notices_dense_arrays() -> None:
     with pytest.raises(AssertionError), bounded(2**20):
         torch.zeros(2**10, 2**11, dtype=torch.bool)
     with pytest.raises(AssertionError), bounded(2**20):
@@ -203,7 +203,7 @@ def test_bigbird_of_a_million_tokens_grows_with_its_tiles() -> None:
 
 @pytest.mark.parametrize("spare", [False, True])
 @pytest.mark.parametrize("inside", [False, True])
-def test_top_k_grows_with_what_was_chosen(spare: bool, inside: bool) -> None:
+def test_top_k_grows_with_the_chosen_blocks(spare: bool, inside: bool) -> None:
     """A table of 8 of 4,096 blocks a row, for two heads, grows with chosen blocks; a mask would take 512 bytes for each."""
     blocks, heads, chosen = 4096, 2, 8
     n = blocks * SIDE

@@ -69,7 +69,7 @@ def test_a_plan_in_a_graph_lives_on_when_it_is_evicted(gpu: Gpu) -> None:
     assert evicted() is None
 
 
-def test_what_is_made_in_a_capture_is_in_the_graph_alone(gpu: Gpu) -> None:
+def test_a_plan_built_in_a_capture_serves_its_graph_alone(gpu: Gpu) -> None:
     """A plan that is built during a capture is used in that graph only, since it has no values before a replay."""
     kept = cache.PlanCache()
     gpu.capturing = True

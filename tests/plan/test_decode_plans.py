@@ -346,7 +346,7 @@ def test_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["causal", "sinks"])
-def test_a_batch_that_goes_on_is_planned_ahead(name: str, built: list[int]) -> None:
+def test_the_next_steps_of_a_batch_are_planned_ahead(name: str, built: list[int]) -> None:
     """A growing batch is planned once at its first step and once for its next 16; elements that enter a new tile are few."""
     pattern, gathered, lengths = PATTERNS.get(name, CAUSAL), cache.PlanCache(), torch.arange(300, 1000, 23)
     for _ in range(17):
@@ -359,7 +359,7 @@ def test_a_batch_that_goes_on_is_planned_ahead(name: str, built: list[int]) -> N
     assert len(built) <= 4
 
 
-def test_rows_whose_planning_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_after_interrupted_planning(monkeypatch: pytest.MonkeyPatch) -> None:
     gathered, pattern = cache.PlanCache(), PATTERNS["sinks"]
     KEPT.clear()
 

@@ -64,7 +64,7 @@ time.sleep(60)
     raise AssertionError("its child still runs")
 
 
-def test_one_that_is_killed_goes_on_from_its_folder(tmp_path: Path) -> None:
+def test_a_killed_campaign_continues_from_its_folder(tmp_path: Path) -> None:
     mark = tmp_path / "begun"
     program = f"""
 import sys
@@ -153,7 +153,7 @@ sys.exit(campaign_units.main(sys.argv[1:]))
 
 
 @pytest.mark.skipif(not triton.installed(), reason="triton is not installed")
-def test_a_dry_campaign_crashes_is_killed_goes_on_and_ends_with_a_page(tmp_path: Path) -> None:
+def test_a_dry_campaign_survives_a_crash_and_a_kill_and_ends_with_a_page(tmp_path: Path) -> None:
     works = dry(tmp_path)["ahead"]
     crash = Unit("crash", (sys.executable, "-c", CRASH, *works.command[3:]), 60.0)
     begun: list[str] = []

@@ -75,7 +75,7 @@ def test_the_report_has_its_sections_and_pictures(run: tuple[DemoResult, str, An
     assert 'name="viewport"' in report
 
 
-def test_the_report_shows_what_was_measured(run: tuple[DemoResult, str, Any]) -> None:
+def test_the_report_shows_the_measurements(run: tuple[DemoResult, str, Any]) -> None:
     result, report, _ = run
     body, data = report.split('<script type="application/json" id="results">')
     figures = json.loads(data.split("</script>")[0])
@@ -224,7 +224,7 @@ def test_models_of_one_seed_differ_only_in_their_attention() -> None:
     assert not torch.equal(one(tokens)[:, 40:], one(changed)[:, 40:])
 
 
-def test_a_model_whose_tokens_lie_elsewhere_is_told_their_positions() -> None:
+def test_a_model_takes_the_positions_of_its_tokens() -> None:
     """A sharded model without attention across tokens needs its tokens' positions, not their places in the shard."""
 
     def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

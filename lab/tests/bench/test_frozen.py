@@ -91,7 +91,7 @@ def test_the_heads_of_tables(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.jsonl")), ids=lambda path: str(path.relative_to(RESULTS)))
-def test_lines_of_record_are_such_lines(path: Path) -> None:
+def test_committed_lines_have_the_fields_of_records(path: Path) -> None:
     """Every committed line has the fields of a record; older lines may lack fields that were added later."""
     for line in lines(path):
         if path.stem == "cpu-calls":
@@ -121,7 +121,7 @@ def test_what_cannot_run_ends_with_two(words: list[str], said: str, monkeypatch:
     assert said in " ".join(found.output.replace("│", " ").split())
 
 
-def test_what_is_wrong_ends_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_results_exit_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     from ringweave import program
 
     right = program.Program.forward
@@ -184,7 +184,7 @@ def test_names_are_frozen() -> None:
     assert run_case("planning", Options(quick=True, tokens=1024, rounds=1)).case == "planning"
 
 
-def test_a_run_that_ends_early_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_ends_early_keeps_its_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each line is on the disk before the next measurement begins."""
     out, seen = tmp_path / "figures.jsonl", []
     case = CASES["memory"]

@@ -70,7 +70,7 @@ def test_slowed_takes_as_much_longer() -> None:
     assert slowed(spin, 1.3)() == spin()
 
 
-def test_what_was_noise_passes_and_what_stays_does_not(figures: dict[str, Iterator[float]]) -> None:
+def test_noise_passes_and_a_lasting_slowdown_does_not(figures: dict[str, Iterator[float]]) -> None:
     figures |= {"kernel": iter((1.3, 1.02)), "plan": iter((1.3, 1.25, 1.4, 1.3)), "call": iter((0.5,))}
     found = verdicts({each.name: Held(1.0, 1.1) for each in HEADLINES if each.name != "dense"})
     assert (found["kernel"].passed, found["kernel"].found, found["kernel"].times) == (True, 1.02, 2)
@@ -81,7 +81,7 @@ def test_what_was_noise_passes_and_what_stays_does_not(figures: dict[str, Iterat
     assert (found["dense"].passed, found["dense"].slower) == (True, None)
 
 
-def test_what_is_not_measured_again_is_not_decided(
+def test_ratios_that_are_not_measured_again_decide_nothing(
     figures: dict[str, Iterator[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ratios that are not measured again decide nothing: so slow a machine is busy, and no change should fail for that."""
@@ -112,7 +112,7 @@ def test_a_baseline_is_the_median_and_its_tolerance_how_far_runs_lie(
     assert gate.baseline(path) == held
 
 
-def test_the_command_says_what_is_slower(figures: dict[str, Iterator[float]], tmp_path: Path) -> None:
+def test_the_command_names_the_slower_ratio(figures: dict[str, Iterator[float]], tmp_path: Path) -> None:
     path = tmp_path / "baseline.json"
     unknown = bench("--gate", str(path))
     assert unknown.exit_code == 0
@@ -169,7 +169,7 @@ def test_options_that_do_not_fit(words: list[str], said: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["[]", "{", json.dumps({kind(): {"kernel": 3}}), json.dumps({kind(): [1]})])
-def test_a_file_that_is_none(tmp_path: Path, text: str) -> None:
+def test_an_invalid_baseline(tmp_path: Path, text: str) -> None:
     path = tmp_path / "baseline.json"
     path.write_text(text)
     with pytest.raises(UnsupportedError, match="wanted a file that --update wrote"):

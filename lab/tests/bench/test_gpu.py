@@ -189,7 +189,7 @@ def test_rates_and_ratios_beside_their_targets() -> None:
     assert found[0].spelled(500.0) == "500.00 TFLOP/s"
 
 
-def test_replays_are_timed_and_what_no_graph_can_hold_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays_are_timed_and_calls_that_no_graph_can_hold_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
 
     class Graph:

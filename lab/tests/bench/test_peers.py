@@ -37,7 +37,7 @@ def test_the_oracle_agrees_with_the_reference(pattern: rw.Pattern) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PEERS if name != "flex"])
-def test_every_peer_computes_what_it_says(name: str) -> None:
+def test_every_peer_computes_its_pattern(name: str) -> None:
     problem = _problem(WINDOW)
     outcomes = compare(problem, peers(name), rounds=1, memory=False)
     for outcome in outcomes:
@@ -172,7 +172,7 @@ def test_the_oracle_of_some_heads_is_that_of_all() -> None:
         assert (ends.check_out(wrong).excess(ends.limit) is not None) == seen
 
 
-def test_names_of_who_takes_part() -> None:
+def test_names_of_peers() -> None:
     problem = _problem(WINDOW)
     mine, *others = taking_part(problem, ["ringweave", "ringweave:*", "sdpa"], "forward")
     chosen = str(mine.how and mine.how(problem, False))

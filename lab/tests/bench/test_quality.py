@@ -25,7 +25,7 @@ def records(measuring: Measuring, count: int | None = None) -> list[object]:
     return found
 
 
-def test_it_goes_on_where_it_was_and_draws_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_resumes_from_its_records_and_draws_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality, "SELECTORS", ("mean", "top_p"))
     options = Options(quick=True, folder=str(tmp_path))
     first = records(quality.measure(options, lambda text: None), 7)

@@ -101,7 +101,7 @@ def test_a_page(tmp_path: Path) -> None:
     assert case["machines"] == ["one, 2 threads, torch 2, load 0.1; ringweave 0 (abc); 2026-01-02"]
 
 
-def test_what_is_no_line(tmp_path: Path) -> None:
+def test_invalid_lines(tmp_path: Path) -> None:
     file = tmp_path / "lines.jsonl"
     file.write_text(json.dumps(line(RECORDS[0])) + '\n{"case": "kern')
     assert len(read_lines([file])) == 1

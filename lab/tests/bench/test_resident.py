@@ -35,7 +35,7 @@ def test_a_wrong_row_is_seen() -> None:
         resident._check(q, k, v, out)
 
 
-def test_growth_is_seen_and_what_a_cache_holds_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growth_is_noticed_and_a_filled_cache_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     # mapped pages: a heap might reuse memory freed by earlier tests, and grow less
     kept: list[mmap.mmap] = []
 

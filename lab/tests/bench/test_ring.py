@@ -61,7 +61,7 @@ def test_the_command_measures_speed_bytes_and_the_model_and_leaves_no_process(tm
     assert not started()
 
 
-def test_what_is_wrong_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_processes_and_missed_bounds_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """The conclusion names processes that fail and figures that miss their bounds, and the first of them is marked wrong."""
     monkeypatch.setattr(ring, "placements", lambda *_: [Target("G3 work", "", 1.2, 1.05, False)])
     monkeypatch.setattr(ring, "modelled", lambda *_: [])

@@ -244,7 +244,7 @@ def test_kernels(name: str, dim: int, dtype: torch.dtype, device: Emulated) -> N
 
 @pytest.mark.parametrize("described", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("dim", [64, *(pytest.param(dim, marks=pytest.mark.long) for dim in (128, 256))])
-def test_keys_that_nobody_attends(dim: int, described: bool, device: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unattended_keys(dim: int, described: bool, device: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in keys that no query attends reaches no result, with loads by descriptors and by addresses."""
     if not described:
         monkeypatch.setattr(arguments, "describable", lambda *_: False)

@@ -75,7 +75,7 @@ def test_rocm(name: str, device: Notes) -> None:
     check(*CALLS[name], other)
 
 
-def test_what_is_read_of_a_device(device: Notes) -> None:
+def test_properties_of_a_device(device: Notes) -> None:
     for device.index in range(3):
         assert launch._of_driver() == DEVICES[device.index]
     triton.runtime.driver.set_active(Hip())

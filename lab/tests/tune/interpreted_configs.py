@@ -173,7 +173,7 @@ def test_wrong_blocks_have_a_reason_and_no_seconds(monkeypatch: pytest.MonkeyPat
     assert run.reasons == {}
 
 
-def test_what_tune_stores_is_what_auto_then_runs(
+def test_auto_runs_the_configuration_that_tune_stored(
     launched: Mapping[str, Mapping[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A configuration that tune stores is the one that auto then launches; the simulated clock prefers tiles of 32 and blocks of 16 keys."""

@@ -27,7 +27,7 @@ def write(folder: Path, number: int) -> str:
 
 
 @pytest.mark.timeout(600)
-def test_eight_processes_at_once(
+def test_eight_processes_write_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Eight processes that write together lose no answer, and every reader sees a complete file."""

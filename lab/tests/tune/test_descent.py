@@ -75,13 +75,13 @@ def test_the_least_is_found_field_by_field() -> None:
     assert len(news) < 40
 
 
-def test_a_step_that_gains_too_little_is_none() -> None:
+def test_a_step_with_too_small_a_gain_is_not_taken() -> None:
     of = request(dim=64)
     assert descend(of.usual, of, Clock(lambda blocks: STEP + 0.01 if blocks.n == 64 else 1.0), always).best == of.usual
     assert descend(of.usual, of, Clock(lambda blocks: STEP - 0.01 if blocks.n == 64 else 1.0), always).best.n == 64
 
 
-def test_what_does_not_compile_is_skipped_with_its_reason() -> None:
+def test_a_configuration_that_does_not_compile_is_skipped_with_its_reason() -> None:
     of = request(dim=64)
     clock = Clock(lambda blocks: blocks.n + 9 * blocks.stages, broken=lambda blocks: blocks.n == 32)
     found = descend(of.usual, of, clock, always)
