@@ -119,15 +119,15 @@ class _Work(NamedTuple):
 
     def inputs(self, inputs: Operands, keys: Iterator[Tensor]) -> Operands:
         """Return the kernel's operands for the piece; ``keys`` yields its tensors on the device."""
-        asked, view = inputs.terms, self.view
-        if asked is not None:
-            columns = asked.columns[view.keys]
-            asked = asked._replace(
-                heads=asked.heads[view.heads.queries],
-                rows=asked.rows[view.queries][self.piece.rows],
+        terms, view = inputs.terms, self.view
+        if terms is not None:
+            columns = terms.columns[view.keys]
+            terms = terms._replace(
+                heads=terms.heads[view.heads.queries],
+                rows=terms.rows[view.queries][self.piece.rows],
                 columns=torch.cat([columns[run] for run in self.piece.runs]),
             )
-        mine = inputs._replace(q=self.rows(inputs.q), terms=asked)
+        mine = inputs._replace(q=self.rows(inputs.q), terms=terms)
         return mine.of_keys(lambda _: view.heads.for_kernel(next(keys)))
 
 
@@ -164,23 +164,23 @@ class _Slot:
     def give_back(self, work: _Work, grads: Sequence[Tensor]) -> None:
         """Start to copy the gradients of a piece to the host."""
         assert self.back is not None
-        held = [grad.contiguous() for grad in grads]
+        sources = [grad.contiguous() for grad in grads]
         self.copies.copy_after(self.copies.computed())
         event, begin = None, 0
-        for grad in held:
+        for grad in sources:
             event = self.copies.copy(self.back[begin : begin + grad.nbytes], grad.view(-1).view(torch.uint8))
             begin = _aligned(begin + grad.nbytes)
         # keep the tensors, so that their memory is not reused before the copies end
-        self.returning = event, work, held
+        self.returning = event, work, sources
 
     def settle(self, totals: Sequence[Tensor]) -> None:
         """Wait for returning gradients, if any, and add them to those on the host."""
         if self.returning is None:
             return
         assert self.back is not None
-        event, work, held = self.returning
+        event, work, sources = self.returning
         self.copies.wait(event)
-        arrived = _carved(self.back, [(tuple(grad.shape), grad.dtype) for grad in held])
+        arrived = _carved(self.back, [(tuple(grad.shape), grad.dtype) for grad in sources])
         for total, grad in zip(totals, arrived, strict=True):
             for place, some in work.of_host(total):
                 work.view.heads.update(some, Tensor.add_, grad[:, :, place])
@@ -192,7 +192,7 @@ class HostProgram(Program):
 
     def forward(self, operands: Operands) -> tuple[Tensor, Tensor]:
         """Compute (out, lse) on the queries' device."""
-        _tell("forward", operands)
+        _log_once("forward", operands)
         operands, works = self._works(operands)
         q, v = operands.q, operands.v
         acc, backend = acc_dtype(q.dtype), self.call.backend
@@ -209,7 +209,7 @@ class HostProgram(Program):
         self, operands: Operands, returned: Returned, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute (dq, dk, dv); dk and dv on the host."""
-        _tell("backward", operands)
+        _log_once("backward", operands)
         operands, works = self._works(operands)
         dout, dlse, out, lse = returned.detached()
         backend, call = self.call.backend, operands.call(needs_grad=True)
@@ -257,7 +257,7 @@ class HostProgram(Program):
         return operands, works
 
 
-def _tell(direction: str, operands: Operands) -> None:
+def _log_once(direction: str, operands: Operands) -> None:
     """Log that keys and values come from the host, once per process and message."""
     cost = "each key that a query attends is copied once"
     if direction == "backward":

@@ -143,10 +143,10 @@ class PagedCache:
     def __repr__(self) -> str:
         pages, heads, page, dim = self.k.shape
         batch, columns = self.table.shape
-        kept = "" if self.scales is None else f", {self.k.dtype}"
+        stored = "" if self.scales is None else f", {self.k.dtype}"
         return (
             f"PagedCache({batch} sequences of up to {columns * page}, {pages} pages of {page}, {heads} heads, "
-            f"D {dim}{kept})"
+            f"D {dim}{stored})"
         )
 
     @property
@@ -396,11 +396,11 @@ class _Book:
         # the tensor to which the lengths were last copied, and its version after that
         self.published: tuple[Tensor, Hashable]
         check_pages(table, lengths, pages, page)
-        held = table[np.arange(table.shape[1]) * page < lengths[:, None]]
-        self.holders = np.bincount(held, minlength=pages)
+        used = table[np.arange(table.shape[1]) * page < lengths[:, None]]
+        self.holders = np.bincount(used, minlength=pages)
         self.free: list[int] = np.flatnonzero(self.holders == 0)[::-1].tolist()
 
-    def _held(self, length: NDArray[np.int32]) -> NDArray[np.int32]:
+    def _pages_of(self, length: NDArray[np.int32]) -> NDArray[np.int32]:
         return -(-length // self.page)
 
     def own_place(self, rows: NDArray[np.int64]) -> tuple[int, int] | None:
@@ -428,7 +428,7 @@ class _Book:
             pages = self.table[rows, last]
             if np.count_nonzero(self.holders[pages] == 1) == len(rows):
                 return [], pages.astype(np.int64)[:, None], place.astype(np.int64)[:, None]
-        have, need = self._held(before), self._held(before + tokens)
+        have, need = self._pages_of(before), self._pages_of(before + tokens)
         columns = self.table.shape[1]
         if (need > columns).any():
             row = int(rows[need.argmax()])
@@ -452,23 +452,23 @@ class _Book:
         for row in shared:
             at = self.lengths[row] // self.page
             number = int(self.table[row, at])
-            self.table[row, at] = self._taken()
+            self.table[row, at] = self._take()
             self.holders[number] -= 1
             copied.append((number, int(self.table[row, at])))
         for i in np.flatnonzero(need > have):
             for column in range(have[i], need[i]):
-                self.table[rows[i], column] = self._taken()
+                self.table[rows[i], column] = self._take()
         token = before.astype(np.int64)[:, None] + np.arange(tokens)
         return copied, self.table[rows[:, None], token // self.page].astype(np.int64), token % self.page
 
-    def _taken(self) -> int:
+    def _take(self) -> int:
         number = self.free.pop()
         self.holders[number] = 1
         return number
 
     def share(self, sources: NDArray[np.int64], targets: NDArray[np.int64], lengths: NDArray[np.int32]) -> None:
         """Let targets hold the pages with the first ``lengths`` tokens of sources."""
-        taken = [self.table[row, :held].copy() for row, held in zip(sources, self._held(lengths), strict=True)]
+        taken = [self.table[row, :count].copy() for row, count in zip(sources, self._pages_of(lengths), strict=True)]
         for pages in taken:
             np.add.at(self.holders, pages, 1)
         self.release(targets)
@@ -478,8 +478,8 @@ class _Book:
 
     def release(self, rows: NDArray[np.int64]) -> None:
         """Free the pages of rows that no other row holds, and set their lengths to 0."""
-        for row, held in zip(rows, self._held(self.lengths[rows]), strict=True):
-            pages, times = np.unique(self.table[row, :held], return_counts=True)
+        for row, count in zip(rows, self._pages_of(self.lengths[rows]), strict=True):
+            pages, times = np.unique(self.table[row, :count], return_counts=True)
             self.holders[pages] -= times
             self.free += pages[self.holders[pages] == 0].tolist()
         self.lengths[rows] = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,21 +35,21 @@ _PARAMETERS = {
 }
 
 
-def _taken(function: str, options: Mapping[str, Any], asked: str) -> dict[str, Any]:
-    """Return those of attention's arguments that another function takes too; ``asked`` made a module call it.
+def _accepted(function: str, options: Mapping[str, Any], user: str) -> dict[str, Any]:
+    """Return those of attention's arguments that another function takes too, for the module or option ``user``.
 
     Raises:
         UnsupportedError: Another argument does not have its default, so the function would ignore it.
     """
-    taken = {}
+    accepted = {}
     for name, value in options.items():
         default = Arguments._field_defaults[name]
         if name in _PARAMETERS[function]:
-            taken[name] = value
+            accepted[name] = value
         elif value is not default and (isinstance(value, Tensor) or value != default):
-            wanted = f"{default!r}, the default, with {asked}"
+            wanted = f"{default!r}, the default, with {user}"
             raise UnsupportedError(name, shown(value), wanted, "Leave out the option that sets it.")
-    return taken
+    return accepted
 
 
 class MultiheadAttention(nn.Module):
@@ -126,12 +127,8 @@ class MultiheadAttention(nn.Module):
                 raise UnsupportedError(name, True, "False", "Pass sink_logits=True for a learned sink.")
         if not isinstance(pattern, Pattern):
             refuse(pattern)
-        self.embed_dim = whole("embed_dim", embed_dim, 1, error=ShapeError)
-        self.num_heads = whole("num_heads", num_heads, 1, error=ShapeError)
-        kv_heads = self.num_heads if num_kv_heads is None else num_kv_heads
-        self.num_kv_heads = whole("num_kv_heads", kv_heads, 1, error=ShapeError)
-        self.head_dim = _part("embed_dim", self.embed_dim, "num_heads", self.num_heads)
-        _part("num_heads", self.num_heads, "num_kv_heads", self.num_kv_heads)
+        self.embed_dim, self.num_heads, self.num_kv_heads = _sizes(embed_dim, num_heads, num_kv_heads)
+        self.head_dim = self.embed_dim // self.num_heads
         self.dropout = checked_dropout(dropout)
         self.batch_first = flag("batch_first", batch_first, ShapeError)
         self.pattern, self.context, self.backend = pattern, context, backend
@@ -143,20 +140,20 @@ class MultiheadAttention(nn.Module):
         if self.rotary_base is not None and self.head_dim % 2:
             raise ShapeError("head dim", self.head_dim, "an even number, for rotary_base", "Change num_heads.")
         place: dict[str, Any] = {"device": device, "dtype": dtype}
-        kept = self.num_kv_heads * self.head_dim
+        kv_dim = self.num_kv_heads * self.head_dim
         if (self.kdim, self.vdim) == (self.embed_dim, self.embed_dim):
             self.in_proj_weight = nn.Parameter(
-                torch.empty(self.embed_dim + 2 * kept, self.embed_dim, device=device, dtype=dtype)
+                torch.empty(self.embed_dim + 2 * kv_dim, self.embed_dim, device=device, dtype=dtype)
             )
             for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
                 self.register_parameter(name, None)
         else:
             self.q_proj_weight = nn.Parameter(torch.empty(self.embed_dim, self.embed_dim, device=device, dtype=dtype))
-            self.k_proj_weight = nn.Parameter(torch.empty(kept, self.kdim, device=device, dtype=dtype))
-            self.v_proj_weight = nn.Parameter(torch.empty(kept, self.vdim, device=device, dtype=dtype))
+            self.k_proj_weight = nn.Parameter(torch.empty(kv_dim, self.kdim, device=device, dtype=dtype))
+            self.v_proj_weight = nn.Parameter(torch.empty(kv_dim, self.vdim, device=device, dtype=dtype))
             self.register_parameter("in_proj_weight", None)
         if flag("bias", bias, ShapeError):
-            self.in_proj_bias = nn.Parameter(torch.empty(self.embed_dim + 2 * kept, device=device, dtype=dtype))
+            self.in_proj_bias = nn.Parameter(torch.empty(self.embed_dim + 2 * kv_dim, device=device, dtype=dtype))
         else:
             self.register_parameter("in_proj_bias", None)
         self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **place)
@@ -265,8 +262,8 @@ class MultiheadAttention(nn.Module):
         return [x if self.batch_first else x.transpose(0, 1) for x in inputs], True
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        kept = self.num_kv_heads * self.head_dim
-        sizes = [self.embed_dim, kept, kept]
+        kv_dim = self.num_kv_heads * self.head_dim
+        sizes = [self.embed_dim, kv_dim, kv_dim]
         biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.split(sizes)
         if self.in_proj_weight is not None and query is key and key is value:
             parts = nn.functional.linear(query, self.in_proj_weight, self.in_proj_bias).split(sizes, -1)
@@ -333,7 +330,7 @@ class MultiheadAttention(nn.Module):
     def _options(self) -> dict[str, Any]:
         """Return the arguments of attention that the module's options set.
 
-        A module that computes attention by another function refuses those that it does not take: see ``_taken``.
+        A module that computes attention by another function refuses those that it does not take: see ``_accepted``.
         """
         return {
             "terms": self.terms,
@@ -350,7 +347,7 @@ class MultiheadAttention(nn.Module):
         return attention(q, k, v, pattern, **options)
 
     def _weights(self, q: Tensor, k: Tensor, pattern: Pattern, options: Mapping[str, Any]) -> BlockWeights:
-        return attention_weights(q, k, pattern, **_taken("attention_weights", options, "need_weights=True"))
+        return attention_weights(q, k, pattern, **_accepted("attention_weights", options, "need_weights=True"))
 
     def extra_repr(self) -> str:
         """Return the sizes and the pattern for the module's repr."""
@@ -403,14 +400,14 @@ class LongNetAttention(MultiheadAttention):
         super().__init__(embed_dim, num_heads, pattern=mixture, **options)
         self.detach_weights = flag("detach_weights", detach_weights, ShapeError)
         if self.detach_weights:
-            _taken("longnet_attention", self._options(), "detach_weights=True")
+            _accepted("longnet_attention", self._options(), "detach_weights=True")
 
     def _attend(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Mapping[str, Any]
     ) -> Tensor:
         if not self.detach_weights:
             return super()._attend(x, q, k, v, pattern, options)
-        taken = _taken("longnet_attention", options, "detach_weights=True")
+        accepted = _accepted("longnet_attention", options, "detach_weights=True")
         if not isinstance(pattern, LongNet):
             remedy = "Use another module for other patterns."
             raise PatternError("pattern", repr(pattern), "a LongNet, with detach_weights=True", remedy)
@@ -424,7 +421,7 @@ class LongNetAttention(MultiheadAttention):
             offset=pattern.offset,
             heads=pattern.heads,
             detach_weights=True,
-            **taken,
+            **accepted,
         )
 
 
@@ -472,7 +469,7 @@ class HierarchicalAttention(MultiheadAttention):
         _refuse_pattern(options, "causal says which keys a query may attend")
         self.causal = flag("causal", causal, ShapeError)
         super().__init__(embed_dim, num_heads, pattern=Causal() if self.causal else Full(), **options)
-        _taken("hierarchical_attention", self._options(), type(self).__name__)
+        _accepted("hierarchical_attention", self._options(), type(self).__name__)
         self.pool = whole("pool", pool, 1, error=ShapeError)
         self.top_k, self.window = (whole(n, x, 0, error=ShapeError) for n, x in (("top_k", top_k), ("window", window)))
         self.combine = one_of("combine", combine, COMBINATIONS)
@@ -502,7 +499,7 @@ class HierarchicalAttention(MultiheadAttention):
             causal=self.causal,
             combine=self.combine,
             gates=gates,
-            **_taken("hierarchical_attention", options, type(self).__name__),
+            **_accepted("hierarchical_attention", options, type(self).__name__),
         )
 
     def _weights(self, q: Tensor, k: Tensor, pattern: Pattern, options: Mapping[str, Any]) -> BlockWeights:
@@ -557,12 +554,8 @@ class NeighborhoodAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.embed_dim = whole("embed_dim", embed_dim, 1, error=ShapeError)
-        self.num_heads = whole("num_heads", num_heads, 1, error=ShapeError)
-        kv_heads = self.num_heads if num_kv_heads is None else num_kv_heads
-        self.num_kv_heads = whole("num_kv_heads", kv_heads, 1, error=ShapeError)
-        self.head_dim = _part("embed_dim", self.embed_dim, "num_heads", self.num_heads)
-        _part("num_heads", self.num_heads, "num_kv_heads", self.num_kv_heads)
+        self.embed_dim, self.num_heads, self.num_kv_heads = _sizes(embed_dim, num_heads, num_kv_heads)
+        self.head_dim = self.embed_dim // self.num_heads
         self.window, self.dilation, self.is_causal = window, dilation, is_causal
         self.scale, self.terms, self.backend = scale, as_terms(terms), backend
         place: dict[str, Any] = {"bias": flag("bias", bias, ShapeError), "device": device, "dtype": dtype}
@@ -580,8 +573,8 @@ class NeighborhoodAttention(nn.Module):
         if not isinstance(x, Tensor) or not 3 <= x.ndim <= 5 or x.shape[-1] != self.embed_dim:
             wanted = f"(batch, *grid, {self.embed_dim}) with 1 to 3 grid axes"
             raise ShapeError("x", shown(x), wanted, "Pass channels last.")
-        kept = self.num_kv_heads * self.head_dim
-        parts = self.qkv(x).split([self.embed_dim, kept, kept], -1)
+        kv_dim = self.num_kv_heads * self.head_dim
+        parts = self.qkv(x).split([self.embed_dim, kv_dim, kv_dim], -1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)).movedim(-2, 1) for part in parts)
         out = neighborhood_attention(
             q,
@@ -608,10 +601,16 @@ def _refuse_pattern(options: Mapping[str, object], why: str) -> None:
         raise UnsupportedError("pattern", shown(options["pattern"]), "no such option", f"Leave it out: {why}.")
 
 
-def _part(name: str, whole: int, of: str, parts: int) -> int:
-    if whole % parts:
-        raise ShapeError(of, parts, f"a divisor of {name}, {whole}", f"Change {of} or {name}.")
-    return whole // parts
+def _sizes(embed_dim: int, num_heads: int, num_kv_heads: int | None) -> tuple[int, int, int]:
+    """Return the checked sizes of a module; a module has as many key heads as query heads by default."""
+    embed_dim = whole("embed_dim", embed_dim, 1, error=ShapeError)
+    num_heads = whole("num_heads", num_heads, 1, error=ShapeError)
+    kv_heads = whole("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads, 1, error=ShapeError)
+    sizes = ("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", kv_heads)
+    for (name, size), (of, parts) in itertools.pairwise(sizes):
+        if size % parts:
+            raise ShapeError(of, parts, f"a divisor of {name}, {size}", f"Change {of} or {name}.")
+    return embed_dim, num_heads, kv_heads
 
 
 def _added(name: str, mask: object, shapes: Mapping[tuple[int, ...], tuple[int, ...]], q: Tensor) -> Tensor:

@@ -157,7 +157,7 @@ def _retry(
             from .memory import trim
 
             trim()
-        _tell(direction, operands, cut)
+        _log_once(direction, operands, cut)
         try:
             return whole() if cut is None else cut_up(cut)
         except (UnsupportedError, PatternError, ShapeError):
@@ -216,7 +216,7 @@ def _pieces(operands: Operands, call: Call, cut: Split) -> Iterator[tuple[Piece,
             yield Piece(heads, kv_heads, rows), some, call.part(some, part, call.q_offset + start)
 
 
-def _tell(direction: str, operands: Operands, cut: Split | None) -> None:
+def _log_once(direction: str, operands: Operands, cut: Split | None) -> None:
     """Log a split, once per process."""
     if cut is None:
         what, cost = "after the caches were cleared", "plans are made again"

@@ -65,8 +65,8 @@ def _schema(kernel: Callable[..., Any]) -> str:
     """Write a kernel's annotations, which are text, as a schema; torch's ``infer_schema`` does the same, slowly."""
     *arguments, (_, result) = kernel.__annotations__.items()
     results = result.removeprefix("tuple[").removesuffix("]" if result.startswith("tuple[") else "").split(", ")
-    given = ", ".join(f"{_SCHEMA[kind]} {name}" for name, kind in arguments)
-    return f"({given}) -> ({', '.join(_SCHEMA[each] for each in results)})"
+    parameters = ", ".join(f"{_SCHEMA[kind]} {name}" for name, kind in arguments)
+    return f"({parameters}) -> ({', '.join(_SCHEMA[each] for each in results)})"
 
 
 def program_of(call: Call, q: Tensor, k: Tensor) -> Program:
@@ -306,7 +306,7 @@ def followed(text: str, tensors: Sequence[Tensor], q: Tensor) -> Pattern | None:
 def _save(ctx: Any, pattern: Pattern | None, *saved: Any) -> None:
     *inputs, tensors, output = saved
     # kept alive for backward, which checks that the pattern's function and key bounds have not changed
-    ctx.held = None if pattern is None else pinned(pattern, tensors, inputs[0])
+    ctx.pinned = None if pattern is None else pinned(pattern, tensors, inputs[0])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs, *output, *savable(tensors))
 
@@ -328,7 +328,7 @@ def savable(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
 
 
 # compiled autograd traces backward; the check reads values, so it runs between two graphs
-_check_held = untraced(lambda held: held.check())
+_check_pinned = untraced(lambda pin: pin.check())
 
 
 def _gradients(
@@ -338,8 +338,8 @@ def _gradients(
 
     The given program runs directly if nothing watches operators; otherwise the backward operator does.
     """
-    if ctx.held is not None:
-        _check_held(ctx.held)
+    if ctx.pinned is not None:
+        _check_pinned(ctx.pinned)
     if dout is None and dlse is None:
         return None, None, None, [None] * len(learns)
     q, k, v, out, lse, *tensors = ctx.saved_tensors

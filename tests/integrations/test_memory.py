@@ -70,6 +70,6 @@ def test_32k_tokens_of_a_window_take_less_than_a_mask_of_bytes(kind: str) -> Non
     n = 32768
     to_system()
     peak.begin(torch.device("cpu"))
-    before = peak.held(torch.device("cpu"))
+    before = peak.in_use(torch.device("cpu"))
     run("mistral", kind, "ringweave", n)
     assert peak.highest(torch.device("cpu")) - before < n * n / 2

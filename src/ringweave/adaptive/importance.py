@@ -224,31 +224,31 @@ class ImportanceTracker:
         """Update the averages of active and trial blocks of the rows of q; return the row numbers."""
         first = position // self.block_size
         mine = torch.arange(first, first - (-q.shape[2] // self.block_size), device="cpu")
-        new, old = self._held(q, lse, k, mine, self._indices, scale), self._mass[:, mine]
+        new, old = self._mass_of(q, lse, k, mine, self._indices, scale), self._mass[:, mine]
         # keep the old average if this step gave NaN
         new = torch.where(new.isnan(), old, new)
         self._mass[:, mine] = torch.where(old.isnan(), new, self.decay * old + (1 - self.decay) * new)
         some = self._trials[:, mine] < self._rows
         if some.any():
-            new = self._held(q, lse, k, mine, self._trials, scale, beside=True)
+            new = self._mass_of(q, lse, k, mine, self._trials, scale, added=True)
             for each, now in ((self._tried, new), (self._weight, some.float())):
                 before = each[:, mine]
                 each[:, mine] = torch.where(new.isnan(), before, self.decay * before + (1 - self.decay) * now)
         return mine
 
-    def _held(
-        self, q: Tensor, lse: Tensor, k: Tensor, mine: Tensor, every: Tensor, scale: float, beside: bool = False
+    def _mass_of(
+        self, q: Tensor, lse: Tensor, k: Tensor, mine: Tensor, every: Tensor, scale: float, added: bool = False
     ) -> Tensor:
         """Measure the mass per query of the listed blocks in these rows, (heads, rows, places).
 
-        With ``beside``, the mass that each block would hold if it were added to the blocks that lse covers.
+        With ``added``, the mass that each block would hold if it were added to the blocks that lse covers.
         """
         first, last = int(mine[0]), int(mine[-1]) + 1
         pattern = self._pattern_of(every[:, :last])
-        per = "row" if beside else "tile"
+        per = "row" if added else "tile"
         found = tile_mass(q, k, lse, pattern, scale=scale, q_offset=first * self.block_size, per=per)
         # a weight x relative to the softmax of the others is x / (1 + x) once it is part of the softmax
-        values = (1 / (1 + 1 / found.values)).sum(1) if beside else found.values
+        values = (1 / (1 + 1 / found.values)).sum(1) if added else found.values
         pair, row, block = (x.cpu() for x in found.tiles())
         # find each block's place in its row's list; the lists are ascending
         listed = every[:, mine].long()

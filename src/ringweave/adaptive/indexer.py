@@ -213,12 +213,12 @@ class BlockIndexer(nn.Module):
             columns = int(column[chosen].max()) + 1 if last > first else 1
             scores = score(rows, columns).flatten(0, 1)
             place = pair[chosen], row[chosen] - begin, column[chosen]
-            held = torch.zeros_like(scores).index_put(place, values[chosen].to(scores.dtype))
+            mass_of = torch.zeros_like(scores).index_put(place, values[chosen].to(scores.dtype))
             listed = torch.zeros_like(scores, dtype=torch.bool).index_put(place, torch.ones_like(chosen).bool())
-            all_of_row = held.sum(-1, keepdim=True)
+            all_of_row = mass_of.sum(-1, keepdim=True)
             some = all_of_row[..., 0] > 0
             foreseen = scores.masked_fill(~listed, torch.finfo(scores.dtype).min).log_softmax(-1)
-            share = held / all_of_row.clamp(min=torch.finfo(scores.dtype).tiny)
+            share = mass_of / all_of_row.clamp(min=torch.finfo(scores.dtype).tiny)
             divergence = torch.special.xlogy(share, share) - share * foreseen
             return (divergence.sum(-1) * some).sum(), some.sum()
 

@@ -261,8 +261,8 @@ def top_blocks(
         index = value.topk(min(places, columns), -1).indices
         most, fewest = may.sum(-1), forced.sum(-1)
         if amount.mass is not None:
-            held = scores.gather(-1, index).cumsum(-1)
-            count = 1 + (held[..., :-1] < amount.mass).sum(-1)
+            reached = scores.gather(-1, index).cumsum(-1)
+            count = 1 + (reached[..., :-1] < amount.mass).sum(-1)
             count = torch.minimum(torch.maximum(count, fewest), most)
         elif amount.density is not None:
             count = torch.maximum((most * amount.density - 1e-9).ceil().long(), fewest)
@@ -325,9 +325,9 @@ def amount_of(method: str, top_k: object, mass: object, density: object, grid: B
     """
     if method == "top_p" and mass is None and density is None:
         mass = 0.9
-    given = [name for name, value in (("top_k", top_k), ("mass", mass), ("density", density)) if value is not None]
-    if given not in (["top_k"], ["mass"], ["density"], ["top_k", "mass"]):
-        got = " and ".join(given) or "none of them"
+    named = [name for name, value in (("top_k", top_k), ("mass", mass), ("density", density)) if value is not None]
+    if named not in (["top_k"], ["mass"], ["density"], ["top_k", "mass"]):
+        got = " and ".join(named) or "none of them"
         wanted = "exactly one of them (top_k may limit mass)"
         raise PatternError("top_k, mass, density", got, wanted, "Set the number of blocks in a row.")
     if mass is not None and method == "bounds":
@@ -402,10 +402,10 @@ def _shares(queries: Callable[[range], Tensor], keys: Tensor, grid: BlockGrid, p
             product.masked_fill_(key >= grid.nk, -torch.inf)
         weights = product.softmax(-1).unflatten(2, (-1, mine))
         lacking = (first + pool <= begin) | (first >= begin + grid.nq)
-        held = mine - lacking.view(-1, mine, 1).sum(1)
+        pools = mine - lacking.view(-1, mine, 1).sum(1)
         if grid.cut or len(rows) * mine * pool + rows.start * grid.sides[0] > grid.cut + grid.nq:
             weights = weights.masked_fill(lacking.view(-1, mine, 1), 0)
-        share: Tensor = (weights.sum(3) / held).unflatten(3, (-1, others)).sum(4)
+        share: Tensor = (weights.sum(3) / pools).unflatten(3, (-1, others)).sum(4)
         return share
 
     return score, mine * others * grid.columns

@@ -55,11 +55,11 @@ def fit_batch(
     device = named_device(device)
     gc.collect()
     trim()
-    free, held = pressure(device).free * (1 - headroom), peak.held(device)
+    free, before = pressure(device).free * (1 - headroom), peak.in_use(device)
     # run the smallest batch twice: the first step also allocates caches, which later steps reuse
     taken, raised = _Taken(device), False
-    probe = _probe(step, low, device, held)
-    probe = None if probe is None else _probe(step, low, device, held)
+    probe = _probe(step, low, device, before)
+    probe = None if probe is None else _probe(step, low, device, before)
     if probe is None or probe > free:
         got = f"{low}, which takes " + ("all free memory" if probe is None else f"{probe} of {free:.0f} bytes")
         raise UnsupportedError("low", got, "a batch that fits", "Use a smaller batch or a smaller model.")
@@ -70,7 +70,7 @@ def fit_batch(
         if taken.expected(batch) > free:
             bad = batch
             continue
-        probe = _probe(step, batch, device, held)
+        probe = _probe(step, batch, device, before)
         if probe is None or probe > free:
             raised, bad = raised or probe is None, batch
         else:
@@ -99,8 +99,8 @@ class _Taken:
         return more + max(0.0, (more - less) / (last - first)) * (batch - last)
 
 
-def _probe(step: Callable[[int], object], batch: int, device: torch.device, held: int) -> int | None:
-    """Run a step and return its peak use in bytes above ``held``, or None if memory ran out."""
+def _probe(step: Callable[[int], object], batch: int, device: torch.device, before: int) -> int | None:
+    """Run a step and return its peak use in bytes above ``before``, or None if memory ran out."""
     to_system()
     peak.begin(device)
     try:
@@ -113,6 +113,6 @@ def _probe(step: Callable[[int], object], batch: int, device: torch.device, held
         # the frames of the traceback would keep the step's tensors alive
         error.__traceback__ = None
     else:
-        return max(0, peak.highest(device) - held)
+        return max(0, peak.highest(device) - before)
     gc.collect()
     return None

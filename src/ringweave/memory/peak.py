@@ -23,7 +23,7 @@ def begin(device: torch.device) -> None:
         _CLEAR.write_text("5", "ascii")
 
 
-def held(device: torch.device) -> int:
+def in_use(device: torch.device) -> int:
     """Return the bytes in use now, or 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)

@@ -93,17 +93,17 @@ def picture(pattern: Pattern, tokens: int, *, heads: int = 1, cells: int = CELLS
     batch, made = pattern.extents()
     heads = made if made is not None and heads == 1 else heads
     pattern = fitting(pattern, tokens, tokens, heads, batch or 1)[0]
-    alike: dict[tuple[Layer, ...], list[int]] = {}
+    groups: dict[tuple[Layer, ...], list[int]] = {}
     for head in range(heads):
-        alike.setdefault(layers(pattern, tokens, head, heads), []).append(head)
+        groups.setdefault(layers(pattern, tokens, head, heads), []).append(head)
     side = -(-tokens // cells)
     # a cell as large as a rate contains as many pairs as its neighbours, whatever the rate keeps
-    rates = {rate for parts in alike for part in parts for rate in (part.rate, part.pattern.residue_rate) if rate > 1}
+    rates = {rate for parts in groups for part in parts for rate in (part.rate, part.pattern.residue_rate) if rate > 1}
     if cells == CELLS and rates and side >= min(rates):
         side = max(min(side, -(-tokens // _FINE)), min(rates) // 2)
     sides = np.minimum(side, tokens - np.arange(0, tokens, side))
     panels, allowed, exact = [], 0.0, True
-    for parts, members in list(alike.items())[:PANELS]:
+    for parts, members in list(groups.items())[:PANELS]:
         pairs, counted = allowed_pairs(parts, tokens, side)
         panels.append(Panel(tuple(members), pairs / np.multiply.outer(sides, sides)))
         allowed += float(pairs.sum()) * len(members)
@@ -120,18 +120,18 @@ def picture(pattern: Pattern, tokens: int, *, heads: int = 1, cells: int = CELLS
         number = "a rate" if len(hidden) == 1 else "rates"
         texts.append(f"cells of {side} x {side} tokens hide {number} of {', '.join(map(str, hidden))}")
     if exact:
-        texts += _planned(pattern, alike, tokens, heads, batch)
+        texts += _planned(pattern, groups, tokens, heads, batch)
     return Picture(repr(pattern), ", ".join(texts), tokens, side, tuple(panels))
 
 
 def _planned(
-    pattern: Pattern, alike: Collection[tuple[Layer, ...]], tokens: int, heads: int, batch: int | None
+    pattern: Pattern, groups: Collection[tuple[Layer, ...]], tokens: int, heads: int, batch: int | None
 ) -> list[str]:
     """Return the caption's texts on tiles and causality, if planning for them takes no longer than drawing."""
     rows = np.arange(0, tokens, 128, dtype=np.int64)
     stops = np.minimum(rows + 128, tokens)
     # the relations that planning would evaluate tile by tile
-    parts = {part.pattern for each in alike for part in each}
+    parts = {part.pattern for each in groups for part in each}
     texts = []
     if batch is None and sum(part.key_ranges(rows, stops, tokens).cost() / 128 for part in parts) <= _PLANNED:
         views = branches(pattern, tokens, tokens, heads=heads)

@@ -263,10 +263,10 @@ class Explanation:
         lines += [("", f"measured here: {each}") for each in backend["blocks"]]
         for name, reasons in backend["others"].items():
             lines += [("", f"not {name}: {reason}") for reason in reasons]
-        held = ", ".join(f"{name} {nbytes(memory[name])}" for name in ("q", "k", "v", "out", "lse"))
+        tensors = ", ".join(f"{name} {nbytes(memory[name])}" for name in ("q", "k", "v", "out", "lse"))
         lines += [
             ("memory", f"plan {nbytes(memory['plan'])}, backend's own at most about {nbytes(memory['scratch'])}"),
-            ("", f"activations {nbytes(memory['activations'])}: {held}"),
+            ("", f"activations {nbytes(memory['activations'])}: {tensors}"),
         ]
         if call.needs_grad:
             lines.append(("", f"gradients {nbytes(memory['gradients'])}"))
@@ -284,11 +284,11 @@ def _listed(first: int | list[int]) -> str:
 
 def _branches(work: Sequence[BranchWork]) -> list[dict[str, Any]]:
     """Describe the branches, with one entry for all views of a rate, relation and backend, which differ in offset."""
-    alike: dict[tuple[int, str, str], list[BranchWork]] = {}
+    groups: dict[tuple[int, str, str], list[BranchWork]] = {}
     for each in work:
-        alike.setdefault((each.branch.rate, repr(each.branch.pattern), each.backend.name), []).append(each)
+        groups.setdefault((each.branch.rate, repr(each.branch.pattern), each.backend.name), []).append(each)
     entries = []
-    for (rate, pattern, backend), members in alike.items():
+    for (rate, pattern, backend), members in groups.items():
         plans = [each.plan for each in members if each.plan is not None]
         entries.append({
             "rate": rate, "pattern": pattern, "backend": backend, "views": len(members),
@@ -310,12 +310,12 @@ def _configs(call: Call) -> list[str]:
     return measured(call)
 
 
-def _others(steps: Sequence[tuple[Branch, Backend]], call: Call, asked: str) -> dict[str, list[str]]:
+def _others(steps: Sequence[tuple[Branch, Backend]], call: Call, named: str) -> dict[str, list[str]]:
     """Return the reasons against each backend that was not chosen for some branch."""
     reasons: dict[str, list[str]] = {}
     for branch, chosen in steps:
         refused = {backend.name: reason for backend, reason in program.candidates(call, branch)}
-        if asked != "auto":
+        if named != "auto":
             why = "was asked for"
         else:
             why = "is preferred" if program.measured(call, branch) is None else "was measured to be faster here"

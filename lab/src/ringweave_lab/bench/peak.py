@@ -66,7 +66,7 @@ def peak_memory(call: Runnable, *, device: str = "cpu", warm: bool = True) -> Pe
         if not peak.is_known(where):
             return _sampled_peak(call)
         peak.begin(where)
-        before = peak.held(where)
+        before = peak.in_use(where)
         result = call()
         if where.type == "cuda":
             torch.cuda.synchronize()
