@@ -1,8 +1,8 @@
 """Compute calls without private names of torch, a process each, and print JSON; test_torch_compat.py runs this.
 
 One process imports torch and its compiler, and forks before it has computed with threads. In a child, ringweave does
-not find the names: it imports ringweave, and digests what its calls give. All names together are also deleted from torch
-while a call runs, except for those that torch itself needs then.
+not find the names: it imports ringweave, and digests the results of its calls. All names together are also deleted from
+torch while a call runs, except for those that torch itself needs then.
 """
 
 from __future__ import annotations

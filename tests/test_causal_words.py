@@ -1,11 +1,11 @@
 """Every pattern that the documentation calls causal is causal, by the library's own test.
 
-Read are the pages, the docstrings and texts of the sources, the examples, the pictures and what draws them. The rules:
+The test reads the pages, docstrings and texts of the sources, the examples, the pictures and their scripts. The rules:
 
 - a pattern that is assigned to a name with "causal" in it is causal;
 - a pattern in a sentence, a line of a table, a line of code or beside a comment that says "causal" is causal;
-- a picture whose caption says "causal" says so itself;
-- a union of which a part has been made causal is so as a whole, unless the text beside it says that it is not.
+- a picture with "causal" in its caption is causal;
+- a union with a causal part is causal as a whole, unless the text beside it says that it is not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every backend agrees with the float64 oracle for all patterns, dtypes, grouped heads and odd lengths, in all five results.
 
-The bound is what torch's own attention makes of the same inputs, times two, with a floor at rounding level for cases in
-which torch happens to be exact (one key, say).
+The bound is twice the error of torch's own attention for equal inputs, and at least the error of rounding, since torch
+may happen to be exact (with one key, say).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The contract of every public name: whatever an argument is, a RingweaveError or the right answer, and nothing else.
 
-Each row is a call that works; each of its arguments in turn becomes each hostile value. What is refused is refused by
-an error of the library's own; what is taken must be what the signature says, and the answer the same as for the plain
-value and right by the dense relation. A new public name, method or argument fails until it has its row.
+Each row is a valid call; each of its arguments in turn is replaced by each hostile value. The library must refuse a value
+with a typed error, or the signature must allow it, and the answer must equal that for the plain value and be right by
+the dense relation. A new public name, method or argument fails until it has a row.
 
-The second part lists plausible mistakes with their errors. ``python -m tests.test_contract`` writes them to docs/errors.md.
+The second part lists probable mistakes with their errors. ``python -m tests.test_contract`` writes them to docs/errors.md.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ class Row:
     """A valid call.
 
     Attributes:
-        arguments: By name, all that the signature has.
-        right: Raises where an answer is not right for its arguments.
-        of: What is called; the public name by default.
-        taken: Arguments for which more is taken than their annotation says plainly, with what is.
+        arguments: All arguments of the signature, by name.
+        right: Raises if an answer is wrong for its arguments.
+        of: The callable; the public name by default.
+        taken: Arguments that accept more than their annotation plainly says, each with a test of the further values.
     """
 
     arguments: Callable[[], dict[str, Any]]

@@ -2,8 +2,8 @@
 
     python lab/scripts/decoding_soak.py --steps 5000
 
-A tiny Llama with a window and sinks over keys in pages, whose room is made first, and a tiny Mistral with the library's
-own sliding cache. Time is the processor's, the median of a part; memory is the process's own, between parts.
+The models are a tiny Llama with a window and sinks over keys in pages, allocated in advance, and a tiny Mistral with
+the library's own sliding cache. Time is CPU time, the median of a part; memory is the process's own, between parts.
 """
 
 from __future__ import annotations

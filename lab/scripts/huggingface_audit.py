@@ -2,10 +2,10 @@
 
     python lab/scripts/huggingface_audit.py                   # all, into huggingface-audit.md, or --out FILE
     python lab/scripts/huggingface_audit.py llama gemma3      # these, on the terminal
-    python lab/scripts/huggingface_audit.py --log seen.jsonl  # goes on from what the file has; written as it goes
+    python lab/scripts/huggingface_audit.py --log seen.jsonl  # resume from the file, and append to it
 
-Each model is made tiny, with random weights, in a process of its own that is ended after a while, and called with each
-implementation in each case. What differs is held against `JUDGED`, where a sentence says what it comes from.
+Each model is tiny, has random weights, runs in its own process with a time limit, and is called with each
+implementation in each case. `JUDGED` has a sentence with the reason for each known difference.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python lab/scripts/huggingface_models.py                  # all, into huggingface-models.md, or --out FILE
     python lab/scripts/huggingface_models.py llama gemma3     # these, on the terminal
-    python lab/scripts/huggingface_models.py --log tried.tsv  # goes on from what the file has; written as it goes
+    python lab/scripts/huggingface_models.py --log tried.tsv  # resume from the file, and append to it
 
-Each gets a tiny configuration with random weights, and a batch of text, images or sound: text also with padding on the
-left. What comes out where there is no padding, and all gradients, are compared with the model's own sdpa, or eager
-where it has none. A decoder is then compiled in one graph, padded.
+Each gets a tiny configuration with random weights, and a batch of text, images or sound; text is also padded on the
+left. The outputs where there is no padding, and all gradients, are compared with the model's own sdpa, or with eager
+if it has none. A decoder is then compiled to one graph, with padding.
 """
 
 from __future__ import annotations

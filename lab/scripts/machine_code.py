@@ -139,8 +139,8 @@ def written(what: str) -> range:
 def unordered(code: dict[int, str]) -> list[str]:
     """Find registers of products that are written out of order.
 
-    What a product takes from registers, and its sums, are written before ``WARPGROUP.ARRIVE``, as PTX asks; and what it
-    takes stays until it was waited for. Loops are walked twice, so that what is under way as they turn is seen.
+    Register operands of a product, and its sums, must be written before ``WARPGROUP.ARRIVE``, as PTX demands, and
+    operands must stay until the wait. Loops are walked twice, so that products in flight at the end of a turn are seen.
     """
     walks = [list(code)]
     for at, what in code.items():

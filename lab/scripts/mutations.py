@@ -1,8 +1,8 @@
 """Break one line of the library, many times, and check that tests notice: lab/scripts/mutations.py [WORD ...].
 
-Each breakage is made in a copy of the working tree, never in the tree itself, and only the tests that should see it are
-run there, once as they are and once with it. With words only the breakages whose names contain one of them are made.
-The exit code is 1 where a breakage is not caught, where tests fail without one, or where a line to break is gone.
+Each breakage is applied to a copy of the working tree, never to the tree itself, and only the tests that should see it
+run there, once without and once with it. With words, only breakages with names that contain one of them are applied.
+The exit code is 1 if a breakage is not caught, if tests fail without one, or if a line to break is missing.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Breakage(NamedTuple):
     """A change to one line that makes it wrong.
 
     Attributes:
-        name: What it breaks.
-        file: Where, under src/ringweave.
-        old: Text that stands there once.
-        new: What it becomes.
+        name: The property that it breaks.
+        file: Path under src/ringweave.
+        old: Text that the file contains once.
+        new: Text to replace it with.
         tests: Arguments of pytest: the tests that should see it.
     """
 

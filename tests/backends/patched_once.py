@@ -1,7 +1,7 @@
 """Make Triton's interpreter faster; a pytest plugin for processes that run it: ``-p tests.backends.patched_once``.
 
-Each call of one kernel's function by another looks through the whole language for what to replace, although the launch
-has replaced it: a quarter of the interpreter's time. Here only who finds something of the language as it was looks.
+For each call of a kernel's function by another, the interpreter searches the whole language for names to replace,
+although the launch has replaced them: a quarter of its time. Here it searches only if an original name is found.
 """
 
 from __future__ import annotations

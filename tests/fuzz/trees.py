@@ -1,6 +1,6 @@
 """Random patterns as trees of plain data: the Python that makes one, and its definition in numpy.
 
-Nothing here asks the library what a pattern means. Only the random presets are asked which blocks they drew.
+The library is never asked for a pattern's meaning; only random presets are asked for the blocks that they drew.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ``TRIED`` and ``UNTRIED`` name the classes of the installed library that call the attention interface and take a mask of an
 encoder's tokens, or a text, its mask and a decoder's text: the first of each kind in a modeling file. A test compares
-them with what the library has.
+them with the library.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Run the native kernel on an emulated processor: ``ringweave._cpu`` becomes a program that receives the calls.
 
-The module's own binding and kernels are compiled for aarch64 and run by qemu-user; ``aarch64/nanobind/nanobind.h`` is the
-other side. As a plugin of pytest it stands in for the extension before the package looks for it, so that the suite runs on
-it as it is. ``python -m tests.native.emulated FOLDER [pytest arguments]``, which is ``make arm``, builds the program into
+The module's own binding and kernels are compiled for aarch64 and run by qemu-user, with ``aarch64/nanobind/nanobind.h``
+as their nanobind. A plugin of pytest replaces the extension before the package imports it, so that the suite runs
+unchanged. ``python -m tests.native.emulated FOLDER [pytest arguments]``, which is ``make arm``, builds the program into
 a folder and runs the kernel's tests on each processor.
 """
 

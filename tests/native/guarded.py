@@ -1,7 +1,7 @@
 """Make calls on tensors that border on a protected page; test_guarded.py runs this in its own process.
 
-Inputs, the plan's arrays and what the library allocates for the native kernel lie so that one byte read or written
-beyond them ends the process; each call is named before it runs. ``python -m tests.native.guarded cpu|torch|beyond``.
+Inputs, the plan's arrays and the library's allocations for the native kernel border on a page, so that one byte read or
+written beyond them ends the process; each call is named before it runs. ``python -m tests.native.guarded cpu|torch|beyond``.
 """
 
 from __future__ import annotations

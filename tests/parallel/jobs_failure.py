@@ -84,9 +84,9 @@ def wait_for_the_dead(how: str, victim: int, deadline: float, chain: bool = Fals
 def before_the_first_call(how: str, size: int, victim: int, deadline: float) -> Seen | bool | None:
     """Some ranks make a context, and one of them fails before they are connected.
 
-    how: "kill" and "stop" are the test's, who does it while the others call, or before ("kill, early") they do, or once
-    the victim has called and one of the others has not ("kill, called"); the victim may have a child ("kill, forked").
-    "error": it raises in its call. "late": nothing. "version": it has another one.
+    how: for "kill" and "stop" the test does it: while the others call, before they call ("kill, early"), or when the victim
+    has called and the others have not ("kill, called"); the victim may have a child ("kill, forked").
+    "error": the victim raises in its call. "late": it is only late. "version": it has another version.
     """
     group = dist.group.WORLD if size == dist.get_world_size() else dist.new_group(range(size))
     rank, awaited = dist.get_rank(), "kill" in how or how == "stop"

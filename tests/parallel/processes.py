@@ -7,9 +7,9 @@
         pool.kill(2)
         outcomes = pool.outcomes(10.0)
 
-A job is a function of a module, called on every rank with the same arguments; torch.distributed's default group is there.
-The rendezvous store is hosted by the test's process, as torchrun's agent hosts it. A pool mends itself after a failure: who
-is dead or did not answer is replaced, and all begin a new default group.
+A job is a function of a module, called on every rank with the same arguments, after torch.distributed's default group was
+made. The test's process hosts the rendezvous store, as torchrun's agent does. After a failure a pool replaces dead and
+unresponsive workers, and all make a new default group.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Pool:
     def run(self, job: str, *args: Any, timeout: float = 60.0) -> list[Any]:
         """Call "module:function" with the arguments on every rank, and return the results by rank.
 
-        The first exception of a worker is raised as it is, with all ranks' tracebacks as notes.
+        The first exception of a worker is raised unchanged, with all ranks' tracebacks as notes.
         """
         self.start(job, *args)
         outcomes = self.outcomes(timeout)

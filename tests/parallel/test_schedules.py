@@ -25,7 +25,7 @@ AROUND = [(3, "auto", None), (4, "zigzag", None), (4, "residue", None)]
 class OneDevice(NamedTuple):
     """The float64 results of a call, and the bounds on the ranks' errors.
 
-    Twice one device's own error at most, with a floor at what rounding alone may cost.
+    The bounds are twice one device's own error, and at least the error of rounding alone.
     """
 
     x: Inputs

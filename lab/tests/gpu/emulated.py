@@ -1,7 +1,7 @@
 """The Triton kernels as compiled for sm_90, executed: run by test_triton_compiled.py in a process of its own.
 
-Calls take the way to a GPU, through Triton's own launcher; what is launched runs in ptx_emulator.py, on the tensors
-themselves. First the emulator is held against numpy, with kernels that are written for that.
+Calls take the path to a GPU through Triton's own launcher, and ptx_emulator.py runs the launched kernels on the tensors.
+First the emulator is compared with numpy, on kernels written for that.
 """
 
 # Triton's constants are capitals
@@ -47,10 +47,10 @@ class Emulated(Cuda):
         folder: As in Cuda.
 
     Attributes:
-        late: Whether what is asynchronous happens as late as it may.
+        late: Whether asynchronous operations happen as late as possible.
         together: Warps that take each step together.
         formal: Whether wgmma needs a proxy fence after cp.async.
-        edit: What is done to a kernel's PTX before it runs.
+        edit: Change applied to a kernel's PTX before it runs.
     """
 
     late, together, formal = False, 4, False

@@ -1,6 +1,6 @@
 """Test the launches of the Triton backend on devices that run nothing; test_triton_compiled.py runs this in its own process.
 
-What a GPU would be asked to do: what is compiled, for which arguments again, and what is launched. See stand_in.py.
+They test the compiled kernels, the arguments that compile again, and the launches. See stand_in.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Execute PTX for sm_90 on the CPU: the instructions that Triton's compiler emits for this library's kernels.
 
-Every instruction becomes a line of numpy over the lanes of some warps (ptx_machine.py), which take turns, so that barriers
-work. What is asynchronous (wgmma, copies, TMA) is computed as early as it may be or, ``late``, not before somebody
-waits for it. ptxas is trusted; an instruction that is not known is refused by name.
+Each instruction becomes a line of numpy over the lanes of some warps (ptx_machine.py), which take turns, so that barriers
+work. Asynchronous operations (wgmma, copies, TMA) happen as early as possible or, with ``late``, only at the wait for
+them. ptxas is trusted; an unknown instruction is refused by name.
 """
 
 from __future__ import annotations
@@ -517,11 +517,11 @@ def launch(
         program: The kernel.
         grid: Programs.
         shared: Bytes of shared memory.
-        parameters: Where each parameter lies in this process.
+        parameters: Address of each parameter in this process.
         memory: Global memory.
-        late: Whether what is asynchronous happens as late as it may, instead of at once.
-        together: Warps that take each step together; of several numbers each for as many of them, one after the other.
-            Warps that compute apart and meet others at barriers must not.
+        late: Whether asynchronous operations happen as late as possible, instead of immediately.
+        together: Warps that take each step together; with several numbers, that many warps each, one group after the other.
+            Warps that compute different things and meet at barriers must not be in one group.
         formal: Whether wgmma needs a proxy fence after cp.async too, as PTX's memory model has it.
     """
     where = {name: at for (name, _), at in zip(program.parameters, parameters, strict=True)}

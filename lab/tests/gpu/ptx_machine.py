@@ -94,10 +94,10 @@ class Memory:
 class Shared:
     """Shared memory of a program, and who may touch which word of it when.
 
-    Clocks are vectors: a warp knows of another what it has learnt by barriers. An error is: reading what was never
-    written; any access to what an asynchronous copy is still to write; writing what wgmma may still read; accesses of
-    two warps, one a write, that no barrier orders; an asynchronous reader (wgmma) of what was written by ordinary stores
-    without a proxy fence since.
+    Clocks are vectors: a warp knows about another one's progress only through barriers. Errors are: reading bytes that were
+    never written; any access to the target of an unfinished asynchronous copy; writing an operand of an unfinished wgmma;
+    accesses of two warps, one of them a write, without a barrier between; and an asynchronous read (wgmma) of bytes from
+    ordinary stores without a proxy fence.
     """
 
     def __init__(self, size: int, warps: int):

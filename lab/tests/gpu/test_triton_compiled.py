@@ -1,7 +1,6 @@
 """Test the Triton kernels without a GPU: compiled for real devices, and launched on simulated ones.
 
-All run in processes of their own: compiling needs the interpreter off, and what stands in for a driver cannot be
-unloaded.
+All run in separate processes: compiling needs the interpreter off, and the simulated driver cannot be unloaded.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ sys.exit(failed)
 def test_compiled_for_real_devices(compiled: Path) -> None:
     """Kernels spill only known bytes, use matrix instructions on every device, and need the resources of the committed table.
 
-    Then what the other table says of every loop for sm_90: instructions, spills, products that wait for each other; and
-    that every specialisation compiles; in a short run every third, which is each of them for one kernel or another.
+    Every loop for sm_90 has the instructions, spills and serialised products of the other table, and every specialisation
+    compiles; a short run compiles every third one, so that each is compiled for some kernel.
     """
     some = [] if is_long() else ["--device", "sm_90"]
     every = 1 if is_long() else 3
