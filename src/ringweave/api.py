@@ -335,12 +335,14 @@ def paged_attention(
     References:
         Kwon et al. (2023), PagedAttention, section 4.1.
     """
-    keys = getattr(cache, "_common_length", None)
-    if keys is None:
+    if not hasattr(cache, "_book"):
         raise ShapeError("cache", type(cache).__name__, "a PagedCache", "Create one with PagedCache.empty.")
+    # a trace could not follow the lengths, which it knows as symbols
+    traced = torch.compiler.is_dynamo_compiling()
+    keys = 0 if traced else cache._common_length
     given = Arguments(q, cache.k, cache.v, pattern, scale, keys, backend, terms=terms, sink_logits=sink_logits)
     key = None
-    if not torch.compiler.is_dynamo_compiling():
+    if not traced:
         key, program = find(given, cache)
         if program is not None and program.prepared is not None:
             pages = Pages(cache.table, cache.lengths, cache.page)
