@@ -112,7 +112,7 @@ def test_backends_and_why_not_the_others() -> None:
 
 
 def test_terms_and_dropout_exclude_backends_by_name() -> None:
-    """In float64, explain names the terms that a dense backend cannot compute."""
+    """Terms and dropout exclude sdpa, and explain names them; float64 excludes the native kernel."""
     terms = [rw.Softcap(30.0), rw.DistanceBias(torch.zeros(4, 2**16 + 1, requires_grad=True))]
     facts = explain(rw.Causal(), 1000, heads=4, dtype=torch.float64, terms=terms, dropout=0.1, as_dict=True)
     assert facts["sizes"]["extras"] == ["DistanceBias", "Softcap", "dropout"]

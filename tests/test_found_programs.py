@@ -176,8 +176,8 @@ def test_empty_options_of_modules_stay_on_the_direct_path(straight: list[bool]) 
     assert straight == [False]
 
 
-def test_the_second_of_two_equal_calls_looks_up_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of two equal calls looks up no program; a call with any other argument does, and so does one after the cache is emptied."""
+def test_a_repeated_call_looks_up_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repeated call looks up no program; a call with any other argument does, and so does one after the cache is emptied."""
     q, k, v = (torch.randn(1, heads, n, 16) for heads, n in ((4, 1), (2, 300), (2, 300)))
     pattern, looked = rw.SlidingWindow(50) & rw.Causal(), list[int]()
     get = program_cache.PROGRAMS.get

@@ -75,7 +75,7 @@ def test_pairs_of_tiles_and_packed_heads(kv: str, poisoned: None) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [2.0**-12, 2.0**12])
 def test_sizes_that_weights_times_scales_have_no_bits_for(size: float) -> None:
-    """In float16, weights times scales may be too small or large although the stored values fit."""
+    """Values of float16 are right although weights times scales leave its range."""
     for kv in STORED:
         x = Inputs.random(40, heads=2, dtype=HALF)
         x.v *= size

@@ -217,7 +217,7 @@ def otherwise(q: Tensor, k: Tensor, v: Tensor, pattern: rw.Pattern) -> Ways:
 
 
 def draws_rows(pattern: rw.Pattern) -> bool:
-    """Return whether queries may begin at a later token; a table for exactly n queries allows only the first."""
+    """Return whether a call may compute some of the rows; a table needs all of its n queries."""
     return "BlockTable" not in pattern.spec
 
 
