@@ -39,17 +39,30 @@ class BlockWeights:
 
     def to_dense(self) -> Tensor:
         """Return the weights as a dense matrix (B, Hq, Nq, Nk), for small sizes."""
-        p = self.plan
-        batch, heads = p.row_set.shape
-        rows = p.tile_rows()
-        dense = self.values.new_zeros(batch, heads, p.q_tiles, p.kv_tiles, p.q_tile, p.kv_tile)
-        for b in range(batch):
-            for h in range(heads):
-                entries = _entries(p, b, h)
-                start = int(self.first[b, h])
-                dense[b, h, rows[entries], p.col[entries].long()] = self.values[start : start + len(entries)]
-        dense = dense.transpose(3, 4).reshape(batch, heads, p.q_tiles * p.q_tile, p.kv_tiles * p.kv_tile)
-        return dense[:, :, : p.nq, : p.nk]
+        dense = in_places(self.values, self.plan, self.first).transpose(3, 4).flatten(4).flatten(2, 3)
+        return dense[:, :, : self.plan.nq, : self.plan.nk]
+
+
+def first_tiles(p: BlockPlan) -> Tensor:
+    """Return the index of each first tile, (B, Hq) int64, if tiles are ordered by batch element, head and row."""
+    counts = (p.row_ptr[:, -1] - p.row_ptr[:, 0]).long()[p.row_set.long()]
+    return (counts.reshape(-1).cumsum(0) - counts.reshape(-1)).view(counts.shape)
+
+
+def places(p: BlockPlan, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return b * Hq + h, query tile and key tile of each tile in the order of :func:`first_tiles`; int64 (T,) each."""
+    group, counts = p.row_set.reshape(-1).long(), (p.row_ptr[:, -1] - p.row_ptr[:, 0]).long()
+    pair = torch.arange(group.numel(), device=p.device).repeat_interleave(counts[group])
+    place = torch.arange(pair.numel(), device=p.device) - first.reshape(-1)[pair]
+    entry = place + p.row_ptr[:, 0].long()[group[pair]]
+    return pair, p.tile_rows()[entry], p.col[entry].long()
+
+
+def in_places(values: Tensor, p: BlockPlan, first: Tensor) -> Tensor:
+    """Return the values of tiles, (T, ...), as a dense tensor (B, Hq, query tiles, key tiles, ...)."""
+    dense = values.new_zeros(p.row_set.numel(), p.q_tiles, p.kv_tiles, *values.shape[1:])
+    dense[places(p, first)] = values
+    return dense.view(*p.row_set.shape, *dense.shape[1:])
 
 
 def attention_weights(
@@ -101,11 +114,10 @@ def _weights(q: Tensor, k: Tensor, call: Call) -> BlockWeights:
     q_tiles = tiled(q.to(acc) * scale, p.q_tile)
     k_tiles = tiled(k.to(acc), p.kv_tile)
     values: list[Tensor] = []
-    first = torch.zeros(batch, heads, dtype=torch.int64, device="cpu")
-    count = 0
     for b in range(batch):
         for h in range(heads):
-            entries = _entries(p, b, h)
+            group = p.row_ptr[int(p.row_set[b, h])]
+            entries = torch.arange(int(group[0]), int(group[-1]), device=p.device)
             row, col = rows[entries], p.col[entries].long()
             scores = torch.bmm(q_tiles[b, h, row], k_tiles[b, h * k.shape[1] // heads, col].mT)
             scores = torch.where(bank[p.mask_id[entries].long()] & bound[col], scores, -torch.inf)
@@ -116,11 +128,4 @@ def _weights(q: Tensor, k: Tensor, call: Call) -> BlockWeights:
             unscaled = torch.exp(scores - top[row][..., None])
             total = torch.zeros_like(top).index_add(0, row, unscaled.sum(-1))
             values.append(unscaled / torch.where(total > 0, total, 1.0)[row][..., None])
-            first[b, h] = count
-            count += len(entries)
-    return BlockWeights(p, torch.cat(values), first)
-
-
-def _entries(p: BlockPlan, b: int, h: int) -> Tensor:
-    group = int(p.row_set[b, h])
-    return torch.arange(int(p.row_ptr[group, 0]), int(p.row_ptr[group, -1]), device=p.device)
+    return BlockWeights(p, torch.cat(values), first_tiles(p))

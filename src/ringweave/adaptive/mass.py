@@ -20,6 +20,7 @@ from ..terms import Term, TermOperands
 from ..torch_compat import mapped, wrapped
 from ..types import acc_dtype
 from ..validate import checked
+from ..weights import first_tiles, in_places, places
 
 _PER = ("tile", "row")
 _BACKENDS = ("auto", "cpu", "dense_batched")
@@ -48,12 +49,7 @@ class TileMass:
 
     def tiles(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return b * Hq + h, query tile and key tile of each entry of ``values``; int64 (T,) each."""
-        p = self.plan
-        group, counts = p.row_set.reshape(-1).long(), (p.row_ptr[:, -1] - p.row_ptr[:, 0]).long()
-        pair = torch.arange(group.numel(), device=p.device).repeat_interleave(counts[group])
-        place = torch.arange(pair.numel(), device=p.device) - self.first.reshape(-1)[pair]
-        entry = place + p.row_ptr[:, 0].long()[group[pair]]
-        return pair, p.tile_rows()[entry], p.col[entry].long()
+        return places(self.plan, self.first)
 
     def by_tile(self) -> Tensor:
         """Return the mass of each tile, (T,): sums per-row values over the queries of the tile."""
@@ -61,14 +57,8 @@ class TileMass:
 
     def to_dense(self) -> Tensor:
         """Return a dense tensor (B, Hq, query tiles, key tiles), or (B, Hq, Nq, key tiles) per row; for small sizes."""
-        p = self.plan
-        batch, heads = p.row_set.shape
-        dense = self.values.new_zeros(batch * heads, p.q_tiles, p.kv_tiles, *self.values.shape[1:])
-        dense[self.tiles()] = self.values
-        dense = dense.view(batch, heads, *dense.shape[1:])
-        if self.values.ndim > 1:
-            dense = dense.transpose(3, 4).flatten(2, 3)[:, :, : p.nq]
-        return dense
+        dense = in_places(self.values, self.plan, self.first)
+        return dense if dense.ndim == 4 else dense.transpose(3, 4).flatten(2, 3)[:, :, : self.plan.nq]
 
 
 def tile_mass(
@@ -146,8 +136,7 @@ def tile_mass(
     if backend == "cpu" and reason is not None:
         wanted = f"a case that it can run, but {reason}"
         raise UnsupportedError("backend", "'cpu'", wanted, "Use backend='auto' or 'dense_batched'.")
-    counts = (p.row_ptr[:, -1] - p.row_ptr[:, 0]).long()[p.row_set.long()]
-    first = (counts.reshape(-1).cumsum(0) - counts.reshape(-1)).view(batch, heads)
+    first = first_tiles(p)
     if reason is not None or backend == "dense_batched":
         values = dense_batched.tile_mass(inputs, lse.detach(), p, first, per == "row")
     else:
