@@ -21,6 +21,13 @@ def pool4() -> Iterator[Pool]:
         yield pool
 
 
+@pytest.fixture(scope="module")
+def fragile4() -> Iterator[Pool]:
+    """Provide four ranks to kill; a killed rank is replaced before the next job."""
+    with fresh(4) as pool:
+        yield pool
+
+
 @pytest.fixture(scope="session")
 def pool8() -> Iterator[Pool]:
     with fresh(8) as pool:

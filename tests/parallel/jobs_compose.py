@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ringweave as rw
 
+from .processes import ring_mesh
+
 # odd, so that no number of ranks and no tile divides it, and there is padding
 TOKENS, BATCH, WORDS, WIDTH, HEADS = 203, 2, 64, 32, (4, 2)
 WINDOW = rw.SlidingWindow(24) & rw.Causal()
@@ -74,6 +76,22 @@ def alone(words: Tensor) -> tuple[float, dict[str, Tensor]]:
     return loss.item(), {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
 
 
+def backward(model: nn.Module, context: rw.ContextParallel, excerpts: Tensor, factor: float) -> float:
+    """Run a step over this rank's shard; return the loss, the sum over its tokens times ``factor``, summed over ranks."""
+    words, following = context.shard(excerpts[:, :-1]), context.shard(excerpts[:, 1:])
+    logits = model(words, context.positions)
+    losses = cross_entropy(logits.transpose(1, 2), following, reduction="none")[:, context.positions < TOKENS]
+    loss = losses.sum() * factor
+    loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total.item()
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    return ((found - wanted).norm() / wanted.norm()).item()
+
+
 def compose(around: int, wrap: str, again: bool, compiler: str | None, schedule: str = "auto") -> dict[str, Any]:
     """Run a step of the wrapped model on a mesh (data parallel, context parallel), and return its differences from one process.
 
@@ -103,27 +121,18 @@ def compose(around: int, wrap: str, again: bool, compiler: str | None, schedule:
             fully_shard(layer, mesh=flat)
         fully_shard(model, mesh=flat)
 
-    mine = every[mesh.get_local_rank("dp")]
-    words, following = context.shard(mine[:, :-1]), context.shard(mine[:, 1:])
-    real = context.positions < TOKENS
-    logits = model(words, context.positions)
-    losses = cross_entropy(logits.transpose(1, 2), following, reduction="none")[:, real]
     # the wrappers average the gradients of this over ranks: the gradient of the mean over all tokens
-    loss = losses.sum() * ranks / (replicas * BATCH * TOKENS)
-    loss.backward()
-    total = loss.detach().clone()
-    dist.all_reduce(total)
+    total = backward(model, context, every[mesh.get_local_rank("dp")], ranks / (replicas * BATCH * TOKENS))
 
     wanted, gradients = alone(every.flatten(0, 1))
     errors = {}
     for name, weight in model.named_parameters():
         got = weight.grad.full_tensor() if wrap == "fsdp" else weight.grad
-        right = gradients[name.removeprefix("module.")]
-        errors[name] = ((got - right).norm() / right.norm()).item()
+        errors[name] = relative_error(got, gradients[name.removeprefix("module.")])
     received = sum(context.transport.counters.received)
     context.close()
     return {
-        "loss": (total.item() / ranks, wanted), "errors": errors, "received": received,
+        "loss": (total / ranks, wanted), "errors": errors, "received": received,
         "padding": context.local * around - TOKENS,
     }  # fmt: skip
 
@@ -135,22 +144,16 @@ def whole_graph(compiler: str) -> float:
     # compiled in every run, whatever the machine's disk cache contains
     torch._functorch.config.enable_autograd_cache = False
     torch.compiler.reset()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    context = rw.ContextParallel(mesh, [WINDOW, WIDE], TOKENS, heads=HEADS)
+    context = rw.ContextParallel(ring_mesh(), [WINDOW, WIDE], TOKENS, heads=HEADS)
     words = torch.randint(0, WORDS, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(2))
     model = Model(context)
     compiled = torch.compile(model, fullgraph=True, backend=compiler)
-    logits = compiled(context.shard(words[:, :-1]), context.positions)
-    losses = cross_entropy(logits.transpose(1, 2), context.shard(words[:, 1:]), reduction="none")
-    loss = losses[:, context.positions < TOKENS].sum() / (BATCH * TOKENS)
-    loss.backward()
-    total = loss.detach().clone()
-    dist.all_reduce(total)
+    total = backward(compiled, context, words, 1 / (BATCH * TOKENS))
     wanted, gradients = alone(words)
-    errors = [abs(total.item() - wanted) / wanted]
+    errors = [abs(total - wanted) / wanted]
     for name, weight in model.named_parameters():
         dist.all_reduce(weight.grad)
-        errors.append(((weight.grad - gradients[name]).norm() / gradients[name].norm()).item())
+        errors.append(relative_error(weight.grad, gradients[name]))
     context.close()
     return max(errors)
 

@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from ringweave.parallel.transport.rendezvous import regroup
 from ringweave.parallel.transport.transport import Transport
 
 from .jobs_transport import exchange_parts, numbers
-from .processes import rendezvous
+from .processes import rendezvous, ring_error
 
 READY = "ready"
 HEADER = torch.zeros(1, dtype=torch.int64)
@@ -31,6 +32,13 @@ class Seen(NamedTuple):
     error: RingError
     at: float
     threads: list[str]
+
+
+def seen(carrier: Transport, call: Callable[[], Any]) -> Seen:
+    """Return the error of a call, and close the transport."""
+    error, at = ring_error(call), time.time()
+    carrier.close()
+    return Seen(error, at, [thread.name for thread in threading.enumerate()])
 
 
 def communicate(carrier: Transport, how: str, peers: list[int]) -> None:
@@ -58,12 +66,12 @@ def wait_for_the_dead(how: str, victim: int, deadline: float, chain: bool = Fals
     carrier = Transport(dist.group.WORLD, deadline=deadline)
     ranks = list(range(carrier.size))
     carrier.agree(HEADER, what="plan")
+    rendezvous().add(READY, 1)
     if carrier.rank == victim:
-        rendezvous().add(READY, 1)
         time.sleep(60)
-    try:
+
+    def wait() -> None:
         if how == "compute":
-            rendezvous().add(READY, 1)
             until = time.monotonic() + 0.2
             while time.monotonic() < until:
                 torch.ones(100, 100) @ torch.ones(100, 100)
@@ -71,14 +79,10 @@ def wait_for_the_dead(how: str, victim: int, deadline: float, chain: bool = Fals
             assert not chain
             communicate(carrier, "agree", ranks)
         else:
-            rendezvous().add(READY, 1)
             peers = ranks if not chain else [0, victim] if carrier.rank == 0 else [0]
             communicate(carrier, how, peers)
-    except RingError as error:
-        at = time.time()
-        carrier.close()
-        return Seen(error, at, [thread.name for thread in threading.enumerate()])
-    raise AssertionError("no error")
+
+    return seen(carrier, wait)
 
 
 def before_the_first_call(how: str, size: int, victim: int, deadline: float) -> Seen | bool | None:
@@ -134,13 +138,7 @@ def wait_for_the_busy(seconds: float) -> Seen:
     communicate(carrier, "exchange", list(range(carrier.size)))
     rendezvous().add(READY, 1)
     time.sleep({0: seconds, 3: 60.0}.get(carrier.rank, 0.0))
-    try:
-        communicate(carrier, "exchange", {0: [1], 1: [0], 2: [3]}[carrier.rank])
-    except RingError as error:
-        at = time.time()
-        carrier.close()
-        return Seen(error, at, [thread.name for thread in threading.enumerate()])
-    raise AssertionError("no error")
+    return seen(carrier, lambda: communicate(carrier, "exchange", {0: [1], 1: [0], 2: [3]}[carrier.rank]))
 
 
 def again_after_an_error(victim: int) -> list[str]:
@@ -214,10 +212,8 @@ def survive(victim: int, name_the_lost: bool) -> dict[str, Any]:
     rendezvous().add(READY, 1)
     if rank == victim:
         time.sleep(60)
-    try:
-        carrier.agree(HEADER, what="plan")
-    except RingError as error:
-        lost = [] if error.peer is None or not name_the_lost else [error.peer]
+    error = ring_error(lambda: carrier.agree(HEADER, what="plan"))
+    lost = [] if error.peer is None or not name_the_lost else [error.peer]
     carrier.close()
     start = time.monotonic()
     ranks, group = regroup(None, rank, size, lost=lost)
@@ -240,16 +236,9 @@ def lose_the_store(port: int) -> Seen:
     carrier = Transport(dist.group.WORLD, deadline=20.0)
     carrier.agree(HEADER, what="plan")
     rendezvous().add(READY, 1)
-    try:
-        if rank == 0:
-            # compute until long after the store is lost
-            time.sleep(2.0)
-        carrier.agree(HEADER, what="plan")
-    except RingError as error:
-        at = time.time()
-        carrier.close()
-        return Seen(error, at, [thread.name for thread in threading.enumerate()])
-    raise AssertionError("no error")
+    # rank 0 computes until long after the store is lost
+    time.sleep(2.0 * (rank == 0))
+    return seen(carrier, lambda: carrier.agree(HEADER, what="plan"))
 
 
 def host_a_store(pipe: Any) -> None:
@@ -263,11 +252,7 @@ def come_late(absent: int) -> RingError | None:
     """One rank never makes its transport."""
     if dist.get_rank() == absent:
         return None
-    try:
-        Transport(dist.group.WORLD, opening=1.0).agree(HEADER, what="plan")
-    except RingError as error:
-        return error
-    raise AssertionError("no error")
+    return ring_error(lambda: Transport(dist.group.WORLD, opening=1.0).agree(HEADER, what="plan"))
 
 
 def unequal() -> tuple[int | None, str]:
@@ -275,12 +260,9 @@ def unequal() -> tuple[int | None, str]:
     carrier = Transport(dist.group.WORLD, deadline=0.5)
     peer = 1 - carrier.rank
     sends, receives = [(peer, torch.zeros(100))], [(peer, torch.zeros(100 - carrier.rank))]
-    try:
-        carrier.exchange(sends, receives, stage=0, what="kv").wait()
-    except RingError as error:
-        carrier.close()
-        return error.peer, error.cause
-    raise AssertionError("no error")
+    error = ring_error(lambda: carrier.exchange(sends, receives, stage=0, what="kv").wait())
+    carrier.close()
+    return error.peer, error.cause
 
 
 def forget() -> tuple[int, list[str]]:

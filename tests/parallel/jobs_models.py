@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ringweave.errors import RingError
 from ringweave.integrations.transformers import context_parallel
 from tests.integrations.tiny import config_of, model_of
+
+from .processes import ring_error, ring_mesh
 
 TOKENS, BATCH = 203, 2
 
@@ -39,10 +40,38 @@ def changes(name: str) -> dict[str, Any]:
     return {**near, "max_position_embeddings": 256}
 
 
+def tiny(name: str, implementation: str = "ringweave") -> Any:
+    """Return a tiny model whose window or chunk of attention ends within a rank's tokens."""
+    return model_of(name, implementation, config_of(name, **changes(name)))
+
+
+def logits_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the logits of a whole batch on this process alone."""
+    text = {"position_ids": torch.arange(batch["labels"].shape[1])[None], **batch}
+    del text["labels"]
+    found: torch.Tensor = model(**text, use_cache=False).logits
+    return found
+
+
+def shifted(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the label of each position's next token; -100 at the end."""
+    return torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+
+
+def gradient_errors(ours: Any, theirs: Any) -> dict[str, float]:
+    """Return the relative errors of a model's gradients against another's, by parameter."""
+    errors = {}
+    for (label, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        if other.grad is not None:
+            grad = mine.grad.full_tensor() if hasattr(mine.grad, "full_tensor") else mine.grad
+            errors[label] = ((grad - other.grad).norm() / other.grad.norm().clamp(min=1e-6)).item()
+    return errors
+
+
 def learn(name: str, case: str, wrap: str, again: bool = False) -> dict[str, Any]:
     """Return loss and gradients over all ranks, relative to those of this process alone."""
     batch = batch_of(case)
-    alone = model_of(name, "eager" if name == "gpt_oss" else "sdpa", config_of(name, **changes(name))).train()
+    alone = tiny(name, "eager" if name == "gpt_oss" else "sdpa").train()
     # packed sequences one by one: gpt-oss passes no positions to the library's masks, and attends across them
     cuts = [0, 70, TOKENS] if case == "packed" else [0, TOKENS]
     pieces = [
@@ -53,12 +82,12 @@ def learn(name: str, case: str, wrap: str, again: bool = False) -> dict[str, Any
         for begin, end in itertools.pairwise(cuts)
     ]  # fmt: skip
     logits = torch.cat(pieces, 1)
-    targets = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    targets = shifted(batch)
     wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     wanted.backward()
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    bare = model_of(name, "ringweave", config_of(name, **changes(name))).train()
+    mesh = ring_mesh()
+    bare = tiny(name).train()
     if again:
         bare.activation_checkpointing_enable()
     if wrap == "fsdp":
@@ -74,54 +103,40 @@ def learn(name: str, case: str, wrap: str, again: bool = False) -> dict[str, Any
     loss.backward()
     own = out.loss.detach().clone()
     dist.all_reduce(own)
-    errors = {}
-    for (label, mine), theirs in zip(bare.named_parameters(), alone.parameters(), strict=True):
-        if theirs.grad is None:
-            continue
-        grad = mine.grad.full_tensor() if hasattr(mine.grad, "full_tensor") else mine.grad
-        errors[label] = ((grad - theirs.grad).norm() / theirs.grad.norm().clamp(min=1e-6)).item()
     context = ctx.context(TOKENS)
     counters = context.transport.counters
     return {
-        "loss": (loss.item(), wanted.item()), "own": own.item() / dist.get_world_size(), "errors": errors,
+        "loss": (loss.item(), wanted.item()), "own": own.item() / dist.get_world_size(), "errors": gradient_errors(bare, alone),
         "received": sum(counters.received), "placement": context.placement.name,
         "logits": ((ctx.unshard(out.logits, shard) - logits.detach()) * (targets != -100)[..., None]).abs().max().item(),
     }  # fmt: skip
 
 
-def lose(victim: int) -> RingError | None:
+def lose(victim: int) -> RingError:
     """Kill a rank between two layers, and return another rank's error."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model = model_of("mistral", "ringweave", config_of("mistral", **changes("mistral"))).train()
+    mesh = ring_mesh()
+    model = tiny("mistral").train()
     ctx = context_parallel(model, mesh["cp"], deadline=20.0)
     if dist.get_rank() == victim:
         model.model.layers[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     shard = ctx.shard(**batch_of("packed"))
-    try:
-        ctx.cross_entropy(model(**shard).logits, shard["shift_labels"]).backward()
-    except RingError as error:
-        return error
-    return None
+    return ring_error(lambda: ctx.cross_entropy(model(**shard).logits, shard["shift_labels"]).backward())
 
 
 def refuse_differing() -> str:
     """Shard batches of different lengths on different ranks, which raises RingError and gives no result."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = ring_mesh()
     model = model_of("llama", "ringweave").eval()
     ctx = context_parallel(model, mesh["cp"], deadline=10.0)
     n = 64 + 16 * dist.get_rank()
-    try:
-        model(**ctx.shard(torch.arange(n)[None] % 60))
-    except RingError as error:
-        return str(error)
-    return "no error"
+    return str(ring_error(lambda: model(**ctx.shard(torch.arange(n)[None] % 60))))
 
 
 def take_turns(name: str) -> dict[str, Any]:
     """Shard several batches ahead and train on them in turn; return the largest differences from one process, by name."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    alone = model_of(name, "ringweave", config_of(name, **changes(name))).train()
-    bare = model_of(name, "ringweave", config_of(name, **changes(name))).train()
+    mesh = ring_mesh()
+    alone = tiny(name).train()
+    bare = tiny(name).train()
     model = DistributedDataParallel(bare)
     ctx = context_parallel(model, mesh["cp"], deadline=20.0)
     # two lengths with equally many tokens on a rank, and a longer one
@@ -129,11 +144,7 @@ def take_turns(name: str) -> dict[str, Any]:
     shards = [ctx.shard(**batch) for batch in batches]
     logits, found = [], {}
     for batch in batches:
-        text = {key: x for key, x in batch.items() if key != "labels"}
-        wanted = alone(
-            **({"position_ids": torch.arange(batch["labels"].shape[1])[None]} | text), use_cache=False
-        ).logits
-        targets = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+        wanted, targets = logits_of(alone, batch), shifted(batch)
         torch.nn.functional.cross_entropy(wanted.flatten(0, 1), targets.flatten()).backward()
         logits.append((wanted.detach(), targets))
     # each batch before an optimiser step, the last one first
@@ -145,10 +156,7 @@ def take_turns(name: str) -> dict[str, Any]:
         found[f"batch {at}"] = (
             ((ctx.unshard(out, shards[at]) - wanted) * (targets != -100)[..., None]).abs().max().item()
         )
-    found["gradients"] = max(
-        ((mine.grad - theirs.grad).norm() / theirs.grad.norm().clamp(min=1e-6)).item()
-        for mine, theirs in zip(bare.parameters(), alone.parameters(), strict=True)
-    )
+    found["gradients"] = max(gradient_errors(bare, alone).values())
     # ordinary passes of one rank alone
     text = {key: batches[0][key] for key in ("input_ids", "attention_mask")}
     if dist.get_rank() == 0:
@@ -166,10 +174,10 @@ def shortened(batch: dict[str, torch.Tensor], n: int) -> dict[str, torch.Tensor]
 def compile_whole(name: str, backend: str, how: str) -> float:
     """Compile a model, or its parts, under a context, and return the largest error of several batches."""
     torch.compiler.reset()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model = model_of(name, "ringweave", config_of(name, **changes(name))).eval()
+    mesh = ring_mesh()
+    model = tiny(name).eval()
     ctx = context_parallel(model, mesh["cp"], deadline=30.0)
-    alone = model_of(name, "ringweave", config_of(name, **changes(name))).eval()
+    alone = tiny(name).eval()
     compiled: Any = model
     if how == "model":
         compiled = torch.compile(model, backend=backend, fullgraph=True)
@@ -186,9 +194,8 @@ def compile_whole(name: str, backend: str, how: str) -> float:
         shard = ctx.shard(**batch)
         logits = compiled(**shard).logits
         ctx.cross_entropy(logits, shard["shift_labels"]).backward()
-        text = {key: x for key, x in batch.items() if key != "labels"}
         with torch.no_grad():
-            wanted = alone(**({"position_ids": torch.arange(n)[None]} | text), use_cache=False).logits
+            wanted = logits_of(alone, batch)
         exist = batch.get("attention_mask", torch.ones_like(batch["labels"]))[..., None]
         worst = max(worst, ((ctx.unshard(logits, shard) - wanted) * exist).abs().max().item())
     return worst
@@ -196,11 +203,7 @@ def compile_whole(name: str, backend: str, how: str) -> float:
 
 def shard_different_batches() -> str:
     """Shard different batches of one length, as a sampler deals them to replicas, which raises RingError."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = ring_mesh()
     model = model_of("llama", "ringweave").eval()
     ctx = context_parallel(model, mesh["cp"], deadline=10.0)
-    try:
-        model(**ctx.shard(torch.arange(64)[None] % 60 + dist.get_rank()))
-    except RingError as error:
-        return str(error)
-    return "no error"
+    return str(ring_error(lambda: model(**ctx.shard(torch.arange(64)[None] % 60 + dist.get_rank()))))

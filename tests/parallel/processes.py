@@ -32,6 +32,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ringweave.errors import RingError
 
 # A fork server must not run a parallel region or hold a thread before it forks. Processes that later ask for several
 # threads let idle ones sleep: spinning threads take the cores from the others.
@@ -154,6 +157,15 @@ class Pool:
         self._open = not any(outcome.error or outcome.dead for outcome in found.values())
         return [found[rank] for rank in range(self.size)]
 
+    def survivors(self, *victims: int, timeout: float = 60.0, stopped: int | None = None) -> list[Any]:
+        """Return the results of all ranks but the victims, which must be dead; no other rank may have failed."""
+        outcomes = self.outcomes(timeout, stopped)
+        assert [rank for rank, outcome in enumerate(outcomes) if outcome.dead] == sorted(victims)
+        left = [outcome for outcome in outcomes if not outcome.dead]
+        for outcome in left:
+            assert outcome.error is None, outcome.trace
+        return [outcome.value for outcome in left]
+
     def reopen(self) -> None:
         """Give the next job a new default group, because the last job spoilt the present one."""
         self._open = False
@@ -232,6 +244,20 @@ def fresh(size: int) -> Iterator[Pool]:
         yield pool
     finally:
         pool.close()
+
+
+def ring_error(call: Callable[[], Any]) -> RingError:
+    """Return, inside a job, the RingError that a call raises."""
+    try:
+        call()
+    except RingError as error:
+        return error
+    raise AssertionError("no error")
+
+
+def ring_mesh() -> DeviceMesh:
+    """Return, inside a job, a mesh of all ranks for context parallelism."""
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
 
 
 def rendezvous() -> dist.Store:

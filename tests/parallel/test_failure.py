@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
@@ -16,19 +15,12 @@ import torch.distributed as dist
 import ringweave as rw
 
 from ..sampled import is_long
-from .jobs_failure import READY, Seen
+from .jobs_failure import READY
 from .processes import Pool, environment, fresh, server
 
 JOBS = "tests.parallel.jobs_failure"
 # each rank is a victim twice
 REPETITIONS = 20 if is_long() else 8
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    """Provide four ranks; a killed rank is replaced before the next repetition."""
-    with fresh(4) as pool:
-        yield pool
 
 
 def ready(pool: Pool, count: int) -> None:
@@ -40,22 +32,14 @@ def ready(pool: Pool, count: int) -> None:
     pool.store.set(READY, "0")
 
 
-def survivors(pool: Pool, victim: int, stopped: int | None = None) -> list[Seen]:
-    outcomes = pool.outcomes(30, stopped)
-    assert outcomes[victim].dead
-    for rank, outcome in enumerate(outcomes):
-        assert rank == victim or outcome.error is None, outcome.trace
-    return [outcome.value for rank, outcome in enumerate(outcomes) if rank != victim]
-
-
 @pytest.mark.parametrize("how", ["exchange", "all_to_all", "agree", "compute"])
-def test_a_killed_rank_is_told_by_all_in_time(pool: Pool, how: str) -> None:
+def test_a_killed_rank_is_told_by_all_in_time(fragile4: Pool, how: str) -> None:
     for repetition in range(REPETITIONS):
         victim = repetition % 4
-        pool.start(f"{JOBS}:wait_for_the_dead", how, victim, 30.0)
-        ready(pool, 4)
-        killed = pool.kill(victim)
-        found = survivors(pool, victim)
+        fragile4.start(f"{JOBS}:wait_for_the_dead", how, victim, 30.0)
+        ready(fragile4, 4)
+        killed = fragile4.kill(victim)
+        found = fragile4.survivors(victim)
         for seen in found:
             # a computing rank raises at its next communication, at most 0.2 s after the kill
             assert seen.at - killed < 2.0, (repetition, seen)
@@ -72,16 +56,16 @@ def test_a_killed_rank_is_told_by_all_in_time(pool: Pool, how: str) -> None:
 
 @pytest.mark.parametrize("size", [3, 4])
 @pytest.mark.parametrize("how", ["kill", "kill, early", "kill, called", "kill, forked"])
-def test_a_rank_killed_before_its_first_call(pool: Pool, how: str, size: int) -> None:
-    pool.store.delete_key("go")
-    pool.start(f"{JOBS}:before_the_first_call", how, size, 1, 30.0)
-    ready(pool, 4)
+def test_a_rank_killed_before_its_first_call(fragile4: Pool, how: str, size: int) -> None:
+    fragile4.store.delete_key("go")
+    fragile4.start(f"{JOBS}:before_the_first_call", how, size, 1, 30.0)
+    ready(fragile4, 4)
     if how == "kill, called":
         # by now it waits for the others to connect
         time.sleep(0.5)
-    killed = pool.kill(1)
-    pool.store.set("go", "")
-    for rank, seen in zip([0, 2, 3], survivors(pool, 1), strict=True):
+    killed = fragile4.kill(1)
+    fragile4.store.set("go", "")
+    for rank, seen in zip([0, 2, 3], fragile4.survivors(1), strict=True):
         if rank == size:
             assert seen is None
             continue
@@ -92,12 +76,12 @@ def test_a_rank_killed_before_its_first_call(pool: Pool, how: str, size: int) ->
 
 
 @pytest.mark.parametrize("size", [3, 4])
-def test_a_rank_stopped_before_its_first_call(pool: Pool, size: int) -> None:
+def test_a_rank_stopped_before_its_first_call(fragile4: Pool, size: int) -> None:
     deadline = 4.0
-    pool.start(f"{JOBS}:before_the_first_call", "stop", size, 1, deadline)
-    ready(pool, 4)
-    stopped = pool.signal(1, signal.SIGSTOP)
-    for seen in survivors(pool, 1, stopped=1)[: size - 1]:
+    fragile4.start(f"{JOBS}:before_the_first_call", "stop", size, 1, deadline)
+    ready(fragile4, 4)
+    stopped = fragile4.signal(1, signal.SIGSTOP)
+    for seen in fragile4.survivors(1, stopped=1)[: size - 1]:
         # the others called up to a deadline earlier
         assert 0.3 < seen.at - stopped < deadline + 2.0
         assert seen.error.peer == 1
@@ -105,76 +89,76 @@ def test_a_rank_stopped_before_its_first_call(pool: Pool, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [3, 4])
-def test_an_error_before_the_first_message_is_reported(pool: Pool, size: int) -> None:
-    found = pool.run(f"{JOBS}:before_the_first_call", "error", size, 1, 30.0)[:size]
+def test_an_error_before_the_first_message_is_reported(fragile4: Pool, size: int) -> None:
+    found = fragile4.run(f"{JOBS}:before_the_first_call", "error", size, 1, 30.0)[:size]
     assert isinstance(found[1].error, MemoryError)
     for seen in (*found[:1], *found[2:]):
         assert seen.at - found[1].at < 2.0
         assert seen.error.cause == "rank 1 raised MemoryError: here"
         assert not seen.error.lost
-    pool.reopen()
+    fragile4.reopen()
 
 
-def test_a_rank_that_is_late_is_waited_for(pool: Pool) -> None:
+def test_a_rank_that_is_late_is_waited_for(fragile4: Pool) -> None:
     """A late rank is waited for longer than the time to check whether it lives."""
-    assert pool.run(f"{JOBS}:before_the_first_call", "late", 4, 1, 30.0) == [True] * 4
+    assert fragile4.run(f"{JOBS}:before_the_first_call", "late", 4, 1, 30.0) == [True] * 4
 
 
-def test_ranks_with_other_versions(pool: Pool) -> None:
-    for seen in pool.run(f"{JOBS}:before_the_first_call", "version", 4, 1, 30.0):
+def test_ranks_with_other_versions(fragile4: Pool) -> None:
+    for seen in fragile4.run(f"{JOBS}:before_the_first_call", "version", 4, 1, 30.0):
         assert f"ringweave {rw.__version__} on rank" in seen.error.cause or "ringweave 0.0.0 on" in seen.error.cause
         assert not seen.error.lost
-    pool.reopen()
+    fragile4.reopen()
 
 
-def test_ranks_without_a_connection_to_the_lost_one_learn_by_the_flag(pool: Pool) -> None:
+def test_ranks_without_a_connection_to_the_lost_one_learn_by_the_flag(fragile4: Pool) -> None:
     """Ranks 1 and 2 wait for rank 0 only; the flag tells them, although their connections are intact."""
-    pool.start(f"{JOBS}:wait_for_the_dead", "exchange", 3, 30.0, True)
-    ready(pool, 4)
-    killed = pool.kill(3)
-    for seen in survivors(pool, 3):
+    fragile4.start(f"{JOBS}:wait_for_the_dead", "exchange", 3, 30.0, True)
+    ready(fragile4, 4)
+    killed = fragile4.kill(3)
+    for seen in fragile4.survivors(3):
         assert seen.at - killed < 2.0
         assert seen.error.peer == 3
         assert "rank 0 lost rank 3" in seen.error.cause
 
 
-def test_a_rank_that_waits_for_a_busy_one_learns_by_the_flag(pool: Pool) -> None:
+def test_a_rank_that_waits_for_a_busy_one_learns_by_the_flag(fragile4: Pool) -> None:
     """Rank 1 waits for rank 0, which computes; neither's connection is closed, and yet rank 1 hears of rank 3."""
-    pool.start(f"{JOBS}:wait_for_the_busy", 4.0)
-    ready(pool, 4)
-    killed = pool.kill(3)
-    found = survivors(pool, 3)
+    fragile4.start(f"{JOBS}:wait_for_the_busy", 4.0)
+    ready(fragile4, 4)
+    killed = fragile4.kill(3)
+    found = fragile4.survivors(3)
     for seen in found:
         assert seen.error.peer == 3
         assert "rank 2 lost rank 3" in seen.error.cause
     assert [seen.at - killed < 2.0 for seen in found] == [False, True, True]
 
 
-def test_a_rank_that_itself_waits_is_not_blamed(pool: Pool) -> None:
+def test_a_rank_that_itself_waits_is_not_blamed(fragile4: Pool) -> None:
     """Ranks 1 and 2 wait for rank 0, which waits for the stopped rank; all deadlines pass at about one time, and only that one is blamed."""
     for _ in range(3):
-        pool.start(f"{JOBS}:wait_for_the_dead", "exchange", 3, 0.5, True)
-        ready(pool, 4)
-        pool.signal(3, signal.SIGSTOP)
-        for seen in survivors(pool, 3, stopped=3):
+        fragile4.start(f"{JOBS}:wait_for_the_dead", "exchange", 3, 0.5, True)
+        ready(fragile4, 4)
+        fragile4.signal(3, signal.SIGSTOP)
+        for seen in fragile4.survivors(3, stopped=3):
             assert seen.error.peer == 3
             assert "no answer from rank 3 to rank 0" in seen.error.cause
 
 
 @pytest.mark.parametrize("how", ["exchange", "all_to_all", "agree"])
-def test_a_stopped_rank_is_noticed_at_the_deadline(pool: Pool, how: str) -> None:
-    pool.start(f"{JOBS}:wait_for_the_dead", how, 2, 1.0)
+def test_a_stopped_rank_is_noticed_at_the_deadline(fragile4: Pool, how: str) -> None:
+    fragile4.start(f"{JOBS}:wait_for_the_dead", how, 2, 1.0)
     # stopped before it can hear of a failure
-    ready(pool, 4)
-    stopped = pool.signal(2, signal.SIGSTOP)
-    for seen in survivors(pool, 2, stopped=2):
+    ready(fragile4, 4)
+    stopped = fragile4.signal(2, signal.SIGSTOP)
+    for seen in fragile4.survivors(2, stopped=2):
         assert 0.9 < seen.at - stopped < 1.0 + 2.0
         assert seen.error.peer == 2
         assert "no answer from rank 2" in seen.error.cause
 
 
-def test_a_transport_that_failed_stays_failed(pool: Pool) -> None:
-    texts = pool.run(f"{JOBS}:again_after_an_error", 1)
+def test_a_transport_that_failed_stays_failed(fragile4: Pool) -> None:
+    texts = fragile4.run(f"{JOBS}:again_after_an_error", 1)
     for rank in (0, 2, 3):
         assert texts[rank] == ["1 2 True", "1 3 True", "1 4 True"]
     # the silent rank is told that the others have given up
@@ -182,17 +166,17 @@ def test_a_transport_that_failed_stays_failed(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("silent", [1, 3])
-def test_a_lost_message_is_repeated(pool: Pool, silent: int) -> None:
-    for result in pool.run(f"{JOBS}:repeat", "kv", silent, 1, 1):
+def test_a_lost_message_is_repeated(fragile4: Pool, silent: int) -> None:
+    for result in fragile4.run(f"{JOBS}:repeat", "kv", silent, 1, 1):
         assert result["error"] is None
         assert result["steps"] == 4 * 3
         assert result["right"]
         assert result["generation"] == 1
 
 
-def test_repetitions_are_bounded(pool: Pool) -> None:
+def test_repetitions_are_bounded(fragile4: Pool) -> None:
     """With more losses than retries every rank raises, and the data received before is right."""
-    for result in pool.run(f"{JOBS}:repeat", "kv", 2, 1, 99):
+    for result in fragile4.run(f"{JOBS}:repeat", "kv", 2, 1, 99):
         assert isinstance(result["error"], rw.RingError)
         assert result["error"].peer == 2
         assert result["right"]
@@ -201,46 +185,46 @@ def test_repetitions_are_bounded(pool: Pool) -> None:
 
 @pytest.mark.parametrize("name_the_lost", [True, False])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_survivors_regroup(pool: Pool, victim: int, name_the_lost: bool) -> None:
-    pool.start(f"{JOBS}:survive", victim, name_the_lost)
-    ready(pool, 4)
-    pool.kill(victim)
+def test_survivors_regroup(fragile4: Pool, victim: int, name_the_lost: bool) -> None:
+    fragile4.start(f"{JOBS}:survive", victim, name_the_lost)
+    ready(fragile4, 4)
+    fragile4.kill(victim)
     left = [rank for rank in range(4) if rank != victim]
-    for place, result in enumerate(survivors(pool, victim)):
+    for place, result in enumerate(fragile4.survivors(victim)):
         assert result["ranks"] == left
         assert (result["rank"], result["size"]) == (place, 3)
         assert result["seconds"] < 3.0
         assert result["sum"] == sum(left)
 
 
-def test_a_rank_that_regroups_too_late_is_left_out(pool: Pool) -> None:
-    results = pool.run(f"{JOBS}:regroup_late", 1)
+def test_a_rank_that_regroups_too_late_is_left_out(fragile4: Pool) -> None:
+    results = fragile4.run(f"{JOBS}:regroup_late", 1)
     assert [results[rank] for rank in (0, 2, 3)] == [[0, 2, 3]] * 3
     assert "came after the others had regrouped as [0, 2, 3]" in results[1]
-    pool.reopen()
+    fragile4.reopen()
 
 
-def test_regrouping_twice(pool: Pool) -> None:
-    assert pool.run(f"{JOBS}:regroup_twice") == [[0, 1, 2]] * 3 + [[]]
-    pool.reopen()
+def test_regrouping_twice(fragile4: Pool) -> None:
+    assert fragile4.run(f"{JOBS}:regroup_twice") == [[0, 1, 2]] * 3 + [[]]
+    fragile4.reopen()
 
 
-def test_a_lost_store_is_a_failure(pool: Pool) -> None:
+def test_a_lost_store_is_a_failure(fragile4: Pool) -> None:
     ours, theirs = multiprocessing.Pipe()
     host = server().Process(target=_host, args=(theirs,), daemon=True)
     host.start()
-    pool.start(f"{JOBS}:lose_the_store", ours.recv())
-    ready(pool, 4)
+    fragile4.start(f"{JOBS}:lose_the_store", ours.recv())
+    ready(fragile4, 4)
     killed = time.time()
     host.kill()
     host.join(10)
-    for rank, outcome in enumerate(pool.outcomes(30)):
+    for rank, outcome in enumerate(fragile4.outcomes(30)):
         assert outcome.error is None, outcome.trace
         assert "lost the rendezvous store" in outcome.value.error.cause
         # rank 0 was computing
         assert outcome.value.at - killed < (2.0 if rank else 4.0)
         assert outcome.value.threads == ["MainThread"]
-    pool.reopen()
+    fragile4.reopen()
 
 
 def _host(pipe: object) -> None:
@@ -249,8 +233,8 @@ def _host(pipe: object) -> None:
     host_a_store(pipe)
 
 
-def test_a_rank_that_never_comes_is_named(pool: Pool) -> None:
-    errors = pool.run(f"{JOBS}:come_late", 1)
+def test_a_rank_that_never_comes_is_named(fragile4: Pool) -> None:
+    errors = fragile4.run(f"{JOBS}:come_late", 1)
     for rank in (0, 2, 3):
         assert errors[rank].peer == 1
         assert "did not connect within" in errors[rank].cause

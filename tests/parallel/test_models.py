@@ -38,7 +38,6 @@ def test_four_ranks_and_fsdp_with_checkpointing(pool4: Pool) -> None:
 def test_ranks_that_differ_raise(pool2: Pool) -> None:
     for said in pool2.run(f"{JOBS}:refuse_differing", timeout=120):
         assert "seq_len" in said or "rank" in said, said
-        assert said != "no error"
 
 
 @pytest.mark.parametrize("name", ["mistral", pytest.param("gemma3_text", marks=pytest.mark.long)])
@@ -69,7 +68,5 @@ def test_ranks_with_different_batches_raise(pool2: Pool) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_a_ring_error(pool2: Pool, victim: int) -> None:
     pool2.start(f"{JOBS}:lose", victim)
-    outcomes = pool2.outcomes(60)
-    assert outcomes[victim].dead
-    assert outcomes[1 - victim].error is None, outcomes[1 - victim].trace
-    assert outcomes[1 - victim].value.peer == victim
+    (error,) = pool2.survivors(victim)
+    assert error.peer == victim
