@@ -113,7 +113,7 @@ BREAKAGES = (
     ),
     Breakage(
         "which ranks read another rank's failure", "parallel/transport/failure.py", "text = store.get(_FLAG)",
-        "return None", (f"{PARALLEL}/test_failure.py", "-k", "told_by_the_flag"),
+        "return None", (f"{PARALLEL}/test_failure.py", "-k", "by_the_flag"),
     ),
     Breakage(
         "the density in a kind of call", "backends/tuning_keys.py", "max(0, round(-math.log2(share)))", "0",
