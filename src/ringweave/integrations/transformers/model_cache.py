@@ -146,7 +146,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         pages.append(key_states.detach(), value_states.detach())
         self.seen += tokens
         keys = PagedStates(pages, key_states, self.length, self.seen)
-        return keys, PagedStates(pages, value_states, self.length, self.seen)
+        # a reference has only a shape, so keys and values of equal shape share one
+        same = value_states.shape == key_states.shape
+        return keys, keys if same else PagedStates(pages, value_states, self.length, self.seen)
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Return the number of keys that attention gets with a call's queries, and the position of the first.
