@@ -12,12 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import ringweave as rw
 from ringweave.errors import RingError, UnsupportedError
 from ringweave.parallel import ContextParallel, Transport
+
+from .processes import ring_mesh
 
 TOKENS, HEADS = 256, (2, 1)
 WINDOW, CAUSAL = rw.SlidingWindow(40), rw.Causal()
@@ -248,7 +249,7 @@ def one_thread_after_the_other() -> list[bool]:
 
 def groups_that_are_gone() -> dict[str, str]:
     """Return the errors of contexts for destroyed groups, their mesh, None, and a group without this rank."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = ring_mesh()
     default, sub, others = dist.group.WORLD, dist.new_group([0, 1]), dist.new_group([0])
     said = {}
 

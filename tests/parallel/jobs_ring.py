@@ -7,7 +7,10 @@ import itertools
 import os
 import signal
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,7 +27,7 @@ from ringweave.patterns import Pattern
 from ..oracle import Inputs
 from . import spread
 from .delayed import Delayed
-from .processes import rendezvous
+from .processes import rendezvous, ring_error
 
 
 def call(x: Inputs, pattern: Pattern, options: dict[str, Any]) -> spread.Share:
@@ -110,22 +113,26 @@ def _die(where: str) -> None:
     setattr(LocalAttention, where, at_once)
 
 
-def silent(schedule: str, where: str, victim: int, deadline: float) -> tuple[str, float]:
-    """Let the victim sleep in its second kernel call, forward or backward; return each rank's error and the seconds until it."""
-    pattern = rw.Causal()
+def causal(schedule: str, deadline: float) -> tuple[ContextParallel, list[torch.Tensor], Callable[[], None]]:
+    """Return a context of all ranks, this rank's leaves, and a step of training over them."""
     ctx = ContextParallel(
-        dist.group.WORLD, pattern, 700, heads=(1, 1), schedule=schedule, placement="zigzag", deadline=deadline
+        dist.group.WORLD, rw.Causal(), 700, heads=(1, 1), schedule=schedule, placement="zigzag", deadline=deadline
     )
     leaves = [torch.randn(1, 1, ctx.local, 8, requires_grad=True) for _ in range(3)]
-    known = dict(program.BACKENDS)
+    return ctx, leaves, lambda: rw.attention(*leaves, rw.Causal(), context=ctx).sum().backward()
+
+
+def silent(schedule: str, where: str, victim: int, deadline: float) -> tuple[str, float]:
+    """Let the victim sleep in its second kernel call, forward or backward; return each rank's error and the seconds until it."""
+    ctx, leaves, step = causal(schedule, deadline)
     calls = itertools.count(1)
-    try:
-        rw.attention(*leaves, pattern, context=ctx).sum().backward()
+    with mock.patch.dict(program.BACKENDS):
+        step()
         # all start together
         ctx.unshard(leaves[0].detach(), 2)
         begin = time.monotonic()
         if ctx.rank == victim:
-            for name, backend in known.items():
+            for name, backend in [*program.BACKENDS.items()]:
                 inner = getattr(backend, where)
 
                 def late(*args: Any, inner: Any = inner, **options: Any) -> Any:
@@ -134,38 +141,24 @@ def silent(schedule: str, where: str, victim: int, deadline: float) -> tuple[str
 
                 if inner is not None:
                     program.BACKENDS[name] = dataclasses.replace(backend, prepare=None, **{where: late})
-        for _ in range(2):
-            rw.attention(*leaves, pattern, context=ctx).sum().backward()
-    except RingError as error:
-        return str(error), time.monotonic() - begin
-    finally:
-        program.BACKENDS.update(known)
-        ctx.close()
-    raise AssertionError("no error")
+        error = ring_error(lambda: [step() for _ in range(2)])
+        seconds = time.monotonic() - begin
+    ctx.close()
+    return str(error), seconds
 
 
 def raising(schedule: str, where: str, victim: int) -> tuple[list[str], float]:
     """Raise in the victim's second kernel call, forward or backward; return each rank's errors of two calls, and the seconds."""
-    pattern = rw.Causal()
-    ctx = ContextParallel(
-        dist.group.WORLD, pattern, 700, heads=(1, 1), schedule=schedule, placement="zigzag", deadline=60.0
-    )
-    leaves = [torch.randn(1, 1, ctx.local, 8, requires_grad=True) for _ in range(3)]
-    rw.attention(*leaves, pattern, context=ctx).sum().backward()
-    kept = getattr(LocalAttention, where)
-
-    def interrupted(*_: Any, **__: Any) -> Any:
-        raise KeyboardInterrupt("here")
-
-    if ctx.rank == victim:
-        setattr(LocalAttention, where, interrupted)
+    ctx, _, step = causal(schedule, 60.0)
+    step()
     said, begin = [], time.monotonic()
-    for _ in range(2):
-        try:
-            rw.attention(*leaves, pattern, context=ctx).sum().backward()
-        except (RingError, KeyboardInterrupt) as error:
-            said.append(str(error))
-    setattr(LocalAttention, where, kept)
+    interrupted = mock.patch.object(LocalAttention, where, side_effect=KeyboardInterrupt("here"))
+    with interrupted if ctx.rank == victim else nullcontext():
+        for _ in range(2):
+            try:
+                step()
+            except (RingError, KeyboardInterrupt) as error:
+                said.append(str(error))
     ctx.close()
     return said, time.monotonic() - begin
 
@@ -185,11 +178,8 @@ def nested(schedule: str) -> list[str]:
                 said.append(str(error))
         return inner(*args, **options)
 
-    try:
-        LocalAttention.forward = interrupted if ctx.rank == 0 else inner  # type: ignore[method-assign]
+    with mock.patch.object(LocalAttention, "forward", interrupted if ctx.rank == 0 else inner):
         out = rw.attention(*shards, pattern, context=ctx)
-    finally:
-        LocalAttention.forward = inner  # type: ignore[method-assign]
     assert (ctx.unshard(out, 2) - 1).abs().max() < 1e-6
     ctx.close()
     return said
@@ -214,11 +204,7 @@ def killed_in_turn(x: Inputs, pattern: Pattern, victims: list[int]) -> list[Left
         output()
         if ctx.rank == victim:
             _die("forward")
-        try:
-            output()
-            raise AssertionError("no error")
-        except RingError as error:
-            peer = error.peer
+        peer = ring_error(output).peer
         members, group = regroup(None, ctx.rank, size, lost=[] if peer is None else [peer])
         size = len(members)
         ctx = ctx.rebuild(group)
@@ -227,19 +213,16 @@ def killed_in_turn(x: Inputs, pattern: Pattern, victims: list[int]) -> list[Left
     return found
 
 
-def replicated(x: Inputs, victim: int) -> tuple[bool, bool]:
-    """After the victim's death, return whether the fallback equals one device's result, and whether a call without it raises."""
+def replicated(x: Inputs, victim: int) -> bool:
+    """After the victim's death, return whether the fallback equals one device's result; a call without it raises."""
     ctx = ContextParallel(dist.group.WORLD, rw.Causal(), x.q.shape[2], heads=(2, 2), schedule="allgather")
     want = rw.attention(x.q, x.k, x.v, rw.Causal())
     assert torch.equal(ctx.replicated(x.q, x.k, x.v, rw.Causal()), want)
     if ctx.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     exact = torch.equal(ctx.replicated(x.q, x.k, x.v, rw.Causal(), fallback="single"), want)
-    try:
-        ctx.replicated(x.q, x.k, x.v, rw.Causal())
-    except RingError:
-        return exact, True
-    return exact, False
+    ring_error(lambda: ctx.replicated(x.q, x.k, x.v, rw.Causal()))
+    return exact
 
 
 def scored(x: Inputs, pattern: rw.Pattern, schedule: str) -> list[Any]:
