@@ -173,9 +173,6 @@ class PagedCache:
     @property
     def _common_length(self) -> int:
         """Number of tokens of each sequence; 0 if the sequences differ, or if only a device knows their lengths."""
-        if torch.compiler.is_dynamo_compiling():
-            # a trace that reads the lengths would be valid for them only
-            return 0
         lengths = self._host_lengths
         if lengths is None or not len(lengths):
             return 0
