@@ -464,7 +464,7 @@ ROWS: dict[str, Row] = {
         is_of_neighbors,
     ),
     "attention_weights": Row(lambda: usual(rw.attention_weights) | {"q": qkv()["q"], "k": qkv()["k"], "pattern": OWN}, is_weights),
-    "Precision": Row(lambda: {"compute": torch.bfloat16, "wire": "int8", "table": None, "kv": torch.int8, "order": "fast"}, nothing),
+    "Precision": Row(lambda: {"compute": torch.bfloat16, "wire": "int8", "table": None, "kv": torch.int8, "summation_order": "fast"}, nothing),
     "merge": Row(lambda: {"outs": [torch.ones(2, 3), torch.zeros(2, 3)], "lses": [torch.ones(2), torch.zeros(2)]}, is_merged),
     "plan": Row(lambda: {"pattern": OWN, **SIZES, "tile": (16, 32), "device": "cpu"}, is_plan, taken={"tile": lambda v: True}),
     "explain": Row(lambda: {"pattern": OWN, **SIZES, "k_offset": 0, **ASKED}, is_explained),

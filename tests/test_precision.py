@@ -41,14 +41,14 @@ def test_the_fast_order_is_exact_too(pattern: Pattern) -> None:
     x = Inputs.random(4096, heads=2, dim=16)
     want = exact(x, pattern.to_dense(4096, heads=2))["out"]
     fixed, fast = (
-        rw.attention(x.q, x.k, x.v, pattern, backend="cpu", precision=rw.Precision(order=order))
+        rw.attention(x.q, x.k, x.v, pattern, backend="cpu", precision=rw.Precision(summation_order=order))
         for order in ("fixed", "fast")
     )
     assert not torch.equal(fixed, fast)
     for out in (fixed, fast):
         assert float((out.double() - want).abs().max()) < 2e-6
     compiled = torch.compile(
-        lambda q: rw.attention(q, x.k, x.v, pattern, backend="cpu", precision=rw.Precision(order="fast")),
+        lambda q: rw.attention(q, x.k, x.v, pattern, backend="cpu", precision=rw.Precision(summation_order="fast")),
         backend="eager",
     )
     assert torch.equal(compiled(x.q), fast)

@@ -72,7 +72,7 @@ class Call:
         terms: Text of the score terms, with ``_`` for each table.
         dropout: Threshold below which one of 2 ** 16 equally likely numbers drops a weight.
         on_oom: Policy when memory runs out: "degrade", "stream", "raise" or "sparsify".
-        order: Order of sums over the keys of a relation by residue: see :class:`ringweave.Precision`.
+        summation_order: Order of sums over the keys of a relation by residue: see :class:`ringweave.Precision`.
     """
 
     batch: int
@@ -96,7 +96,7 @@ class Call:
     terms: str = field(default="", kw_only=True)
     dropout: int = field(default=0, kw_only=True)
     on_oom: str = field(default="degrade", kw_only=True)
-    order: str = field(default="fixed", kw_only=True)
+    summation_order: str = field(default="fixed", kw_only=True)
 
     @staticmethod
     def of(
@@ -117,7 +117,7 @@ class Call:
         """
         dropout = "dropout" if self.dropout else ""
         kv = " ".join(["pages"] * self.paged + ["scales"] * (self.kv_dtype is not None))
-        return "\n".join((self.pattern.spec, self.terms, dropout, self.on_oom, kv, self.order, self.backend))
+        return "\n".join((self.pattern.spec, self.terms, dropout, self.on_oom, kv, self.summation_order, self.backend))
 
     @property
     def numbers(self) -> tuple[float, int, int]:
@@ -140,7 +140,7 @@ class Call:
         before = len(tensors) - tables_in(terms) - bool(seeded) - 2 * len(kv.split())
         call = Call.of(
             q, k, v, pattern_of(spec, tensors[:before]), page_table=_page_table(tensors, kv), scale=scale,
-            q_offset=q_offset, backend=backend, terms=terms, dropout=dropout, on_oom=on_oom, order=order,
+            q_offset=q_offset, backend=backend, terms=terms, dropout=dropout, on_oom=on_oom, summation_order=order,
             features=features_of(terms, dropout), kv_dtype=k.dtype if "scales" in kv else None,
         )  # fmt: skip
         return call.at_lengths(k, tensors) if call.paged else call

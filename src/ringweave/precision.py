@@ -19,7 +19,7 @@ from .errors import UnsupportedError, shown
 #: Formats in which keys and values may be sent between ranks.
 WIRES = ("native", "bf16", "int8")
 #: Orders in which the keys of a dilated or strided pattern may be summed.
-ORDERS = ("fixed", "fast")
+SUMMATION_ORDERS = ("fixed", "fast")
 #: Dtypes of stored keys and values, with the largest number of each.
 STORED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 _COMPUTED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -36,9 +36,9 @@ class Precision:
         table: Dtype to which the tables of Bias and DistanceBias are converted; None keeps theirs.
         kv: Dtype of stored keys and values: ``torch.int8`` or ``torch.float8_e4m3fn``, with a scale for each token and
             key head; None keeps theirs. Stored keys and values are for inference: the call has no gradients.
-        order: Order of sums over the keys of dilated and strided patterns on the CPU kernel. ``"fixed"`` gives a row
-            the same bits in every call. ``"fast"`` saves 15 to 35 % of forward's time at rates from 16 on; a
-            row's bits then depend on the sizes of the call.
+        summation_order: Order of sums over the keys of dilated and strided patterns on the CPU kernel. ``"fixed"``
+            gives a row the same bits in every call. ``"fast"`` saves 15 to 35 % of forward's time at rates from 16 on;
+            a row's bits then depend on the sizes of the call.
     Raises:
         UnsupportedError: A dtype or format is not one of these.
     Example:
@@ -54,7 +54,7 @@ class Precision:
     wire: str = "native"
     table: torch.dtype | None = None
     kv: torch.dtype | None = None
-    order: str = "fixed"
+    summation_order: str = "fixed"
 
     def __post_init__(self) -> None:
         takes: tuple[tuple[str, tuple[object, ...]], ...] = (
@@ -68,7 +68,7 @@ class Precision:
                 wanted = "one of " + ", ".join(map(str, known))
                 raise UnsupportedError(f"precision.{name}", shown(got), wanted, "Leave it out.")
         one_of("precision.wire", self.wire, WIRES)
-        one_of("precision.order", self.order, ORDERS)
+        one_of("precision.summation_order", self.summation_order, SUMMATION_ORDERS)
 
 
 #: The policy that rounds nothing.

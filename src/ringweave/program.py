@@ -171,7 +171,7 @@ def compiled(call: Call) -> tuple[Step, ...]:
                 parts[at] = dataclasses.replace(part, sides=(default_tile(call.nq), default_tile(call.nk)))
         return tuple(choose_step(call.backend, call, part) for part in parts)
     split = branches(call.pattern, call.nq, call.nk, **sizes)
-    if call.order == "fast":
+    if call.summation_order == "fast":
         split = tuple(dataclasses.replace(branch, spacing=None) for branch in split)
     return tuple(choose_step(call.backend, call, branch) for branch in split)
 
@@ -333,7 +333,7 @@ class Program:
             if found[-1].plan.capacity > _MOST_TILES:
                 return program
         if call.features:
-            planned = tuple(Step(dataclasses.replace(branch, known=plan), backend) for branch, plan, _ in found)
+            planned = tuple(Step(dataclasses.replace(branch, cached_plan=plan), backend) for branch, plan, _ in found)
             if all(unsupported_reason(backend, call, branch) is None for branch, _ in planned):
                 program.steps, program.constant = planned, True
             return program
@@ -376,13 +376,13 @@ def is_whole(branch: Branch, call: Call) -> bool:
 
 def _small_plan(branch: Branch) -> BlockPlan | None:
     """Return the plan that a branch holds if it is small, else None."""
-    plan = branch.known
+    plan = branch.cached_plan
     return None if plan is None or plan.capacity > _MOST_TILES else plan
 
 
 def _planned(branch: Branch) -> Branch:
     """Return a branch of a constant pattern with its plan on the CPU attached."""
-    return dataclasses.replace(branch, known=branch.plan("cpu"))
+    return dataclasses.replace(branch, cached_plan=branch.plan("cpu"))
 
 
 def describe(steps: Sequence[Step]) -> list[tuple[int, str]]:

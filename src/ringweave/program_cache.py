@@ -220,7 +220,7 @@ def _put(key: Hashable, program: Program) -> None:
         for plan in prepared.plans:
             size += plan.nbytes + _ROW_BYTES * plan.q_tiles * heads + _TILE_BYTES * plan.capacity
     elif isinstance(key, StepKey) and program.constant:
-        size += sum(step.branch.known.nbytes for step in program.steps if step.branch.known is not None)
+        size += sum(step.branch.cached_plan.nbytes for step in program.steps if step.branch.cached_plan is not None)
     if isinstance(key, StepKey):
         key = key.of_length if prepared is None else key.of_run
     PROGRAMS.put(key, program, size)

@@ -214,7 +214,7 @@ def _with_precision(given: Arguments, call: Call, terms: tuple[Term, ...]) -> Ch
     text, tensors = pack(call.pattern, terms, call.dropout, *more)
     # Set after the checks, so that forward runs even on a named backend that refuses the gradient of a table.
     learned = sum(x.numel() for term in terms for x in term.learned if call.needs_grad and x.requires_grad)
-    call = replace(call, terms=text, kv_dtype=policy.kv, order=policy.order, learned=learned)
+    call = replace(call, terms=text, kv_dtype=policy.kv, summation_order=policy.summation_order, learned=learned)
     return Checked(call, given.q, k, v, tensors, terms)
 
 

@@ -34,11 +34,11 @@ def unsupported_reason(about: Call, pattern: rw.Pattern) -> str | None:
 
 
 def test_the_order_of_a_device() -> None:
-    assert flash.order(9, False) == ("cudnn", "flash", "efficient")
-    assert flash.order(10, False) == ("cudnn", "flash", "efficient")
-    assert flash.order(8, False) == ("flash", "efficient")
-    assert flash.order(7, False) == ("efficient",)
-    assert flash.order(9, True) == ("flash", "efficient")
+    assert flash.kernel_preference(9, False) == ("cudnn", "flash", "efficient")
+    assert flash.kernel_preference(10, False) == ("cudnn", "flash", "efficient")
+    assert flash.kernel_preference(8, False) == ("flash", "efficient")
+    assert flash.kernel_preference(7, False) == ("efficient",)
+    assert flash.kernel_preference(9, True) == ("flash", "efficient")
 
 
 @pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient"])
@@ -247,7 +247,7 @@ def test_dense_on_a_gpu(name: str, heads: int, kv_heads: int, tokens: int, dim: 
 def test_each_kernel_on_a_gpu(kernel: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kernel in the device's order is right on a GPU, also without a gradient of lse."""
     major = torch.cuda.get_device_capability()[0]
-    if kernel not in flash.order(major, torch.version.hip is not None):
+    if kernel not in flash.kernel_preference(major, torch.version.hip is not None):
         pytest.skip("not a kernel for this device")
     monkeypatch.setattr(flash, "_kernel", lambda *of: kernel)
     pattern = rw.Causal() if causal else rw.Full()

@@ -149,7 +149,7 @@ def test_rows_of_pairs_spell_the_same_relation(name: str, monkeypatch: pytest.Mo
     dense[row // made.q_tiles, row % made.q_tiles, made.col.long()] = shapes[made.mask_id.long()]
     dense = dense.permute(0, 1, 3, 4, 2, 5).reshape(dense.shape[0], made.q_tiles * 128, -1)[:, :n, :n]
     assert torch.equal(dense[made.row_set.long()], of.to_dense())
-    assert made.order.sort().values.tolist() == list(range(counts.numel()))
+    assert made.launch_order.sort().values.tolist() == list(range(counts.numel()))
     if made.mask_words.shape[0]:
         assert torch.equal(unpack_masks(rows.live[:, None], 64)[:, 0], unpack_masks(made.mask_words, 64).any(1))
 

@@ -57,7 +57,7 @@ def by_columns_agree(plan: rw.BlockPlan) -> None:
             for a, b in pairwise(line):
                 part = index[a:b]
                 assert (part.diff() > 0).all()
-    assert sorted(plan.order.tolist()) == list(range(plan.order.numel()))
+    assert sorted(plan.launch_order.tolist()) == list(range(plan.launch_order.numel()))
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 128, 1000])
@@ -215,8 +215,8 @@ def test_a_table_is_planned_on_its_own_grid() -> None:
 def test_order_starts_with_the_longest_rows() -> None:
     plan = (rw.SlidingWindow(100) | rw.Global([5000])).plan(8192)
     counts = plan.row_ptr.diff(dim=1).reshape(-1)
-    assert int(plan.order[0]) == int(counts.argmax())
-    interior = plan.order[1:].long()
+    assert int(plan.launch_order[0]) == int(counts.argmax())
+    interior = plan.launch_order[1:].long()
     assert (interior.diff() == 1).float().mean() > 0.9
 
 
@@ -224,7 +224,7 @@ def test_table_plan_and_general_plan_agree() -> None:
     table = rw.patterns.random_blocks(1000, 0.5, block_size=64, heads=2)
     direct = table.plan(1000, heads=2, tile=64)
     general = (table & rw.SlidingWindow(5000, 5000)).plan(1000, heads=2, tile=64)
-    for name in ("row_ptr", "col", "mask_id", "col_ptr", "row", "mask_id_t", "row_set", "order"):
+    for name in ("row_ptr", "col", "mask_id", "col_ptr", "row", "mask_id_t", "row_set", "launch_order"):
         assert torch.equal(getattr(direct, name), getattr(general, name)), name
 
 

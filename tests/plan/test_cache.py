@@ -151,8 +151,12 @@ def test_small_plans_are_bounded_in_number() -> None:
 
 def test_a_plan_is_one_piece_of_memory() -> None:
     plan = rw.Causal().plan(300)
-    assert len({x.untyped_storage().data_ptr() for x in (plan.row_ptr, plan.col, plan.mask_words, plan.order)}) == 1
-    assert all(x.data_ptr() % 64 == 0 for x in (plan.row_ptr, plan.col, plan.mask_id, plan.mask_words, plan.order))
+    assert (
+        len({x.untyped_storage().data_ptr() for x in (plan.row_ptr, plan.col, plan.mask_words, plan.launch_order)}) == 1
+    )
+    assert all(
+        x.data_ptr() % 64 == 0 for x in (plan.row_ptr, plan.col, plan.mask_id, plan.mask_words, plan.launch_order)
+    )
 
 
 @pytest.mark.measures

@@ -31,7 +31,7 @@ from ..patterns.test_table import listed
 SIDE = 16
 LISTS = ("col", "mask_id", "row", "mask_id_t")
 NOTHING = "~Full()"
-OTHERS = ("row_ptr", "col_ptr", "order", "row_set", "mask_words")
+OTHERS = ("row_ptr", "col_ptr", "launch_order", "row_set", "mask_words")
 
 
 def same(plan: BlockPlan, other: BlockPlan) -> None:

@@ -86,8 +86,8 @@ def same(got: rw.BlockPlan, want: rw.BlockPlan) -> None:
     for ours, theirs in {*zip(got.row_set.flatten().tolist(), want.row_set.flatten().tolist(), strict=True)}:
         for i, (a, b) in enumerate(zip(lists(got, ours), lists(want, theirs), strict=True)):
             assert torch.equal(a, b) or (a.numel() == b.numel() == 0), i  # type: ignore[attr-defined, arg-type]
-    assert torch.equal(got.order.sort().values, torch.arange(got.order.numel(), dtype=torch.int32))
-    lengths = got.row_ptr.diff(dim=1).flatten()[got.order.long()].clamp(min=1).log2().mul(2).floor()
+    assert torch.equal(got.launch_order.sort().values, torch.arange(got.launch_order.numel(), dtype=torch.int32))
+    lengths = got.row_ptr.diff(dim=1).flatten()[got.launch_order.long()].clamp(min=1).log2().mul(2).floor()
     assert (lengths.diff() <= 0).all()
 
 

@@ -65,7 +65,7 @@ def test_a_plan_with_places_to_spare_holds_the_same_tiles(name: str) -> None:
     exact, spare = planned(pattern, False), planned(pattern, True)
     assert exact.capacity == exact.nnz == spare.nnz <= spare.capacity
     assert spare.capacity == pattern.blocks.table.numel()
-    for which in ("row_ptr", "col_ptr", "row_set", "order", "mask_words"):
+    for which in ("row_ptr", "col_ptr", "row_set", "launch_order", "mask_words"):
         assert torch.equal(getattr(exact, which), getattr(spare, which)), which
     for which in ("col", "row", "mask_id", "mask_id_t"):
         assert torch.equal(getattr(exact, which), getattr(spare, which)[: exact.nnz]), which

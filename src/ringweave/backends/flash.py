@@ -44,7 +44,7 @@ _LSE_ROWS = 32
 SPARSE_TILES = {9: (128, 128), 10: (256, 128)}
 
 
-def order(major: int, hip: bool) -> tuple[str, ...]:
+def kernel_preference(major: int, hip: bool) -> tuple[str, ...]:
     """Return the names of PyTorch's fused kernels for a major compute capability, in order of preference."""
     if hip or major == 8:
         return ("flash", "efficient")
@@ -68,7 +68,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
     grouped = q.shape[1] != k.shape[1]
     # cuDNN and FlashAttention align a causal mask with the last key; ours starts at the first query's position
     square = not causal or q.shape[2] == k.shape[2]
-    for name in order(torch.cuda.get_device_capability(q.device)[0], torch.version.hip is not None):
+    for name in kernel_preference(torch.cuda.get_device_capability(q.device)[0], torch.version.hip is not None):
         if None in _FUSED[name]:
             continue
         if name == "efficient":

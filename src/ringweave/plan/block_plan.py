@@ -13,7 +13,7 @@ from torch import Tensor
 from ..checks import check_device
 from ..torch_compat import register_pytree
 
-_TENSORS = ("row_ptr", "col", "mask_id", "col_ptr", "row", "mask_id_t", "mask_words", "row_set", "order")
+_TENSORS = ("row_ptr", "col", "mask_id", "col_ptr", "row", "mask_id_t", "mask_words", "row_set", "launch_order")
 _LISTS = ("col", "mask_id", "row", "mask_id_t")
 _SIZES = ("nq", "nk", "q_tile", "kv_tile", "q_offset", "counted")
 
@@ -63,7 +63,7 @@ class BlockPlan:
         mask_id_t: (capacity,), ``mask_id`` in column order.
         mask_words: (M, q_tile, ceil(kv_tile / 32)), distinct masks, key c of a row at bit c % 32 of word c // 32.
         row_set: (B, Hq), index of the row set of each batch element and head.
-        order: (G * query tiles,), rows g * tiles + i in launch order: longest first, neighbours together.
+        launch_order: (G * query tiles,), rows g * tiles + i as they are launched: longest first, neighbours together.
         nq: Number of queries, at positions q_offset and after.
         nk: Number of keys.
         q_tile: Queries in a tile.
@@ -80,7 +80,7 @@ class BlockPlan:
     mask_id_t: Tensor
     mask_words: Tensor
     row_set: Tensor
-    order: Tensor
+    launch_order: Tensor
     nq: int
     nk: int
     q_tile: int

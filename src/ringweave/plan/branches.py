@@ -77,7 +77,7 @@ class Branch:
         batch: Number of batch elements.
         sides: Tile sides of its plan, (q_tile, kv_tile); None for the default of length and pattern.
         spacing: Places of its keys, for a relation by residue; None for others, and for the branches of a LongNet.
-        known: Its plan on the CPU, if a program holds it.
+        cached_plan: Its plan on the CPU, if a program holds it.
     """
 
     pattern: Pattern
@@ -91,7 +91,7 @@ class Branch:
     batch: int
     sides: tuple[int, int] | None = field(default=None, kw_only=True)
     spacing: Spacing | None = field(default=None, kw_only=True)
-    known: BlockPlan | None = field(default=None, compare=False, repr=False, kw_only=True)
+    cached_plan: BlockPlan | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     @staticmethod
     def whole(pattern: Pattern, nq: int, nk: int, *, heads: int, batch: int = 1, q_offset: int = 0) -> Branch:
@@ -127,8 +127,8 @@ class Branch:
 
     def plan(self, device: str | torch.device = "cpu", tile: int | tuple[int, int] | None = None) -> BlockPlan:
         """Return the plan of the branch, cached."""
-        if self.known is not None and tile is None and str(device) == "cpu":
-            return self.known
+        if self.cached_plan is not None and tile is None and str(device) == "cpu":
+            return self.cached_plan
         return plan_cache.get(
             self.pattern,
             self.nq,

@@ -149,7 +149,7 @@ def assemble(
     arrays |= {
         "mask_words": masks,
         "row_set": group,
-        "order": _launch_order(lists.row_ptr.diff(dim=1).reshape(-1).numpy()),
+        "launch_order": _launch_order(lists.row_ptr.diff(dim=1).reshape(-1).numpy()),
     }
     # one piece of memory needs one copy to a device, and small plans take little more than their elements
     sizes = [size for array in arrays.values() for size in (array.size, -array.size % _ALIGNED)]

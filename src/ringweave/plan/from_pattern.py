@@ -85,9 +85,9 @@ def build(
     patterns, group = _distinct(pattern, extent)
     for each, _ in patterns:
         check_bounds(each, nq, nk, q_offset)
-    store = _Masks(tile)
-    sets = [_rows(each, starts, nq, nk, q_offset, tile, store) for each, starts in patterns]
-    return assemble(sets, group, store.packed(), nq, nk, q_offset, tile, device)
+    masks = _Masks(tile)
+    sets = [_rows(each, starts, nq, nk, q_offset, tile, masks) for each, starts in patterns]
+    return assemble(sets, group, masks.packed(), nq, nk, q_offset, tile, device)
 
 
 def _by_table(pattern: Pattern, extent: Extent) -> BlockPlan | None:
@@ -178,12 +178,12 @@ def _new_context(every: str, none: str, extent: Extent, table: tuple[int, ...], 
     require_no_capture(device)
     q_tiles, kv_tiles = extent.tiles
     step = max(1, _TILES_AT_ONCE // kv_tiles)
-    store = _Masks(tile)
+    masks = _Masks(tile)
 
     def listed(each: Pattern, starts: Int64) -> Iterator[CodeList]:
         # some rows at a time: adjacent tiles become runs, which are few even if the tiles are many
         for first in range(0, q_tiles, step):
-            tiles = _rows(each, starts, nq, nk, q_offset, tile, store, slice(first, first + step))
+            tiles = _rows(each, starts, nq, nk, q_offset, tile, masks, slice(first, first + step))
             yield (first + tiles.row) * kv_tiles + tiles.col, tiles.mask_id
 
     full, of_full = _distinct(rebuild(every, ()), extent)
@@ -191,8 +191,8 @@ def _new_context(every: str, none: str, extent: Extent, table: tuple[int, ...], 
     empty, of_empty = _distinct(rebuild(none, ()), extent)
     outside = [list(listed(*each)) for each in empty]
     sets = of_sets(table, group, batch, heads, "cpu")
-    of_inside, of_outside, masks = (torch.from_numpy(each) for each in (of_full, of_empty, store.packed()))
-    return TableContext.of((inside, of_inside), (outside, of_outside), masks, sets, q_tiles * kv_tiles, device)
+    of_inside, of_outside, words = (torch.from_numpy(each) for each in (of_full, of_empty, masks.packed()))
+    return TableContext.of((inside, of_inside), (outside, of_outside), words, sets, q_tiles * kv_tiles, device)
 
 
 def _by_context(table: BlockTable, tiles: int) -> bool:
@@ -247,7 +247,7 @@ def _rows(
     nk: int,
     q_offset: int,
     tile: tuple[int, int],
-    store: _Masks,
+    masks: _Masks,
     part: slice = slice(None),
 ) -> RowSet:
     """Return the row sets of distinct batch elements, which begin at ``starts`` on the pattern's axis."""
@@ -272,7 +272,7 @@ def _rows(
         # tiles that are clipped at the ends have other masks than whole tiles of their class
         clipped = (some.q_hi - some.q_lo != q_tile) * 2 + (some.k_hi - some.k_lo != kv_tile)
         first, like = unique_ids(keys[partial] * 4 + clipped)
-        bits[partial] = store.add(pattern, Tiles(*(side[first] for side in some)))[like]
+        bits[partial] = masks.add(pattern, Tiles(*(side[first] for side in some)))[like]
     kept = bits != _Masks.EMPTY
     if not kept.all():
         row, col, bits = row[kept], col[kept], bits[kept]

@@ -91,7 +91,7 @@ def _planned(tiles: TileList, sets: int, row_set: Tensor, mask_words: Tensor, ex
         **{name: each.int() for name, each in lists._asdict().items()},
         mask_words=mask_words,
         row_set=row_set,
-        order=torch.argsort(-rank, stable=True).int(),
+        launch_order=torch.argsort(-rank, stable=True).int(),
         nq=extent.nq,
         nk=extent.nk,
         q_tile=extent.tile[0],

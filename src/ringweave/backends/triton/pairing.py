@@ -94,6 +94,6 @@ def _paired(plan: BlockPlan) -> Rows | None:
         col=(entries % plan.kv_tiles).int(),
         mask_id=bits,
         mask_words=masks,
-        order=torch.argsort(-rank, stable=True).int(),
+        launch_order=torch.argsort(-rank, stable=True).int(),
     )
     return Rows(plan_of_pairs, live, 2)

@@ -139,10 +139,10 @@ def row_queue(plan: BlockPlan, ratio: int, packed: int, head_bytes: int, units: 
     def of() -> Queue:
         heads = _heads(plan, ratio)[..., ::packed].reshape(-1, 1)
         sets = plan.row_set.reshape(-1)[heads].long()
-        rank = torch.empty(plan.order.numel(), dtype=torch.int64, device=plan.device)
-        rank[plan.order.long()] = torch.arange(plan.order.numel(), device=plan.device)
+        rank = torch.empty(plan.launch_order.numel(), dtype=torch.int64, device=plan.device)
+        rank[plan.launch_order.long()] = torch.arange(plan.launch_order.numel(), device=plan.device)
         together = _sharing(head_bytes) * -(-ratio // packed)
-        order = _sorted(rank.view(-1, plan.q_tiles)[sets[:, 0]], together, plan.order.numel())
+        order = _sorted(rank.view(-1, plan.q_tiles)[sets[:, 0]], together, plan.launch_order.numel())
         counts = plan.row_ptr.diff(dim=1)[sets[:, 0]]
         records = _records(heads[:, 0], plan.row_set.shape[1], plan.row_ptr, sets)
         return _cut(records, order, counts, plan, plan.kv_tiles, LEAST // plan.kv_tile, units)

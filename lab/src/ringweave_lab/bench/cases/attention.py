@@ -196,7 +196,7 @@ def _starts(problem: Problem) -> dict[str, Callable[[], tuple[Tensor, Tensor]]] 
     if kernel.unsupported_reason(problem.case(False), branch) is not None:
         return None
     plan = branch.plan()
-    in_order = replace(plan, order=torch.arange(plan.order.numel(), dtype=plan.order.dtype))
+    in_order = replace(plan, launch_order=torch.arange(plan.launch_order.numel(), dtype=plan.launch_order.dtype))
     cut = CutBranch.of(branch, in_order)
     return {
         "longest first": lambda: kernel.forward(inputs, branch, dtype),
