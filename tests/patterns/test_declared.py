@@ -33,8 +33,8 @@ BESIDES = {
     "TokenMask": {"key", "value", "stays_equal", "looks_up", "_for_call", "_holders"},
     "Bounds": {"key", "stays_equal"},
     "LongNet": {"combinable", "to_dense"},
-    "OnGrid": {"looks_up", "allowed_pairs"},
-    "Sinks": {"lists_tokens", "either"},
+    "OnGrid": {"looks_up", "_allowed_pairs"},
+    "Sinks": {"lists_tokens", "_either"},
 }
 #: Further methods of Composite and of the classes that operators create.
 OF_PARTS = {"parts_within", "remade", "depth", "leaves", "_for_call"}

@@ -20,8 +20,11 @@ from .pressure import pressure
 
 # bytes of the smallest buffer
 _LEAST = 256
-# idle bytes that are always allowed
-_FLOOR = 2**17
+# steps of sizes between two powers of two, for buffers of up to _LARGE bytes and for larger ones
+_STEPS, _STEPS_OF_LARGE, _LARGE = 4, 16, 2**20
+# idle bytes that are always allowed; beyond them a share of the recent peak of bytes in use, which doubles where freed
+# buffers are missed
+_FLOOR, _MOST_SHARE = 2**17, 2.0
 # seconds between two queries of the system's free memory
 _LOOK = 1.0
 # share of free memory below which idle buffers are released
@@ -77,7 +80,7 @@ class _Buffer:
 
 
 def size_class(nbytes: int) -> int:
-    """Return the smallest size of a buffer that holds ``nbytes``: a power of two, or 5, 6 or 7 quarters of one.
+    """Return the smallest size of a buffer that holds ``nbytes``: a power of two, or a step between two powers.
 
     Example:
         >>> [size_class(nbytes) for nbytes in (1, 256, 300, 1000, 1025)]
@@ -85,17 +88,18 @@ def size_class(nbytes: int) -> int:
     """
     if nbytes <= _LEAST:
         return _LEAST
-    quarter = 1 << (nbytes - 1).bit_length() - 3
-    return -(-nbytes // quarter) * quarter
+    step = (1 << (nbytes - 1).bit_length() - 1) // (_STEPS if nbytes <= _LARGE else _STEPS_OF_LARGE)
+    return -(-nbytes // step) * step
 
 
 class Workspace:
     """A pool of reusable buffers per device and stream; safe to share between threads.
 
     A tensor's memory returns to the pool when the last reference to its storage is gone, including views, detached
-    tensors and numpy arrays. Buffers have the sizes of classes: powers of two in quarter steps. A tensor takes an idle
-    buffer of its class, or of a class below twice its size. Idle buffers are freed after ``idle_seconds``, the oldest
-    ones once idle buffers exceed twice the recent peak of bytes in use, and all of them when memory is short.
+    tensors and numpy arrays. Buffers have the sizes of classes: powers of two, with three sizes between two powers, and
+    15 above 1 MiB. A tensor takes an idle buffer of its class, or of a class up to twice its size. Idle buffers are
+    freed after ``idle_seconds``; the oldest ones if idle buffers exceed an eighth of the recent peak of bytes in use,
+    or up to twice the peak if freed buffers are missed; and all of them when memory is short.
 
     Args:
         idle_seconds: Seconds after which an idle buffer is freed, at the next use of the workspace.
@@ -124,6 +128,8 @@ class Workspace:
         # buffers on their way back
         self._back: deque[_Buffer] = deque()
         self._peak, self._looked, self._aged = 0, -math.inf, time.monotonic()
+        # idle bytes allowed, as a share of the peak, and the largest buffer that was freed to stay within them
+        self._share, self._missed = 1 / 8, 0
 
     def take(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu", *, pinned: bool = False
@@ -152,7 +158,7 @@ class Workspace:
             self._settle()
             buffer = self._found(place, size)
             if buffer is None:
-                self._make_room(device)
+                self._make_room(size, device)
         reused = buffer is not None
         buffer = buffer or _Buffer(place, size, device)
         lease, tensor = buffer.lend(nbytes)
@@ -214,22 +220,25 @@ class Workspace:
             self._free(until=now - self.idle_seconds)
 
     def _found(self, place: _Place, size: int) -> _Buffer | None:
-        """Take an idle buffer of the smallest class that has one, below twice the size."""
-        quarter = 1 << size.bit_length() - 3
-        steps = (each for each in range(size, 2 * size, quarter) if size_class(each) == each)
-        for each in steps:
+        """Take an idle buffer of the smallest class that has one, up to twice the size."""
+        each = size
+        while each <= 2 * size:
             if idle := self._idle.get((place, each)):
                 return idle.pop()
+            each = size_class(each + 1)
         return None
 
-    def _make_room(self, device: torch.device) -> None:
+    def _make_room(self, size: int, device: torch.device) -> None:
         """Free idle buffers before a new allocation: all if memory is short, else the oldest beyond the bound."""
         now = time.monotonic()
         if now - self._looked > _LOOK and self._every_idle():
             self._looked = now
             if pressure(device).free_share < _TIGHT:
                 self._free(until=now)
-        self._free(most=max(_FLOOR, 2 * max(self._peak, self._in_use())))
+        if self._missed >= size:
+            # a buffer that was freed would have served
+            self._share, self._missed = min(2 * self._share, _MOST_SHARE), 0
+        self._free(most=max(_FLOOR, int(self._share * max(self._peak, self._in_use()))))
 
     def _in_use(self) -> int:
         return sum(buffer.size for buffer in self._lent.copy())
@@ -248,6 +257,7 @@ class Workspace:
             if buffer in idle:
                 idle.remove(buffer)
                 freed += buffer.size
+                self._missed = max(self._missed, buffer.size if until == -math.inf else 0)
         return freed
 
 

@@ -267,7 +267,7 @@ def _together(parts: list[Pattern]) -> list[Pattern]:
     for part in parts:
         first = place.setdefault(type(part), len(united))
         known = united[first] if first < len(united) else None
-        together = None if known is None else known.either(part)
+        together = None if known is None else known._either(part)
         if together is None:
             united.append(part)
         else:

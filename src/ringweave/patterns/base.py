@@ -99,7 +99,7 @@ class Pattern(ABC):
     # Makes numpy's operators return NotImplemented, so that `array & pattern` reaches __rand__, which raises.
     __array_ufunc__ = None
 
-    #: Whether it is a list of chosen tokens, so that a union of two may be one list: see :meth:`either`.
+    #: Whether it is a list of chosen tokens, so that a union of two may be one list: see :meth:`_either`.
     lists_tokens: ClassVar[bool] = False
     #: Whether it looks positions up in a grid or a function, which have no negative ones.
     looks_up: ClassVar[bool] = False
@@ -151,11 +151,11 @@ class Pattern(ABC):
         """Return ``key_ranges`` of the complement."""
         return Ranges.of((0, nk), rows=len(q_lo))
 
-    def allowed_pairs(self, nq: int, nk: int) -> int | None:
+    def _allowed_pairs(self, nq: int, nk: int) -> int | None:
         """Return the number of allowed pairs by a formula; None without one."""
         return None
 
-    def either(self, other: Pattern) -> Pattern | None:
+    def _either(self, other: Pattern) -> Pattern | None:
         """Return one pattern that stands for ``self | other``, both lists of tokens of one type; None without one."""
         return None
 

@@ -75,7 +75,7 @@ class Sinks(Bounds):
 
     lists_tokens = True
 
-    def either(self, other: Pattern) -> Pattern | None:
+    def _either(self, other: Pattern) -> Pattern | None:
         if not isinstance(other, Sinks) or self.tables or other.tables:
             return None
         for one, two in ((self, other), (other, self)):

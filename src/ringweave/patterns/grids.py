@@ -67,7 +67,7 @@ class OnGrid(Pattern):
         volume = math.prod(self.grid.tile)
         return min(max(-(-volume // 16) * 16, _SMALLEST), _LARGEST)
 
-    def allowed_pairs(self, nq: int, nk: int) -> int | None:
+    def _allowed_pairs(self, nq: int, nk: int) -> int | None:
         """Return the number of allowed pairs of all tokens by a formula; None for fewer queries, which are counted."""
         return self._all_pairs() if nq == nk == self.grid.tokens else None
 

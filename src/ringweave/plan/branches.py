@@ -119,7 +119,7 @@ class Branch:
     def pairs(self) -> int:
         """Count the allowed pairs over batch and heads, by a formula if there is one, else from the plan."""
         if self.structure == "sparse":
-            counted = self.pattern.allowed_pairs(self.nq, self.nk)
+            counted = self.pattern._allowed_pairs(self.nq, self.nk)
             return self.plan().pairs() if counted is None else counted * self.batch * self.head_count
         square = min(self.nq, self.nk)
         causal = square * (square + 1) // 2 + (self.nq - square) * self.nk
