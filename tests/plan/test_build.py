@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 import ringweave as rw
 from ringweave.errors import PatternError, ShapeError
 from ringweave.patterns import Pattern
+from ringweave.plan import pack_masks, unpack_masks
 from ringweave.plan.from_pattern import build
 
 from ..cases import PATTERNS
@@ -262,3 +263,12 @@ def test_errors() -> None:
         rw.plan(rw.Causal(), 4, tile=100)
     with pytest.raises(PatternError, match="wanted a relation"):
         rw.plan(rw.LongNet([4], [2]), 8)
+
+
+def test_masks_are_packed_and_unpacked() -> None:
+    """Every bit of a mask comes back from its words, and so does the last bit of a word."""
+    dense = torch.rand(3, 16, 70) > 0.5
+    dense[0] = True
+    words = pack_masks(dense)
+    assert words.dtype == torch.int32
+    assert torch.equal(unpack_masks(words, 70), dense)
