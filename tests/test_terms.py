@@ -684,10 +684,10 @@ def test_the_kernels_know_every_kind() -> None:
     if native is not None:
         assert set(native.term_kinds()) == {kind.kernel for kind in declarations.KINDS.values()}
     if triton.installed():
-        from ringweave.backends.triton.kernels import terms
+        from ringweave.backends.triton.kernels import score_terms
 
-        assert set(terms.KINDS) == {kind.kernel for kind in declarations.KINDS.values()}
-        assert len(set(terms.KINDS.values())) == len(terms.KINDS)
+        assert set(score_terms.KINDS) == {kind.kernel for kind in declarations.KINDS.values()}
+        assert len(set(score_terms.KINDS.values())) == len(score_terms.KINDS)
 
 
 #: Numbers and table entries at the bounds of float32 and beyond.

@@ -27,7 +27,7 @@ from kernel_shapes import NARROW, PLAIN, STREAMED, TARGETS, WIDE, Extras, Shape,
 from triton.compiler import ASTSource
 
 from ringweave.backends.triton import kernels
-from ringweave.backends.triton.kernels.terms import ALIBI, BIAS, DISTANCE, OWN, SOFTCAP, SUMMED
+from ringweave.backends.triton.kernels.score_terms import ALIBI, BIAS, DISTANCE, OWN, SOFTCAP, SUMMED
 from ringweave.backends.triton.launch_config import LaunchConfig, Packing, goes_past_masks, padded
 
 TABLE = Path(__file__).parents[1] / "notes" / "kernel-resources.md"

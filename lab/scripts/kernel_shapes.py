@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from triton.backends.compiler import GPUTarget
 
-from ringweave.backends.triton.kernels.terms import ALIBI, BIAS, DISTANCE, SOFTCAP
+from ringweave.backends.triton.kernels.score_terms import ALIBI, BIAS, DISTANCE, SOFTCAP
 from ringweave.backends.triton.launch_config import Device, LaunchConfig, Traits, launch_config_for
 
 
@@ -76,7 +76,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Extras:
-    """The terms of a call by the kinds of kernels.terms, those that learn, and dropout."""
+    """The terms of a call by the kinds of kernels.score_terms, those that learn, and dropout."""
 
     terms: tuple[int, ...] | None = None
     learns: tuple[int, ...] | None = None

@@ -28,7 +28,7 @@ from kernel_resources import compiled, of_cubin
 from kernel_shapes import TARGETS, WIDE, Extras, Shape
 from triton.compiler import ASTSource
 
-from ringweave.backends.triton.kernels.terms import DISTANCE, SOFTCAP
+from ringweave.backends.triton.kernels.score_terms import DISTANCE, SOFTCAP
 
 PAGE = Path(__file__).parents[1] / "notes" / "machine-code.md"
 MASKED, CLEAR = Shape(described=True), Shape(described=True, clear=True)

@@ -56,7 +56,7 @@ BREAKAGES = (
         "np.minimum(q_hi, nk)", DENSE,
     ),
     Breakage(
-        "the offset of queries in a plan's key", "plan/cache.py", "key = (made_of.value, *sizes, str(device))",
+        "the offset of queries in a plan's key", "plan/cached_plans.py", "key = (made_of.value, *sizes, str(device))",
         "key = (made_of.value, *sizes[:4], *sizes[5:], str(device))", ("tests/plan/test_cache.py",),
     ),
     Breakage(

@@ -15,7 +15,7 @@ from torch import Tensor
 import ringweave as rw
 from ringweave.backends import triton
 from ringweave.backends.triton import launch
-from ringweave.backends.triton.kernels import terms as compiled
+from ringweave.backends.triton.kernels import score_terms as compiled
 from ringweave.call import Call, Operands
 from ringweave.patterns import Pattern
 from ringweave.plan import Branch

@@ -17,7 +17,7 @@ from ringweave.memory.workspace import scratch
 
 FILES = tuple(
     f"ringweave/{name}"
-    for name in ("cache.py", "plan/cache.py", "plan/decode_plans.py", "program_cache.py", "memory/workspace.py")
+    for name in ("cache.py", "plan/cached_plans.py", "plan/decode_plans.py", "program_cache.py", "memory/workspace.py")
 )
 
 

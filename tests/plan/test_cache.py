@@ -194,7 +194,7 @@ def test_the_current_gpu_is_one_place_with_and_without_its_number(monkeypatch: p
         made.append(str(device))
         return build(*arguments, **rest)
 
-    module = importlib.import_module("ringweave.plan.cache")
+    module = importlib.import_module("ringweave.plan.cached_plans")
     monkeypatch.setattr(module, "build", on_cpu)
     monkeypatch.setattr(module, "record_stream", lambda plan, device: True)
     monkeypatch.setattr(module, "wait_for_stream", lambda plan, device: None)

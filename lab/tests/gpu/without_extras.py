@@ -19,7 +19,7 @@ import triton
 from triton.compiler import ASTSource
 
 from ringweave.backends.triton import kernels
-from ringweave.backends.triton.kernels import terms as compiled
+from ringweave.backends.triton.kernels import score_terms as compiled
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import kernel_resources

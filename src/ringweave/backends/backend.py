@@ -110,13 +110,13 @@ class Prepared(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Compute (dq, dk, dv) from ``saved`` = (q, k, v, out, lse); return None if the call needs the general path.
 
-        ``plan`` returns the plan for backward, or None if there is none for this path.
+        ``plan`` returns the plan for backward, or None if this path has no plan.
         """
         ...
 
 
 class Prepare(Protocol):
-    """A function that prepares kernel arguments for calls like the given one, whose parts are merged."""
+    """A function that prepares kernel arguments for calls like the given one, and merges their parts."""
 
     def __call__(self, operands: Operands, parts: Sequence[Part]) -> Prepared:
         """Return the prepared call; ``operands`` are tensors of the call's shapes, dtypes and scale."""

@@ -433,7 +433,7 @@ class PreparedUnion:
 
 
 def prepare(operands: Operands, parts: Sequence[Part]) -> Prepared:
-    """Prepare the kernel arguments of a small call, whose parts are merged in float32."""
+    """Prepare the kernel arguments of a small call; several parts are merged in float32."""
     if len(parts) == 1:
         return PreparedCall(operands, parts[0])
     return PreparedUnion([PreparedCall(operands, part, dtype=torch.float32) for part in parts], operands.q.dtype)

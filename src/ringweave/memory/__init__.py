@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..names import only, suggest
-from ..plan.cache import CacheStatistics, plan_cache
+from ..plan.cached_plans import CacheStatistics, plan_cache
 from . import numa
 from .batch_size import fit_batch
 from .pressure import Pressure, on_trim, pressure, trim

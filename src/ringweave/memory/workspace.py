@@ -70,7 +70,7 @@ class _Buffer:
         # bytes of the tensor in use, and the time at which the buffer became idle
         self.place, self.size, self.asked, self.used = place, size, 0, 0.0
 
-    def lend(self, nbytes: int) -> tuple[Any, Tensor]:
+    def hand_out(self, nbytes: int) -> tuple[Any, Tensor]:
         """Return a lease, which is freed together with the tensor's storage, and a tensor over the first bytes."""
         if self.array is not None:
             array = self.array[:nbytes]
@@ -122,14 +122,14 @@ class Workspace:
         """Reset the workspace in a forked process, where another thread may have left it half updated."""
         # Each change is one step, so that a thread that is interrupted anywhere, and enters again, finds a sound state.
         self._lock = threading.RLock()
-        self._lent: set[_Buffer] = set()
+        self._busy: set[_Buffer] = set()
         # idle buffers by place and size
         self._idle: dict[tuple[_Place, int], list[_Buffer]] = {}
         # buffers on their way back
         self._back: deque[_Buffer] = deque()
         self._peak, self._looked, self._aged = 0, -math.inf, time.monotonic()
-        # idle bytes allowed, as a share of the peak, and the largest buffer that was freed to stay within them
-        self._share, self._missed = 1 / 8, 0
+        # idle bytes allowed, as a share of the peak, and the sizes of buffers that were freed to stay within them
+        self._share, self._freed = 1 / 8, set[int]()
 
     def take(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu", *, pinned: bool = False
@@ -161,11 +161,11 @@ class Workspace:
                 self._make_room(size, device)
         reused = buffer is not None
         buffer = buffer or _Buffer(place, size, device)
-        lease, tensor = buffer.lend(nbytes)
+        lease, tensor = buffer.hand_out(nbytes)
         buffer.asked = nbytes
         weakref.finalize(lease, self._return, buffer).atexit = False
         with self._lock:
-            self._lent.add(buffer)
+            self._busy.add(buffer)
             self._taken, self._reused = self._taken + 1, self._reused + reused
             if not reused:
                 self._peak = max(self._peak, self._in_use())
@@ -191,10 +191,10 @@ class Workspace:
         """Return the counters of the workspace."""
         with self._lock:
             self._settle()
-            lent, idle = self._lent.copy(), self._every_idle()
-        asked, free = sum(x.asked for x in lent), sum(x.size for x in idle)
-        held = free + sum(x.size for x in lent)
-        return WorkspaceStatistics(self._taken, self._reused, len(lent) + len(idle), held, asked, free)
+            busy, idle = self._busy.copy(), self._every_idle()
+        asked, free = sum(x.asked for x in busy), sum(x.size for x in idle)
+        held = free + sum(x.size for x in busy)
+        return WorkspaceStatistics(self._taken, self._reused, len(busy) + len(idle), held, asked, free)
 
     def _return(self, buffer: _Buffer) -> None:
         # the garbage collector calls this at any point, and must not wait for another thread
@@ -211,8 +211,8 @@ class Workspace:
         while self._back:
             buffer = self._back.popleft()
             # a buffer from before a fork does not belong to this workspace
-            if buffer in self._lent:
-                self._lent.discard(buffer)
+            if buffer in self._busy:
+                self._busy.discard(buffer)
                 buffer.used = now
                 self._idle.setdefault((buffer.place, buffer.size), []).append(buffer)
         if now - self._aged > self.idle_seconds:
@@ -235,13 +235,13 @@ class Workspace:
             self._looked = now
             if pressure(device).free_share < _TIGHT:
                 self._free(until=now)
-        if self._missed >= size:
+        if any(size <= each <= 2 * size for each in self._freed):
             # a buffer that was freed would have served
-            self._share, self._missed = min(2 * self._share, _MOST_SHARE), 0
+            self._share, self._freed = min(2 * self._share, _MOST_SHARE), set()
         self._free(most=max(_FLOOR, int(self._share * max(self._peak, self._in_use()))))
 
     def _in_use(self) -> int:
-        return sum(buffer.size for buffer in self._lent.copy())
+        return sum(buffer.size for buffer in self._busy.copy())
 
     def _every_idle(self) -> list[_Buffer]:
         return [buffer for idle in self._idle.copy().values() for buffer in idle]
@@ -257,7 +257,8 @@ class Workspace:
             if buffer in idle:
                 idle.remove(buffer)
                 freed += buffer.size
-                self._missed = max(self._missed, buffer.size if until == -math.inf else 0)
+                if most < math.inf:
+                    self._freed.add(buffer.size)
         return freed
 
 

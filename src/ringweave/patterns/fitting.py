@@ -1,4 +1,4 @@
-"""Check that a pattern fits a call, and say how to make a pattern of a value that is none."""
+"""Check that a pattern fits a call, and say how to make a pattern of another value."""
 
 from __future__ import annotations
 

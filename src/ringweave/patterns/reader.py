@@ -1,4 +1,4 @@
-"""A reader of the expressions in ``spec``, of which Python's parser makes a tree; nothing is evaluated."""
+"""Read the expressions in ``spec`` from the tree that Python's parser makes of them; nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class _Reader:
         raise self._refused(node)
 
     def _owner(self, node: ast.Attribute) -> object:
-        """Return the value before a dot, of which mistakes come first."""
+        """Return the value before a dot; mistakes in it are reported first."""
         if isinstance(node.value, ast.Name):
             raise self._refused(node)
         return self._value(node.value)

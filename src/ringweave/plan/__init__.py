@@ -14,7 +14,7 @@ from ..patterns.fitting import fitting
 from ..patterns.shifted import with_offsets
 from .block_plan import BlockPlan, pack_masks, unpack_masks
 from .branches import Branch, Sizes, Spacing, branches, mixture, summands, tile_sides
-from .cache import CacheStatistics, PlanCache, pattern_of, plan_cache, step_plan
+from .cached_plans import CacheStatistics, PlanCache, pattern_of, plan_cache, step_plan
 
 if TYPE_CHECKING:
     from .interop import from_block_mask

@@ -28,7 +28,7 @@ from ..patterns.shifted import Shifted
 from ..patterns.tiles import StridedView
 from ..patterns.within import Within
 from .block_plan import BlockPlan
-from .cache import plan_cache
+from .cached_plans import plan_cache
 from .from_pattern import check_tile, default_tile, estimate_tiles
 
 if TYPE_CHECKING:

@@ -65,7 +65,7 @@ def terms(device: str) -> Iterable[str]:
     if not _runs_on(device) or not installed():
         # this backend cannot run at all, and :func:`unsupported_reason` says why
         return KINDS
-    from .kernels.terms import KINDS as COMPILED
+    from .kernels.score_terms import KINDS as COMPILED
 
     return [name for name, kind in KINDS.items() if kind.kernel in COMPILED]
 

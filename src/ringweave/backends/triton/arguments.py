@@ -12,7 +12,7 @@ from ...plan import BlockPlan
 from ...terms import Term, TermOperands
 from ..backend import Upstream
 from . import queues
-from .kernels.terms import KINDS, OWN, SUMMED
+from .kernels.score_terms import KINDS, OWN, SUMMED
 from .launch_config import padded
 
 
@@ -55,7 +55,7 @@ def described(x: Tensor, tokens: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, tokens, padded(x.shape[3])])
 
 
-# factor of integer arguments, so that all are specialised in the same way; see kernels/terms.py
+# factor of integer arguments, so that all are specialised in the same way; see kernels/score_terms.py
 _ALIKE = 16
 # bits of an integer sum in which every pair reaches its bound
 _BITS = 61

@@ -1,10 +1,10 @@
 """Reading a mask function of transformers by calling it once with symbols in place of index tensors.
 
 transformers builds a mask as a function of four indices from nested closures. This module calls that function with
-symbols, whose comparisons return builders of patterns: ``k <= q`` builds a set of distances, ``ids[b, q] == ids[b, k]``
-documents, and ``&`` and ``|`` combine builders. A builder then makes the pattern of each :class:`~.positions.Place`.
-The result depends on the computation and not on function names, so functions of models and users are read too, also
-while torch.compile traces. Any other use of an index raises :class:`Unread`.
+symbols. Comparisons of symbols return builders of patterns: ``k <= q`` builds a set of distances,
+``ids[b, q] == ids[b, k]`` documents, and ``&`` and ``|`` combine builders. A builder then makes the pattern of each
+:class:`~.positions.Place`. The result depends on the computation and not on function names, so functions of models and
+users are read too, also while torch.compile traces. Any other use of an index raises :class:`Unread`.
 """
 
 from __future__ import annotations

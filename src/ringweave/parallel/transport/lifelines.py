@@ -23,7 +23,7 @@ from ...cache import process_cache
 
 # largest number of pending connections: one for each process that ever waited for this one
 _BACKLOG = 4096
-# number of ranks whose addresses one call of look() reads from the store
+# one call of look() reads the addresses of at most this number of ranks from the store
 _PER_LOOK = 4
 _KEY = "ringweave/lifelines"
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()

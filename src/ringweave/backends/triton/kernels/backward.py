@@ -24,7 +24,7 @@ from .loads import (
     within,
     zeroed,
 )
-from .terms import chained, kept, learned, query_heads, scored, standing
+from .score_terms import chained, kept, learned, query_heads, scored, standing
 
 
 @triton.jit(do_not_specialize=SIZES)

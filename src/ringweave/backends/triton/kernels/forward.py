@@ -28,7 +28,7 @@ from .loads import (
     within,
     zeroed,
 )  # fmt: skip
-from .terms import kept, query_heads, scored, standing
+from .score_terms import kept, query_heads, scored, standing
 
 
 @triton.jit(do_not_specialize=SIZES)
