@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ringweave as rw
-from ringweave.plan import cache, cuda_sync, from_pattern
+from ringweave.plan import cached_plans, cuda_sync, from_pattern
 
 CUDA = torch.device("cuda", 0)
 
@@ -38,7 +38,7 @@ class Gpu:
         patch.setattr(torch.cuda, "current_stream", lambda device: self.stream)
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.Tensor, "record_stream", lambda x, stream: self.read.append((x, stream)))
-        patch.setattr(cache, "build", self.build)
+        patch.setattr(cached_plans, "build", self.build)
         patch.setattr(cuda_sync, "_in_graphs", set())
 
     def build(self, *args: Any, device: torch.device, **options: Any) -> rw.BlockPlan:
@@ -52,12 +52,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return Gpu(monkeypatch)
 
 
-def plan(of: cache.PlanCache, n: int = 256) -> rw.BlockPlan:
+def plan(of: cached_plans.PlanCache, n: int = 256) -> rw.BlockPlan:
     return of.get(rw.Causal(), n, n, tile=(64, 64), device=CUDA)
 
 
 def test_a_plan_in_a_graph_lives_on_when_it_is_evicted(gpu: Gpu) -> None:
-    kept = cache.PlanCache()
+    kept = cached_plans.PlanCache()
     plan(kept)
     gpu.capturing = True
     in_graph = weakref.ref(plan(kept))
@@ -71,7 +71,7 @@ def test_a_plan_in_a_graph_lives_on_when_it_is_evicted(gpu: Gpu) -> None:
 
 def test_a_plan_built_in_a_capture_serves_its_graph_alone(gpu: Gpu) -> None:
     """A plan that is built during a capture is used in that graph only, since it has no values before a replay."""
-    kept = cache.PlanCache()
+    kept = cached_plans.PlanCache()
     gpu.capturing = True
     first = plan(kept)
     assert plan(kept) is not first
@@ -91,7 +91,7 @@ def test_the_host_makes_nothing_in_a_capture(gpu: Gpu, monkeypatch: pytest.Monke
 
 
 def test_another_stream_waits_once_and_holds_the_memory(gpu: Gpu) -> None:
-    kept = cache.PlanCache()
+    kept = cached_plans.PlanCache()
     made = plan(kept)
     own, gpu.stream = gpu.stream, Stream()
     for _ in range(3):
@@ -111,6 +111,6 @@ def test_nothing_of_it_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a CPU has no streams")
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", asked)
-    kept = cache.PlanCache()
+    kept = cached_plans.PlanCache()
     made = kept.get(rw.Causal(), 256, 256, tile=(64, 64))
     assert kept.get(rw.Causal(), 256, 256, tile=(64, 64)) is made

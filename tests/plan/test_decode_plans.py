@@ -18,7 +18,7 @@ import ringweave as rw
 from ringweave.cache import PATTERNS as KEPT
 from ringweave.cache import PROGRAMS
 from ringweave.patterns.shifted import with_offsets
-from ringweave.plan import cache, decode_plans, from_pattern, plan_cache
+from ringweave.plan import cached_plans, decode_plans, from_pattern, plan_cache
 from ringweave.plan.from_pattern import build
 
 from ..cases import PATTERNS as CASES
@@ -54,7 +54,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         made.append(0)
         return from_pattern.rows_of_elements(*args)
 
-    monkeypatch.setattr(cache, "build", counted)
+    monkeypatch.setattr(cached_plans, "build", counted)
     monkeypatch.setattr(decode_plans, "rows_of_elements", counted_rows)
     plan_cache.clear()
     PROGRAMS.clear()
@@ -62,7 +62,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_of_rows", lambda *_: None)
+    monkeypatch.setattr(cached_plans, "_of_rows", lambda *_: None)
     plan_cache.clear()
 
 
@@ -218,7 +218,7 @@ def test_steps_in_pages(name: str) -> None:
 @pytest.mark.parametrize("name", list(RAGGED))
 def test_ragged_plans_are_those_planned_anew(name: str) -> None:
     """Derived plans equal new ones for all kinds of offsets, lengths, dropped keys and padding, and raise equal errors."""
-    draw, gathered = random.Random(name), cache.PlanCache()
+    draw, gathered = random.Random(name), cached_plans.PlanCache()
 
     def some(low: int, high: int) -> Tensor:
         return torch.tensor([draw.choice([low, draw.randint(low, high)]) for _ in range(batch)])
@@ -335,7 +335,7 @@ def test_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cached rows are bounded in number and bytes; further rows are planned without the cache."""
     monkeypatch.setattr(decode_plans, "_MOST_ROWS", 20)
     KEPT.clear()
-    pattern, gathered = PATTERNS["sinks"], cache.PlanCache(max_bytes=2**20)
+    pattern, gathered = PATTERNS["sinks"], cached_plans.PlanCache(max_bytes=2**20)
     for n in range(300, 900, 11):
         lengths = torch.arange(n, n + 30)
         held = with_offsets(pattern, lengths - 1, 0, 30)[0] & rw.KeyPadding(lengths)
@@ -348,7 +348,7 @@ def test_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["causal", "sinks"])
 def test_the_next_steps_of_a_batch_are_planned_ahead(name: str, built: list[int]) -> None:
     """A growing batch is planned once at its first step and once for its next 16; elements that enter a new tile are few."""
-    pattern, gathered, lengths = PATTERNS.get(name, CAUSAL), cache.PlanCache(), torch.arange(300, 1000, 23)
+    pattern, gathered, lengths = PATTERNS.get(name, CAUSAL), cached_plans.PlanCache(), torch.arange(300, 1000, 23)
     for _ in range(17):
         batch = len(lengths)
         held = with_offsets(pattern, lengths - 1, 0, batch)[0] & rw.KeyPadding(lengths)
@@ -360,7 +360,7 @@ def test_the_next_steps_of_a_batch_are_planned_ahead(name: str, built: list[int]
 
 
 def test_rows_after_interrupted_planning(monkeypatch: pytest.MonkeyPatch) -> None:
-    gathered, pattern = cache.PlanCache(), PATTERNS["sinks"]
+    gathered, pattern = cached_plans.PlanCache(), PATTERNS["sinks"]
     KEPT.clear()
 
     def interrupted(*_: object) -> int:
@@ -376,7 +376,7 @@ def test_rows_after_interrupted_planning(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_threads_plan_steps_together() -> None:
-    gathered, pattern = cache.PlanCache(), PATTERNS["sinks"]
+    gathered, pattern = cached_plans.PlanCache(), PATTERNS["sinks"]
     want = {n: build(pattern & rw.KeyPadding(n), 1, 1024, q_offset=n - 1, tile=(16, 128)) for n in range(400, 440)}
 
     def work(seed: int) -> None:
