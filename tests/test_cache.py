@@ -27,7 +27,7 @@ REGISTERS = {
     "parallel/transport/transport.py": {"_made"},
     "patterns/function.py": {"_holders", "_tickets", "_by_state"},  # living objects, weakly
     "plan/cuda_sync.py": {"_made", "_in_graphs"},  # events, and tensors that graphs read
-    "terms.py": {"KINDS"},
+    "terms/term.py": {"KINDS"},
 }
 _CONTAINERS = {"dict", "set", "list", "deque", "OrderedDict", "defaultdict", "Counter", "LRUCache"}
 

@@ -30,7 +30,8 @@ from ringweave.call import Arguments
 from ringweave.errors import RingweaveError
 from ringweave.patterns.declared import DECLARED
 from ringweave.patterns.shifted import with_offsets
-from ringweave.terms import KINDS, Term, terms_of, written
+from ringweave.terms import KINDS, Term
+from ringweave.terms.term import terms_of, written
 
 N = 48
 SECONDS = 3.0  # CPU seconds for one call

@@ -139,7 +139,7 @@ else:
     raise AssertionError("a period of 0")
 """,
     "Add a score term": """
-from ringweave.terms import terms_of, written
+from ringweave.terms.term import terms_of, written
 assert "Clamp" not in dir(rw)
 Clamp = rw.terms.Clamp
 term, mask = Clamp(-0.4, 0.7), torch.ones(200, 200, dtype=torch.bool).tril()

@@ -23,7 +23,8 @@ from ringweave import terms as declarations
 from ringweave.backends import BACKENDS, cpu, flex, triton
 from ringweave.call import Call, Operands
 from ringweave.program import Program, compiled
-from ringweave.terms import Term, terms_of, written
+from ringweave.terms import Term
+from ringweave.terms.term import terms_of, written
 
 from .cases import PATTERNS
 from .dropped import kept, next_seed

@@ -33,7 +33,6 @@ from .plan import BlockPlan as BlockPlan
 from .plan import PlanCache as PlanCache
 from .plan import plan
 from .precision import Precision
-from .terms import ALiBi, Bias, DistanceBias, Softcap
 from .types import AttentionOutput as AttentionOutput
 
 if TYPE_CHECKING:
@@ -65,6 +64,7 @@ if TYPE_CHECKING:
     from .patterns import Pattern as Pattern
     from .plan import from_block_mask as from_block_mask
     from .reports.explanation import explain
+    from .terms import ALiBi, Bias, DistanceBias, Softcap
     from .weights import BlockWeights as BlockWeights
     from .weights import attention_weights
 
@@ -138,9 +138,13 @@ _SUBMODULES = ("adaptive", "integrations", "memory", "nn", "parallel")
 # modules of the distributions ringweave-audit and ringweave-lab
 _ADDED = ("audit", "bench", "tune")
 _ELSEWHERE = {
+    "ALiBi": "terms",
+    "Bias": "terms",
     "BlockWeights": "weights",
     "ContextParallel": "parallel",
+    "DistanceBias": "terms",
     "PagedCache": "kv_cache",
+    "Softcap": "terms",
     "attention_weights": "weights",
     "explain": "reports.explanation",
     "from_block_mask": "plan.interop",

@@ -16,7 +16,8 @@ from .merge import merge, with_sinks
 from .patterns import Causal, Full, Pattern
 from .precision import NATIVE, Precision, as_precision
 from .program_cache import find, keep
-from .terms import Term, as_terms
+from .terms import Term
+from .terms.term import as_terms
 from .torch_ops import attend, run
 from .types import FIRST_POSITION, AttentionOutput, Pages
 from .validate import check_on_oom, check_sinks, checked, converted, paged

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +14,13 @@ from .patterns import Full, Pattern, check_extents
 from .patterns.shifted import first_positions
 from .plan import pattern_of
 from .precision import Precision, Scales, dequantize_rows
-from .terms import Dropout, Term, TermOperands, tables_in, terms_of, written
+from .terms import Term
+from .terms.term import tables_in, terms_of, written
 from .torch_compat import require
 from .types import Context, Pages, acc_dtype
+
+if TYPE_CHECKING:
+    from .terms.operands import TermOperands
 
 
 class Arguments(NamedTuple):
@@ -296,6 +300,9 @@ def term_operands(
     """
     if not call.terms and not call.dropout:
         return None
+    from .terms.dropout import Dropout
+    from .terms.operands import TermOperands
+
     count, seeds = tables_in(call.terms), int(call.dropout > 0)
     first = len(tensors) - seeds - count
     flags = iter([False] * count if learns is None else learns[first : first + count])

@@ -20,7 +20,8 @@ from .patterns import Causal, Full, LongNet, Pattern
 from .patterns.alignment import first_query
 from .patterns.fitting import refuse
 from .precision import NATIVE, Precision, as_precision
-from .terms import Bias, Term, as_terms
+from .terms import Bias, Term
+from .terms.term import as_terms
 from .validate import checked_dropout
 from .weights import BlockWeights, attention_weights
 

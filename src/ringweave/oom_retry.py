@@ -25,7 +25,7 @@ from torch import Tensor
 from .call import Call, Operands
 from .errors import PatternError, ShapeError, UnsupportedError, is_out_of_memory, warn_once
 from .patterns import Pattern, SlidingWindow
-from .plan.from_pattern import DEFAULT_TILE
+from .plan.tile_size import DEFAULT_TILE
 from .program import Program, Returned
 from .types import acc_dtype
 

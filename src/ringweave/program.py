@@ -19,12 +19,13 @@ from .backends.backend import Backend, Heads, Part, Prepared, Upstream, delta_in
 from .call import Call, Operands, term_operands
 from .errors import UnsupportedError, shown
 from .plan import BlockPlan, Branch, branches, step_plan, summands
-from .plan.from_pattern import default_tile
-from .terms import TermOperands, tables_in
+from .plan.tile_size import default_tile
+from .terms.term import tables_in
 from .types import acc_dtype
 
 if TYPE_CHECKING:
     from .plan.steps import StepPart
+    from .terms.operands import TermOperands
 
 # backends that auto considers, best first; the last one runs every call
 PREFERENCE: tuple[str, ...] = ("cpu", "sdpa", "flash", "triton", "dense_batched")

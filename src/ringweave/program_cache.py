@@ -26,11 +26,12 @@ from .patterns import Pattern
 from .patterns.alignment import END
 from .patterns.base import names_in
 from .plan import Branch
-from .plan.from_pattern import default_tile
 from .plan.steps import StepPart, parts_of_step
+from .plan.tile_size import default_tile
 from .precision import NATIVE, Precision
 from .program import Program, Step, compiled, is_whole
-from .terms import Term, threshold_of
+from .terms import Term
+from .terms.dropout import threshold_of
 from .torch_compat import is_plain_cpu, no_interception
 from .types import NotGiven, Pages
 

@@ -26,7 +26,9 @@ from .patterns.fitting import refuse
 from .patterns.shifted import with_offsets
 from .precision import as_precision, quantize_rows
 from .program import compiled, names
-from .terms import Term, as_terms, rounded, threshold_of
+from .terms import Term
+from .terms.dropout import threshold_of
+from .terms.term import as_terms, rounded
 from .torch_ops import refuse_gradient
 from .types import DTYPES, FIRST_POSITION
 

@@ -18,7 +18,8 @@ from ringweave.cache import COMPILED
 from ringweave.call import Call
 from ringweave.errors import UnsupportedError
 from ringweave.plan import Branch, branches
-from ringweave.terms import Term, TermOperands
+from ringweave.terms import Term
+from ringweave.terms.operands import TermOperands
 
 from .. import oracle
 from ..cases import MIXTURES, PATTERNS

@@ -23,7 +23,7 @@ from ringweave.backends.triton.launch_config import Device, LaunchConfig, launch
 from ringweave.call import Call
 from ringweave.plan import Branch, branches, plan, unpack_masks
 from ringweave.plan.from_pattern import build
-from ringweave.terms import TermOperands
+from ringweave.terms.operands import TermOperands
 
 from ..cases import PATTERNS
 

@@ -18,7 +18,7 @@ from ringweave.backends import BACKENDS
 from ringweave.call import Call, Operands
 from ringweave.errors import ShapeError, UnsupportedError
 from ringweave.host_offload import HostProgram
-from ringweave.plan.from_pattern import default_tile
+from ringweave.plan.tile_size import default_tile
 from ringweave.program import Program, Returned
 
 from .. import oracle

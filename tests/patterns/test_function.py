@@ -27,7 +27,7 @@ import ringweave as rw
 from ringweave.errors import PatternError
 from ringweave.patterns import Pattern
 from ringweave.patterns.function import Reads
-from ringweave.plan import cached_plans, pattern_of, plan_cache
+from ringweave.plan import from_pattern, pattern_of, plan_cache
 
 N = 40
 
@@ -603,7 +603,7 @@ def test_the_number_of_a_function_stands_for_the_state_that_it_read() -> None:
 def test_a_number_that_changes_while_it_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     reach = 2
     pattern = rw.TokenMask(lambda b, h, q, k: (q - k).abs() <= reach)
-    build = cached_plans.build
+    build = from_pattern.build
 
     def interrupted(*args: Any, **options: Any) -> Any:
         nonlocal reach
@@ -611,7 +611,7 @@ def test_a_number_that_changes_while_it_is_planned(monkeypatch: pytest.MonkeyPat
         return build(*args, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(cached_plans, "build", interrupted)
+        patched.setattr(from_pattern, "build", interrupted)
         with pytest.raises(PatternError, match="a function that reads values that were changed during planning"):
             pattern.plan(N)
     for reach in (2, 5):

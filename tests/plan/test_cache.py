@@ -195,7 +195,7 @@ def test_the_current_gpu_is_one_place_with_and_without_its_number(monkeypatch: p
         return build(*arguments, **rest)
 
     module = importlib.import_module("ringweave.plan.cached_plans")
-    monkeypatch.setattr(module, "build", on_cpu)
+    monkeypatch.setattr(importlib.import_module("ringweave.plan.from_pattern"), "build", on_cpu)
     monkeypatch.setattr(module, "record_stream", lambda plan, device: True)
     monkeypatch.setattr(module, "wait_for_stream", lambda plan, device: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -11,6 +11,7 @@ import torch
 
 import ringweave as rw
 from ringweave.plan import cached_plans, cuda_sync, from_pattern
+from ringweave.plan.from_pattern import build
 
 CUDA = torch.device("cuda", 0)
 
@@ -38,13 +39,13 @@ class Gpu:
         patch.setattr(torch.cuda, "current_stream", lambda device: self.stream)
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.Tensor, "record_stream", lambda x, stream: self.read.append((x, stream)))
-        patch.setattr(cached_plans, "build", self.build)
+        patch.setattr(from_pattern, "build", self.build)
         patch.setattr(cuda_sync, "_in_graphs", set())
 
     def build(self, *args: Any, device: torch.device, **options: Any) -> rw.BlockPlan:
         """Build a plan as a table's is built on a device: without the host, and so also in a capture."""
         assert device == CUDA
-        return from_pattern.build(*args, device="cpu", **options)
+        return build(*args, device="cpu", **options)
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def test_the_host_makes_nothing_in_a_capture(gpu: Gpu, monkeypatch: pytest.Monke
     gpu.capturing = True
     monkeypatch.setattr(from_pattern, "check_device", lambda device: device)
     with pytest.raises(rw.UnsupportedError, match="while a CUDA graph is captured"):
-        from_pattern.build(rw.Causal(), 256, 256, tile=(64, 64), device=CUDA)
+        build(rw.Causal(), 256, 256, tile=(64, 64), device=CUDA)
 
 
 def test_another_stream_waits_once_and_holds_the_memory(gpu: Gpu) -> None:

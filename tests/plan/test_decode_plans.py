@@ -54,7 +54,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         made.append(0)
         return from_pattern.rows_of_elements(*args)
 
-    monkeypatch.setattr(cached_plans, "build", counted)
+    monkeypatch.setattr(from_pattern, "build", counted)
     monkeypatch.setattr(decode_plans, "rows_of_elements", counted_rows)
     plan_cache.clear()
     PROGRAMS.clear()

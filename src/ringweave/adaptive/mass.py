@@ -16,7 +16,8 @@ from ..errors import PatternError, ShapeError, UnsupportedError, shown
 from ..patterns import LongNet, Pattern
 from ..patterns.shifted import first_positions
 from ..plan import BlockPlan, Branch, plan
-from ..terms import Term, TermOperands
+from ..terms import Term
+from ..terms.operands import TermOperands
 from ..torch_compat import mapped, wrapped
 from ..types import acc_dtype
 from ..validate import checked

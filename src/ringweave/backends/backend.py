@@ -12,7 +12,6 @@ from torch import Tensor
 from ..call import Call, Operands
 from ..plan import BlockPlan, Branch
 from ..precision import Scales
-from ..terms import KINDS
 from ..types import Pages
 
 
@@ -208,6 +207,8 @@ def no_terms(device: str) -> Iterable[str]:
 
 def by_formula(device: str) -> Iterable[str]:
     """Return all kinds of score terms, for backends that evaluate the formula of a term's class with PyTorch."""
+    from ..terms import KINDS
+
     return KINDS
 
 

@@ -18,7 +18,8 @@ from ..errors import ShapeError, UnsupportedError
 from ..merge import merge_into as merge_with_torch
 from ..plan import BlockPlan, Branch, Spacing
 from ..precision import STORED, Scales
-from ..terms import KINDS, Term, TermOperands
+from ..terms import KINDS, Term
+from ..terms.operands import TermOperands
 from ..types import Pages
 from . import forks
 from .backend import Backend, Part, Prepared, Upstream, readable

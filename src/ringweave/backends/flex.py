@@ -18,7 +18,9 @@ from torch import Tensor
 from ..cache import COMPILED, derived_values
 from ..call import Call, Operands
 from ..plan import Branch
-from ..terms import KINDS, Term, TermOperands, written
+from ..terms import KINDS, Term
+from ..terms.operands import TermOperands
+from ..terms.term import written
 from ..torch_compat import AUTOGRAD_WITHIN, autograd_within
 from .backend import Backend, Upstream
 

@@ -35,7 +35,9 @@ from ..errors import in_a_line, says_no_memory
 from ..patterns import BlockTable, Causal, Full, Global, Pattern, SlidingWindow
 from ..plan import Branch
 from ..precision import Scales, quantize_rows
-from ..terms import DROPOUT_LEVELS, KINDS, Dropout, TermOperands
+from ..terms import KINDS
+from ..terms.dropout import DROPOUT_LEVELS, Dropout
+from ..terms.operands import TermOperands
 from . import reference, tuning
 from .backend import Backend, Upstream
 from .tuning_keys import where

@@ -16,7 +16,8 @@ from ..call import Call
 from ..patterns import Full, Pattern
 from ..patterns.algebra import leaves, replace
 from ..plan import Branch
-from ..plan.from_pattern import default_tile, estimate_tiles
+from ..plan.from_pattern import estimate_tiles
+from ..plan.tile_size import default_tile
 
 if TYPE_CHECKING:
     from ..patterns import BlockTable

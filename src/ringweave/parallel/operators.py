@@ -17,7 +17,9 @@ from torch import Tensor
 from ..backends.backend import readable
 from ..call import Arguments, Call, Operands, term_operands
 from ..errors import UnsupportedError
-from ..terms import DROPOUT_LEVELS, Term, tables_in
+from ..terms import Term
+from ..terms.dropout import DROPOUT_LEVELS
+from ..terms.term import tables_in
 from ..torch_compat import transforming, untraced
 from ..torch_ops import (
     differentiate,

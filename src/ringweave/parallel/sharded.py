@@ -15,7 +15,8 @@ from ..call import PER_HEAD, Arguments
 from ..errors import PatternError, ShapeError, UnsupportedError
 from ..patterns import Pattern
 from ..patterns.fitting import refuse
-from ..terms import Term, as_terms
+from ..terms import Term
+from ..terms.term import as_terms
 from ..validate import check_sinks, check_tensors
 
 if TYPE_CHECKING:

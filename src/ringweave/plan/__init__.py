@@ -13,8 +13,9 @@ from ..patterns.alignment import first_of_sizes
 from ..patterns.fitting import fitting
 from ..patterns.shifted import with_offsets
 from .block_plan import BlockPlan, pack_masks, unpack_masks
-from .branches import Branch, Sizes, Spacing, branches, mixture, summands, tile_sides
+from .branches import Branch, Sizes, Spacing, branches, mixture, summands
 from .cached_plans import CacheStatistics, PlanCache, pattern_of, plan_cache, step_plan
+from .tile_size import tile_sides
 
 if TYPE_CHECKING:
     from .interop import from_block_mask

@@ -29,13 +29,11 @@ from ..patterns.tiles import StridedView
 from ..patterns.within import Within
 from .block_plan import BlockPlan
 from .cached_plans import plan_cache
-from .from_pattern import check_tile, default_tile, estimate_tiles
+from .tile_size import default_tile, tile_sides
 
 if TYPE_CHECKING:
     from ..patterns import LongNet
 
-# Sides of blocks that are used as tile sides; the overhead of smaller tiles is too large.
-_BLOCK_SIDES = (32, 128)
 # Cost of starting another branch, and of merging one of its row tiles, in computed tiles of 128 x 128.
 _BRANCH_COST = 16
 _MERGE_COST = 0.25
@@ -139,16 +137,6 @@ class Branch:
             tile=self.tile if tile is None else tile_sides(tile, self.pattern, self.nq, self.nk),
             device=device,
         )
-
-
-def tile_sides(tile: int | tuple[int, int] | None, pattern: Pattern, nq: int, nk: int) -> tuple[int, int]:
-    """Return (q_tile, kv_tile) for a side, both sides or None; None uses the pattern's block side if it is suitable."""
-    if tile is None:
-        side = pattern.block_side
-        if side is not None and _BLOCK_SIDES[0] <= side <= _BLOCK_SIDES[1] and side % 16 == 0:
-            return side, side
-        return default_tile(nq), default_tile(nk)
-    return check_tile(tile)
 
 
 # approximate bytes of one branch
@@ -348,6 +336,8 @@ def _fits(branch: Branch) -> bool:
 
 def _cost(program: list[Branch]) -> float:
     """Model the cost in tiles of 128 x 128: computed tiles, plus starting and merging further branches."""
+    from .from_pattern import estimate_tiles
+
     total = 0.0
     seen: dict[tuple[object, ...], float] = {}
     for branch in program:

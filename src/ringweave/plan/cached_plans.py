@@ -15,7 +15,7 @@ from ..patterns.cache_key import CacheKey
 from ..patterns.fitting import refuse
 from .block_plan import BlockPlan, Extent
 from .cuda_sync import record_stream, wait_for_stream
-from .from_pattern import build, check_tile
+from .tile_size import check_tile
 
 # bytes of a plan besides its elements, for nine tensors in one piece and the cache entry; measured
 _PLAN_BYTES = 8 * 2**10
@@ -153,6 +153,9 @@ def _of_rows(pattern: Pattern, sizes: tuple[int, ...], device: torch.device) -> 
 
 
 def _built(pattern: Pattern, sizes: tuple[int, ...], device: torch.device) -> BlockPlan:
+    # imported with the first plan
+    from .from_pattern import build
+
     nq, nk, heads, batch, q_offset, *tile = sizes
     sides = (tile[0], tile[1])
     return build(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=sides, device=device)

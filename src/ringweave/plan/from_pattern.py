@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..cache import PATTERNS
 from ..checks import check_device
-from ..errors import PatternError, ShapeError, shown
+from ..errors import PatternError, ShapeError
 from ..patterns import Pattern
 from ..patterns.batch_axis import Shared
 from ..patterns.fitting import check_extents
@@ -26,6 +26,7 @@ from ..patterns.within import batched, by_head, check_bounds, elements
 from .block_plan import BlockPlan, Extent
 from .csr import RowSet, assemble, limit
 from .cuda_sync import record_stream, require_no_capture, wait_for_stream
+from .tile_size import check_tile, default_tile
 
 if TYPE_CHECKING:
     from ..patterns.table import BlockTable
@@ -37,32 +38,8 @@ _TILES_SAMPLED = 2**22
 _FIRST_BITS = np.array([(1 << n) - 1 for n in range(9)], np.uint8)
 #: Most tiles in a row or in a column.
 MOST_IN_A_LINE = 2**24
-DEFAULT_TILE = 128
 #: A pattern, and the starts of its distinct batch elements on the axis of all elements.
 _Alike = tuple[Pattern, Int64]
-
-
-def default_tile(n: int) -> int:
-    """Return the tile side for a length: 128, or the least power of two >= 16 that covers a shorter sequence."""
-    return min(DEFAULT_TILE, max(16, 1 << (n - 1).bit_length()))
-
-
-def check_tile(tile: object) -> tuple[int, int]:
-    """Check one tile side or both, and return (q_tile, kv_tile).
-
-    Raises:
-        ShapeError: A side is not a multiple of 16, or too large.
-    """
-    sides = tile if isinstance(tile, (tuple, list)) else (tile, tile)
-    if len(sides) == 2 and all(_is_side(side) for side in sides):
-        return int(sides[0]), int(sides[1])
-    raise ShapeError("tile", shown(tuple(sides)), "multiples of 16 from 16 to 1024, one or two", "Use 128.")
-
-
-def _is_side(side: object) -> bool:
-    if isinstance(side, bool) or not isinstance(side, (int, np.integer)):
-        return False
-    return 16 <= int(side) <= 1024 and int(side) % 16 == 0
 
 
 def build(

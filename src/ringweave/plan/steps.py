@@ -15,7 +15,7 @@ from ..errors import PatternError
 from ..patterns import Pattern
 from ..patterns.base import DistanceProfile
 from .branches import Branch, Spacing, summands
-from .from_pattern import default_tile
+from .tile_size import default_tile
 
 # approximate bytes of an entry about a pattern
 _PATTERN_BYTES = 2048

@@ -25,7 +25,8 @@ from ..patterns.fitting import fitting
 from ..patterns.shifted import Shifted, first_positions, with_offsets
 from ..plan import BlockPlan, Branch, branches
 from ..plan.causality import causality
-from ..terms import Term, as_terms
+from ..terms import Term
+from ..terms.term import as_terms
 from ..types import DTYPES, Causality, acc_dtype
 from ..units import count, flops, nbytes, percent
 from ..validate import checked_dropout, features

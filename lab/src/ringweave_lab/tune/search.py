@@ -22,7 +22,8 @@ from ringweave.backends.triton.launch_config import LaunchConfig, Request
 from ringweave.backends.tuning import KernelKey
 from ringweave.call import Call, Operands
 from ringweave.plan import Branch
-from ringweave.plan.from_pattern import default_tile, estimate_tiles
+from ringweave.plan.from_pattern import estimate_tiles
+from ringweave.plan.tile_size import default_tile
 from ringweave.program import PREFERENCE, unsupported_reason
 
 from .descent import Tuned, descend

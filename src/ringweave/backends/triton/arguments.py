@@ -9,7 +9,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...plan import BlockPlan
-from ...terms import Term, TermOperands
+from ...terms import Term
+from ...terms.operands import TermOperands
 from ..backend import Upstream
 from . import queues
 from .kernels.score_terms import KINDS, OWN, SUMMED

@@ -19,7 +19,7 @@ from ...memory.workspace import Workspace
 from ...plan import Branch
 from ...plan.subplan import CutBranch, subplan
 from ...program import choose_backend
-from ...terms import TermOperands
+from ...terms.operands import TermOperands
 from ..planning.demand import Bools, Demand
 from ..planning.placement import Int64
 from .tokens import Tokens

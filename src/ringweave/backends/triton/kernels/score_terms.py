@@ -154,7 +154,7 @@ def _add(x, at, table):
 def kept(b, head, query, key, drop):
     """Return which pairs dropout keeps.
 
-    Each pair uses 16 bits of Philox4x32-10 at the counter (key // 8, query, head, batch), as in terms.py.
+    Each pair uses 16 bits of Philox4x32-10 at the counter (key // 8, query, head, batch), as in dropout.py.
     """
     low, high = (drop[0] >> 4) | (drop[1] << 12), (drop[2] >> 4) | (drop[3] << 12)
     low, high = low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)
