@@ -52,7 +52,7 @@ def alike(one: Find, other: Find) -> bool:
 #: otherwise small calls would have one tile and one branch
 FINE = (
     "import sys, ringweave; m = sys.modules; m['ringweave.plan.branches']._BRANCH_COST = -1e9; "
-    "m['ringweave.plan.from_pattern'].DEFAULT_TILE = 16"
+    "m['ringweave.plan.tile_size'].DEFAULT_TILE = 16"
 )
 
 

@@ -1,56 +1,28 @@
-"""Modules of multi-head attention: over a pattern, with the parameters of torch's own module, and on grids."""
+"""Multi-head attention over a pattern, with the parameters of torch's own module."""
 
 from __future__ import annotations
 
-import inspect
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from .api import attention, longnet_attention, neighborhood_attention
-from .call import Arguments
-from .checks import flag, number, one_of, whole
-from .errors import PatternError, ShapeError, UnsupportedError, shown
-from .hierarchical import COMBINATIONS, hierarchical_attention
-from .names import only, suggest
-from .patterns import Causal, Full, LongNet, Pattern
-from .patterns.alignment import first_query
-from .patterns.fitting import refuse
-from .precision import NATIVE, Precision, as_precision
-from .terms import Bias, Term
-from .terms.term import as_terms
-from .validate import checked_dropout
-from .weights import BlockWeights, attention_weights
+from ..api import attention
+from ..checks import flag, number, whole
+from ..errors import ShapeError, UnsupportedError, shown
+from ..patterns import Causal, Full, Pattern
+from ..patterns.alignment import first_query
+from ..patterns.fitting import refuse
+from ..precision import NATIVE, Precision, as_precision
+from ..terms import Bias, Term
+from ..terms.term import as_terms
+from ..validate import checked_dropout
+from ..weights import BlockWeights, attention_weights
+from .options import accepted_options, module_sizes
 
 if TYPE_CHECKING:
-    from .parallel import ContextParallel
-
-
-# the parameters of the functions that modules call in place of attention
-_PARAMETERS = {
-    function.__name__: frozenset(inspect.signature(function).parameters)
-    for function in (longnet_attention, hierarchical_attention, attention_weights)
-}
-
-
-def _accepted(function: str, options: Mapping[str, Any], user: str) -> dict[str, Any]:
-    """Return those of attention's arguments that another function takes too, for the module or option ``user``.
-
-    Raises:
-        UnsupportedError: Another argument does not have its default, so the function would ignore it.
-    """
-    accepted = {}
-    for name, value in options.items():
-        default = Arguments._field_defaults[name]
-        if name in _PARAMETERS[function]:
-            accepted[name] = value
-        elif value is not default and (isinstance(value, Tensor) or value != default):
-            wanted = f"{default!r}, the default, with {user}"
-            raise UnsupportedError(name, shown(value), wanted, "Leave out the option that sets it.")
-    return accepted
+    from ..parallel import ContextParallel
 
 
 class MultiheadAttention(nn.Module):
@@ -128,7 +100,7 @@ class MultiheadAttention(nn.Module):
                 raise UnsupportedError(name, True, "False", "Pass sink_logits=True for a learned sink.")
         if not isinstance(pattern, Pattern):
             refuse(pattern)
-        self.embed_dim, self.num_heads, self.num_kv_heads = _sizes(embed_dim, num_heads, num_kv_heads)
+        self.embed_dim, self.num_heads, self.num_kv_heads = module_sizes(embed_dim, num_heads, num_kv_heads)
         self.head_dim = self.embed_dim // self.num_heads
         self.dropout = checked_dropout(dropout)
         self.batch_first = flag("batch_first", batch_first, ShapeError)
@@ -331,7 +303,8 @@ class MultiheadAttention(nn.Module):
     def _options(self) -> dict[str, Any]:
         """Return the arguments of attention that the module's options set.
 
-        A module that computes attention by another function refuses those that it does not take: see ``_accepted``.
+        A module that computes attention by another function refuses those that it does not take; see
+        ``accepted_options``.
         """
         return {
             "terms": self.terms,
@@ -348,270 +321,12 @@ class MultiheadAttention(nn.Module):
         return attention(q, k, v, pattern, **options)
 
     def _weights(self, q: Tensor, k: Tensor, pattern: Pattern, options: Mapping[str, Any]) -> BlockWeights:
-        return attention_weights(q, k, pattern, **_accepted("attention_weights", options, "need_weights=True"))
+        return attention_weights(q, k, pattern, **accepted_options("attention_weights", options, "need_weights=True"))
 
     def extra_repr(self) -> str:
         """Return the sizes and the pattern for the module's repr."""
         shared = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
         return f"{self.embed_dim}, {self.num_heads}{shared}, pattern={self.pattern!r}"
-
-
-class LongNetAttention(MultiheadAttention):
-    """Multi-head LongNet attention: a mixture of dilated branches; see :func:`ringweave.longnet_attention`.
-
-    Args:
-        embed_dim: Channels of the inputs and of the output.
-        num_heads: Query heads; divides embed_dim.
-        segments: Segment length of each branch, in tokens.
-        rates: Dilation rate of each branch; divides its segment.
-        causal: Whether keys after the query are left out.
-        offset: Residue that a head keeps: ``"interleaved"``, ``"grouped"`` or an int.
-        heads: ``"shared"`` or ``"partitioned"``.
-        detach_weights: Whether backward treats the branch weights as constants.
-        **options: Options of :class:`MultiheadAttention`, except ``pattern``; with ``detach_weights`` also without
-            those that :func:`ringweave.longnet_attention` does not take.
-    Raises:
-        PatternError: The lists differ in length, or a rate does not divide its segment.
-        UnsupportedError: An option is passed that the module would not use; in a call, a mask.
-    Example:
-        >>> x = torch.randn(2, 128, 64)
-        >>> layer = rw.nn.LongNetAttention(64, 4, segments=[32, 128], rates=[1, 4], causal=True, batch_first=True)
-        >>> layer(x, x, x)[0].shape
-        torch.Size([2, 128, 64])
-
-    References:
-        Ding et al. (2023), LongNet: scaling transformers to 1,000,000,000 tokens, section 2.2.
-    """
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        segments: Sequence[int],
-        rates: Sequence[int],
-        causal: bool = False,
-        offset: str | int = "interleaved",
-        heads: str = "shared",
-        detach_weights: bool = False,
-        **options: Any,
-    ) -> None:
-        _refuse_pattern(options, "the branches are the pattern")
-        mixture = LongNet(segments, rates, causal=causal, offset=offset, heads=heads)
-        super().__init__(embed_dim, num_heads, pattern=mixture, **options)
-        self.detach_weights = flag("detach_weights", detach_weights, ShapeError)
-        if self.detach_weights:
-            _accepted("longnet_attention", self._options(), "detach_weights=True")
-
-    def _attend(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Mapping[str, Any]
-    ) -> Tensor:
-        if not self.detach_weights:
-            return super()._attend(x, q, k, v, pattern, options)
-        accepted = _accepted("longnet_attention", options, "detach_weights=True")
-        if not isinstance(pattern, LongNet):
-            remedy = "Use another module for other patterns."
-            raise PatternError("pattern", repr(pattern), "a LongNet, with detach_weights=True", remedy)
-        return longnet_attention(
-            q,
-            k,
-            v,
-            segments=pattern.segments,
-            rates=pattern.rates,
-            causal=pattern.causal,
-            offset=pattern.offset,
-            heads=pattern.heads,
-            detach_weights=True,
-            **accepted,
-        )
-
-
-class HierarchicalAttention(MultiheadAttention):
-    """Multi-head attention at two scales: near and chosen keys one by one, and the means of all other blocks.
-
-    See :func:`ringweave.hierarchical_attention`. With ``combine="gates"`` the factors of the means, the chosen blocks
-    and the window are the sigmoid of a linear map of the query's input, for each head.
-
-    Args:
-        embed_dim: Channels of the inputs and of the output.
-        num_heads: Query heads; divides embed_dim.
-        pool: Tokens in a block of keys and in a tile of queries.
-        top_k: Number of blocks that each tile of queries chooses.
-        window: Number of tokens around a query that it attends one by one.
-        causal: Whether keys after the query are left out.
-        combine: ``"exact_cover"`` or ``"gates"``.
-        **options: Options of :class:`MultiheadAttention` that prepare queries, keys and values, and those that
-            :func:`ringweave.hierarchical_attention` takes.
-    Raises:
-        ShapeError: A size is below 1; top_k or window is below 0.
-        UnsupportedError: An option is passed that the module would not use; in a call, a mask or ``need_weights``.
-    Example:
-        >>> x = torch.randn(2, 128, 64)
-        >>> layer = rw.nn.HierarchicalAttention(64, 4, pool=16, top_k=2, window=16, causal=True, batch_first=True)
-        >>> layer(x, x, x)[0].shape
-        torch.Size([2, 128, 64])
-
-    References:
-        Yuan et al. (2025), Native sparse attention, section 3.2 (gates).
-    """
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        pool: int,
-        top_k: int,
-        window: int,
-        causal: bool = False,
-        combine: str = "exact_cover",
-        **options: Any,
-    ) -> None:
-        _refuse_pattern(options, "causal says which keys a query may attend")
-        self.causal = flag("causal", causal, ShapeError)
-        super().__init__(embed_dim, num_heads, pattern=Causal() if self.causal else Full(), **options)
-        _accepted("hierarchical_attention", self._options(), type(self).__name__)
-        self.pool = whole("pool", pool, 1, error=ShapeError)
-        self.top_k, self.window = (whole(n, x, 0, error=ShapeError) for n, x in (("top_k", top_k), ("window", window)))
-        self.combine = one_of("combine", combine, COMBINATIONS)
-        place: dict[str, Any] = {"device": options.get("device"), "dtype": options.get("dtype")}
-        self.gate = nn.Linear(self.embed_dim, 3 * self.num_heads, **place) if self.combine == "gates" else None
-
-    def _attend(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Mapping[str, Any]
-    ) -> Tensor:
-        if isinstance(options["q_offset"], Tensor):
-            wanted = "an int: queries have the same positions in every batch element"
-            raise UnsupportedError("q_offset", "a tensor", wanted, "Pass an int.")
-        if options["terms"] or pattern != self.pattern:
-            wanted = "no mask and is_causal=False"
-            got = repr(pattern) if pattern != self.pattern else "a mask tensor or terms"
-            raise UnsupportedError("attn_mask", got, wanted, "Create the module with causal=True.")
-        gates = None
-        if self.gate is not None:
-            gates = torch.sigmoid(self.gate(x)).unflatten(-1, (self.num_heads, 3)).transpose(1, 2)
-        return hierarchical_attention(
-            q,
-            k,
-            v,
-            pool=self.pool,
-            top_k=self.top_k,
-            window=self.window,
-            causal=self.causal,
-            combine=self.combine,
-            gates=gates,
-            **_accepted("hierarchical_attention", options, type(self).__name__),
-        )
-
-    def _weights(self, q: Tensor, k: Tensor, pattern: Pattern, options: Mapping[str, Any]) -> BlockWeights:
-        raise UnsupportedError("need_weights", True, "False", "The means of blocks have no weights by pair.")
-
-
-class NeighborhoodAttention(nn.Module):
-    """Multi-head neighborhood attention on tokens, images or video, as NATTEN's modules compute it.
-
-    See :func:`ringweave.neighborhood_attention`. One linear map, ``qkv``, projects the input, and another, ``proj``,
-    the result.
-
-    Args:
-        embed_dim: Channels of the input and of the output.
-        num_heads: Query heads; divides embed_dim.
-        window: Keys along each axis of the grid, one number for all axes or one for each.
-        dilation: Step between the keys of a window, one number for all axes or one for each.
-        is_causal: Whether an axis is causal, one bool for all axes or one for each.
-        bias: Whether the projections have biases.
-        num_kv_heads: Key heads; divides num_heads. With fewer, the projections of keys and values are smaller.
-        scale: Factor of the scores; 1 / sqrt(channels of a head) by default.
-        terms: Score terms, as in :func:`ringweave.neighborhood_attention`; the caller registers their parameters.
-        backend: ``"auto"`` or the name of a backend, as in :func:`ringweave.attention`.
-        device: Device of the parameters.
-        dtype: Dtype of the parameters.
-    Raises:
-        ShapeError: A size is below 1, or the heads do not divide it; in a call, the input does not fit.
-        PatternError: In a call, the window, dilation or is_causal does not fit the grid.
-    Example:
-        >>> layer = rw.nn.NeighborhoodAttention(64, 4, window=7, dilation=2)
-        >>> layer(torch.randn(2, 16, 20, 64)).shape
-        torch.Size([2, 16, 20, 64])
-
-    References:
-        Hassani et al. (2023), Neighborhood attention transformer, section 3.
-    """
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        window: int | Sequence[int],
-        dilation: int | Sequence[int] = 1,
-        is_causal: bool | Sequence[bool] = False,
-        *,
-        bias: bool = True,
-        num_kv_heads: int | None = None,
-        scale: float | None = None,
-        terms: Term | Sequence[Term] | None = (),
-        backend: str = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.embed_dim, self.num_heads, self.num_kv_heads = _sizes(embed_dim, num_heads, num_kv_heads)
-        self.head_dim = self.embed_dim // self.num_heads
-        self.window, self.dilation, self.is_causal = window, dilation, is_causal
-        self.scale, self.terms, self.backend = scale, as_terms(terms), backend
-        place: dict[str, Any] = {"bias": flag("bias", bias, ShapeError), "device": device, "dtype": dtype}
-        self.qkv = nn.Linear(self.embed_dim, self.embed_dim + 2 * self.num_kv_heads * self.head_dim, **place)
-        self.proj = nn.Linear(self.embed_dim, self.embed_dim, **place)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute attention of the projected input and project the result.
-
-        Args:
-            x: (batch, *grid, embed_dim), where grid is (n,), (height, width) or (time, height, width).
-        Returns:
-            Output, of x's shape.
-        """
-        if not isinstance(x, Tensor) or not 3 <= x.ndim <= 5 or x.shape[-1] != self.embed_dim:
-            wanted = f"(batch, *grid, {self.embed_dim}) with 1 to 3 grid axes"
-            raise ShapeError("x", shown(x), wanted, "Pass channels last.")
-        kv_dim = self.num_kv_heads * self.head_dim
-        parts = self.qkv(x).split([self.embed_dim, kv_dim, kv_dim], -1)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).movedim(-2, 1) for part in parts)
-        out = neighborhood_attention(
-            q,
-            k,
-            v,
-            self.window,
-            dilation=self.dilation,
-            is_causal=self.is_causal,
-            scale=self.scale,
-            terms=self.terms,
-            backend=self.backend,
-        )
-        return self.proj(out.movedim(1, -2).flatten(-2))  # type: ignore[no-any-return]
-
-    def extra_repr(self) -> str:
-        """Return the sizes and the window for the module's repr."""
-        shared = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
-        causal = f", is_causal={self.is_causal}" if self.is_causal else ""
-        return f"{self.embed_dim}, {self.num_heads}{shared}, window={self.window}, dilation={self.dilation}{causal}"
-
-
-def _refuse_pattern(options: Mapping[str, object], why: str) -> None:
-    if "pattern" in options:
-        raise UnsupportedError("pattern", shown(options["pattern"]), "no such option", f"Leave it out: {why}.")
-
-
-def _sizes(embed_dim: int, num_heads: int, num_kv_heads: int | None) -> tuple[int, int, int]:
-    """Return the checked sizes of a module; a module has as many key heads as query heads by default."""
-    embed_dim = whole("embed_dim", embed_dim, 1, error=ShapeError)
-    num_heads = whole("num_heads", num_heads, 1, error=ShapeError)
-    kv_heads = whole("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads, 1, error=ShapeError)
-    sizes = ("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", kv_heads)
-    for (name, size), (of, parts) in itertools.pairwise(sizes):
-        if size % parts:
-            raise ShapeError(of, parts, f"a divisor of {name}, {size}", f"Change {of} or {name}.")
-    return embed_dim, num_heads, kv_heads
 
 
 def _added(name: str, mask: object, shapes: Mapping[tuple[int, ...], tuple[int, ...]], q: Tensor) -> Tensor:
@@ -632,9 +347,3 @@ def _rotate(x: Tensor, positions: Tensor, rates: Tensor) -> Tensor:
     cos, sin = angles.cos(), angles.sin()
     first, second = x.float().chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
-
-
-__all__ = ["HierarchicalAttention", "LongNetAttention", "MultiheadAttention", "NeighborhoodAttention"]
-__dir__ = only(__all__)
-if not TYPE_CHECKING:
-    __getattr__ = suggest(__name__, __all__)

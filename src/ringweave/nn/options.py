@@ -1,0 +1,58 @@
+"""Checks of the sizes and options that modules of attention share."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..api import longnet_attention
+from ..call import Arguments
+from ..checks import whole
+from ..errors import ShapeError, UnsupportedError, shown
+from ..hierarchical import hierarchical_attention
+from ..weights import attention_weights
+
+# the parameters of the functions that modules call in place of attention
+_PARAMETERS = {
+    function.__name__: frozenset(inspect.signature(function).parameters)
+    for function in (longnet_attention, hierarchical_attention, attention_weights)
+}
+
+
+def accepted_options(function: str, options: Mapping[str, Any], user: str) -> dict[str, Any]:
+    """Return those of attention's arguments that another function takes too, for the module or option ``user``.
+
+    Raises:
+        UnsupportedError: Another argument does not have its default, so the function would ignore it.
+    """
+    accepted = {}
+    for name, value in options.items():
+        default = Arguments._field_defaults[name]
+        if name in _PARAMETERS[function]:
+            accepted[name] = value
+        elif value is not default and (isinstance(value, Tensor) or value != default):
+            wanted = f"{default!r}, the default, with {user}"
+            raise UnsupportedError(name, shown(value), wanted, "Leave out the option that sets it.")
+    return accepted
+
+
+def refuse_pattern(options: Mapping[str, object], why: str) -> None:
+    """Raise UnsupportedError if the options of a module that has its own pattern contain one."""
+    if "pattern" in options:
+        raise UnsupportedError("pattern", shown(options["pattern"]), "no such option", f"Leave it out: {why}.")
+
+
+def module_sizes(embed_dim: int, num_heads: int, num_kv_heads: int | None) -> tuple[int, int, int]:
+    """Return the checked sizes of a module; a module has as many key heads as query heads by default."""
+    embed_dim = whole("embed_dim", embed_dim, 1, error=ShapeError)
+    num_heads = whole("num_heads", num_heads, 1, error=ShapeError)
+    kv_heads = whole("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads, 1, error=ShapeError)
+    sizes = ("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", kv_heads)
+    for (name, size), (of, parts) in itertools.pairwise(sizes):
+        if size % parts:
+            raise ShapeError(of, parts, f"a divisor of {name}, {size}", f"Change {of} or {name}.")
+    return embed_dim, num_heads, kv_heads
