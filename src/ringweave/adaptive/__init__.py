@@ -1,4 +1,4 @@
-"""Data-dependent sparsity: block selection, measured attention mass, and a learned block indexer.
+"""Data-dependent sparsity: selection of blocks and keys, measured attention mass, and a learned block indexer.
 
 >>> table = rw.adaptive.select(q, k, top_k=3, block_size=32)
 >>> out, lse = rw.attention_with_lse(q, k, v, table & rw.Causal())
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ..names import only, suggest
 from .importance import ImportanceTracker
 from .indexer import BlockIndexer
+from .lightning import lightning_indexer, lightning_scores
 from .mass import TileMass, tile_mass
 from .pooling import KeyBounds, block_means
 from .selection import select
@@ -25,6 +26,8 @@ __all__ = [
     "SparsitySchedule",
     "TileMass",
     "block_means",
+    "lightning_indexer",
+    "lightning_scores",
     "select",
     "tile_mass",
 ]
