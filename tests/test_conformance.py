@@ -20,7 +20,7 @@ from ringweave.patterns import Pattern
 from ringweave_audit import conformance
 
 from .cases import MIXTURES, PATTERNS
-from .oracle import NAMES, Inputs, errors, exact, gradients, rounding, torch_errors
+from .oracle import NAMES, Expected, Inputs, attention, results
 
 EVERYTHING = PATTERNS | MIXTURES
 #: backends that take any relation on CPU tensors; the native kernel is missing if there was no compiler
@@ -36,35 +36,28 @@ def run(x: Inputs, pattern: Pattern, backend: str, **options: object) -> dict[st
     out, lse = rw.attention_with_lse(*leaves, pattern, backend=backend, **options)  # type: ignore[arg-type]
     assert out.dtype == x.q.dtype
     assert lse.dtype == (torch.float64 if x.q.dtype == torch.float64 else torch.float32)
-    return dict(zip(NAMES, [out.detach(), lse.detach(), *gradients(out, lse, leaves, x)], strict=True))
+    return results(out, lse, x, leaves)
 
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """The expected results of a call in float64, torch's own errors, and the bounds derived from them."""
+    """The expected results of a call, and the bounds on its errors."""
 
     x: Inputs
     pattern: Pattern
     options: dict[str, object]
-    results: dict[str, torch.Tensor]
-    allowed: dict[str, float]
-    bounds: dict[str, float]
+    expected: Expected
 
     @staticmethod
-    def of(x: Inputs, pattern: Pattern, q_offset: int, scale: float | None, floored: bool) -> Wanted:
+    def of(x: Inputs, pattern: Pattern, q_offset: int = 0, scale: float | None = None, floored: bool = True) -> Wanted:
         nq, nk, heads = x.q.shape[2], x.k.shape[2], x.q.shape[1]
         counts = pattern.to_dense(nq, nk, heads, batch=x.q.shape[0], q_offset=q_offset).to(x.q.device)
-        want = exact(x, counts, scale)
-        allowed = torch_errors(x, counts, want, scale)
-        floor = rounding(x, counts, want, scale) if floored else dict.fromkeys(NAMES, 0.0)
-        bounds = {name: max(2 * allowed[name], floor[name]) for name in NAMES}
-        return Wanted(x, pattern, {"q_offset": q_offset, "scale": scale}, want, allowed, bounds)
+        expected = Expected.of(x, counts, scale)
+        expected = expected if floored else expected._replace(floor=dict.fromkeys(NAMES, 0.0))
+        return Wanted(x, pattern, {"q_offset": q_offset, "scale": scale}, expected)
 
     def check(self, backend: str) -> None:
-        got = errors(run(self.x, self.pattern, backend, **self.options), self.results)
-        for name in NAMES:
-            error, allowed = got[name], self.allowed[name]
-            assert error <= self.bounds[name], f"{name}: error {error:.2e}, torch's own {allowed:.2e}"
+        self.expected.check(run(self.x, self.pattern, backend, **self.options))
 
 
 def conforms(
@@ -77,7 +70,7 @@ def conforms(
 def wanted(name: str, *sizes: int, q_offset: int = 0, scale: float | None = None, **of: object) -> Wanted:
     """Return the expected results for inputs that all backends receive in turn: the oracle takes ten times a backend's time."""
     pattern = EVERYTHING[name](sizes[-1])
-    return Wanted.of(Inputs.random(*sizes, **of), pattern, q_offset, scale, floored=True)  # type: ignore[arg-type]
+    return Wanted.of(Inputs.random(*sizes, **of), pattern, q_offset, scale)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("backend", RUNNABLE)
@@ -113,7 +106,7 @@ def long_sums(name: str) -> Wanted:
     x = Inputs.random(4096, heads=1, dim=16)
     for tensor in (x.k, x.v, x.dout):
         tensor += 2.0
-    return Wanted.of(x, EVERYTHING[name](4096), q_offset=0, scale=None, floored=False)
+    return Wanted.of(x, EVERYTHING[name](4096), floored=False)
 
 
 @pytest.mark.parametrize("backend", SPARSE)
@@ -417,8 +410,7 @@ def test_infinite_keys(backend: str, tokens: int, sign: int, dtype: str) -> None
         return
     x = Inputs.random(tokens, heads=2, dim=8, dtype=DTYPES[dtype])
     x.k[:, :, tokens // 3, 2] = sign * torch.inf
-    scores = x.q.double() @ x.k.double().mT / 8**0.5
-    want = torch.softmax(scores.masked_fill(~torch.ones_like(scores).bool().tril(), -torch.inf), -1) @ x.v.double()
+    want, _ = attention(x.q.double(), x.k.double(), x.v.double(), rw.Causal().to_dense(tokens))
     out, lse = rw.attention_with_lse(x.q, x.k, x.v, rw.Causal(), backend=backend)
     assert torch.equal(out.isnan(), want.isnan())
     assert torch.equal(lse.isposinf(), want.isnan().any(-1))

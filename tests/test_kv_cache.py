@@ -19,7 +19,7 @@ from ringweave.kv_cache import last_tokens
 from ringweave.patterns import Pattern
 from ringweave.terms import Term
 
-from .oracle import Inputs, errors, exact, rounding, torch_errors
+from .oracle import Expected, Inputs
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 24, 40
 BACKENDS = ["reference", "dense_batched", *(["cpu"] if cpu.module() is not None else [])]
@@ -96,9 +96,7 @@ def test_within_twice_the_error_of_torch(dtype: str, backend: str) -> None:
         for b, x in enumerate(rows):
             nk = x.k.shape[2]
             counts = pattern.to_dense(nq, nk, HEADS, q_offset=nk - nq).double()
-            want = exact(x, counts, 0.3)
-            bound = 2 * max(torch_errors(x, counts, want, 0.3)["out"], rounding(x, counts, want, 0.3)["out"])
-            assert errors({"out": got[b : b + 1]}, {"out": want["out"]})["out"] <= bound
+            Expected.of(x, counts, 0.3).check({"out": got[b : b + 1]})
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -16,6 +16,7 @@ import ringweave as rw
 from ringweave import nn
 from ringweave.terms import Axis, Pairs, Term
 
+from .oracle import attention
 from .test_terms import of_a_test
 
 B, H, KV, D = 2, 4, 2, 8
@@ -45,10 +46,8 @@ def allowed(shape: tuple[int, ...], window: Any, dilation: Any, causal: Any) -> 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | float = 0.0) -> Tensor:
     """Compute attention of (B, H, *grid, D) tensors over a relation of their tokens in row-major order."""
-    flat = [x.flatten(2, -2) for x in (q, k, v)]
-    k, v = (x.repeat_interleave(H // KV, 1) for x in flat[1:])
-    scores = (flat[0] @ k.mT * D**-0.5 + bias).masked_fill(~mask, -torch.inf)
-    return (scores.softmax(-1) @ v).reshape(*q.shape[:-1], v.shape[-1])
+    out, _ = attention(*(x.flatten(2, -2) for x in (q, k, v)), mask, scored=lambda t: t + bias)
+    return out.reshape(*q.shape[:-1], v.shape[-1])
 
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:

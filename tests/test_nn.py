@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import ringweave as rw
 import ringweave.nn
 
+from .oracle import check_errors, errors
+
 E, H, N, B = 32, 4, 40, 3
 
 
@@ -30,12 +32,6 @@ def pair(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Multihe
     ours.load_state_dict(theirs.state_dict())
     theirs.load_state_dict(ours.state_dict())
     return theirs, ours
-
-
-def close(got: Tensor, wanted: Tensor, exact: Tensor) -> None:
-    """Check that results are at most twice as far from float64 as torch's module, or within two units of the dtype."""
-    bound = 2 * (wanted.double() - exact).norm() + 4 * torch.finfo(got.dtype).eps * exact.norm()
-    assert (got.double() - exact).norm() <= bound
 
 
 MASKS = {
@@ -56,7 +52,7 @@ def test_outputs_and_gradients_are_those_of_torch(mask: str, dtype: torch.dtype,
     exact = copy.deepcopy(theirs).double()
     x = torch.randn((B, N, E) if batch_first else (N, B, E)).to(dtype)
 
-    def run(module: nn.Module, kind: torch.dtype) -> list[Tensor]:
+    def run(module: nn.Module, kind: torch.dtype) -> dict[str, Tensor]:
         masks = {
             name: m.to(kind) if isinstance(m, Tensor) and m.is_floating_point() else m
             for name, m in MASKS[mask].items()
@@ -65,10 +61,12 @@ def test_outputs_and_gradients_are_those_of_torch(mask: str, dtype: torch.dtype,
         out, weights = module(leaf, leaf, leaf, need_weights=False, **masks)
         assert weights is None
         assert out.dtype == kind
-        return [out.detach(), *torch.autograd.grad(out.square().sum(), [leaf, *module.parameters()])]
+        learned = {"x": leaf, **dict(module.named_parameters())}
+        grads = torch.autograd.grad(out.square().sum(), list(learned.values()))
+        return {"out": out.detach(), **dict(zip(learned, grads, strict=True))}
 
-    for results in zip(run(ours, dtype), run(theirs, dtype), run(exact, torch.float64), strict=True):
-        close(*results)
+    want = run(exact, torch.float64)
+    check_errors(run(ours, dtype), want, [errors(run(theirs, dtype), want)], 4 * torch.finfo(dtype).eps)
 
 
 def test_other_widths_cross_attention_and_no_batch() -> None:
@@ -225,7 +223,8 @@ def test_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         got, wanted = ours(x, x, x)[0], theirs(x, x, x)[0]
     assert got.dtype == wanted.dtype
-    close(got, wanted, copy.deepcopy(theirs).double()(*[x.double()] * 3)[0])
+    want = {"out": copy.deepcopy(theirs).double()(*[x.double()] * 3)[0]}
+    check_errors({"out": got}, want, [errors({"out": wanted}, want)], 4 * torch.finfo(got.dtype).eps)
 
 
 def test_compiles_without_breaks() -> None:

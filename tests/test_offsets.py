@@ -15,8 +15,8 @@ from ringweave.plan.from_pattern import build
 
 from .cases import PATTERNS
 from .dropped import kept, next_seed
-from .oracle import Inputs
-from .test_terms import ABLE, HEADS, KINDS, check, make
+from .oracle import Inputs, attention
+from .test_terms import ABLE, HEADS, check, dense, make, ours
 
 BATCH = 3
 FIRST_Q, FIRST_K = torch.tensor([65, 12, 33]), torch.tensor([0, 4, 20])
@@ -45,27 +45,40 @@ def allowed(pattern: Pattern, nq: int, nk: int, first_q: Tensor, first_k: Tensor
     ])  # fmt: skip
 
 
+def follows(
+    x: Inputs, pattern: Pattern, names: Sequence[str], terms: Sequence[rw.terms.Term], backend: str,
+    keep: Tensor | None = None, **options: float,
+) -> None:  # fmt: skip
+    """Check a call at the offsets against the formula."""
+    pairs = allowed(pattern, x.q.shape[2], x.k.shape[2], FIRST_Q, FIRST_K)
+    got = ours(x, pattern, terms, backend, q_offset=FIRST_Q, k_offset=FIRST_K, **options)
+
+    def formula(kind: torch.dtype, order: int) -> dict[str, Tensor]:
+        return dense(x, pairs, names, terms, kind, keep=keep, q_offset=FIRST_Q - FIRST_K, order=order)
+
+    check(got, formula, torch.float32)
+
+
 @pytest.mark.parametrize("name", PATTERNS_OF_ROWS)
 @pytest.mark.parametrize("nq", [1, 5])
 def test_positions_are_those_of_the_offsets(name: str, nq: int) -> None:
     pattern, nk = PATTERNS_OF_ROWS[name], 70
-    dense = allowed(pattern, nq, nk, FIRST_Q, FIRST_K)
+    pairs = allowed(pattern, nq, nk, FIRST_Q, FIRST_K)
     moved, left = with_offsets(pattern, FIRST_Q, FIRST_K, BATCH)
     assert left == 0
-    assert torch.equal(moved.to_dense(nq, nk, HEADS, batch=BATCH), dense)
+    assert torch.equal(moved.to_dense(nq, nk, HEADS, batch=BATCH), pairs)
     plan = build(moved, nq, nk, heads=HEADS, batch=BATCH, tile=(16, 32))
-    assert torch.equal(plan.to_dense(), dense)
+    assert torch.equal(plan.to_dense(), pairs)
     assert rebuild(moved.spec, moved.tables) == moved
     x = Inputs.random(nq, nk, batch=BATCH, heads=HEADS, kv_heads=2)
     facts = rw.explain(pattern, nq, nk, heads=HEADS, batch=BATCH, q_offset=FIRST_Q, k_offset=FIRST_K, as_dict=True)
-    assert facts["pairs"]["allowed"] == int(dense.sum())
+    assert facts["pairs"]["allowed"] == int(pairs.sum())
     later = (torch.arange(nk) + FIRST_K[:, None, None]) > (torch.arange(nq)[:, None] + FIRST_Q[:, None, None])
-    assert facts["causality"]["future_pairs"] == int((dense & later[:, None]).sum())
+    assert facts["causality"]["future_pairs"] == int((pairs & later[:, None]).sum())
     weights = rw.attention_weights(x.q, x.k, pattern, q_offset=FIRST_Q, k_offset=FIRST_K).to_dense()
-    assert torch.equal(weights > 0, dense)
+    assert torch.equal(weights > 0, pairs)
     for backend in ABLE:
-        ours = results(x, pattern, [], backend, FIRST_Q, FIRST_K)
-        check(ours, lambda kind, order: formula(x, dense, [], [], kind, order=order), torch.float32)
+        follows(x, pattern, [], [], backend)
 
 
 @pytest.mark.parametrize("name", sorted(PATTERNS))
@@ -107,58 +120,6 @@ def test_a_ragged_batch_decodes_as_its_rows_alone() -> None:
                 torch.testing.assert_close(got[b, :, 0], whole[b, :, i])
 
 
-def formula(
-    x: Inputs,
-    dense: Tensor,
-    names: Sequence[str],
-    terms: Sequence[rw.terms.Term],
-    dtype: torch.dtype,
-    *,
-    keep: Tensor | None = None,
-    order: int = 0,
-) -> dict[str, Tensor]:
-    """Compute the definition for each batch element, in one dtype."""
-    q, k, v = x.leaves(dtype)
-    tables = [table.detach().to(dtype).requires_grad_() for term in terms for table in term.tables]
-    channels, group = torch.arange(q.shape[3]).roll(order), q.shape[1] // k.shape[1]
-    t = (q[..., channels] @ k.repeat_interleave(group, 1)[..., channels].mT) * q.shape[3] ** -0.5
-    rest, first = iter(tables), torch.as_tensor(FIRST_K) - torch.as_tensor(FIRST_Q)
-    distance = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None] + first[:, None, None, None]
-    for name, term in zip(names, terms, strict=True):
-        t = KINDS[name][1](t, term.numbers, next(rest) if term.tables else t, distance)
-    t = t.masked_fill(~dense, -torch.inf)
-    dead = ~dense.any(-1)
-    lse = torch.logsumexp(t.masked_fill(dead[..., None], 0.0), -1)
-    weights = torch.exp(t - lse[..., None])
-    out = (weights if keep is None else weights * keep.to(dtype)) @ v.repeat_interleave(group, 1)
-    loss = (out * x.dout.to(dtype)).sum() + (lse * x.dlse.to(dtype)).masked_fill(dead, 0.0).sum()
-    grads = torch.autograd.grad(loss, [q, k, v, *tables])
-    named = {"out": out, "lse": lse.masked_fill(dead, -torch.inf), "dq": grads[0], "dk": grads[1], "dv": grads[2]}
-    named |= {f"table {i}": grad for i, grad in enumerate(grads[3:])}
-    return {name: value.detach().double() for name, value in named.items()}
-
-
-def results(
-    x: Inputs,
-    pattern: Pattern,
-    terms: Sequence[rw.terms.Term],
-    backend: str,
-    first_q: int | Tensor,
-    first_k: int | Tensor,
-    dropout: float = 0.0,
-) -> dict[str, Tensor]:
-    leaves, tables = x.leaves(), [table for term in terms for table in term.tables]
-    out, lse = rw.attention_with_lse(
-        *leaves, pattern, terms=terms, dropout=dropout, backend=backend, q_offset=first_q, k_offset=first_k
-    )
-    loss = (out * x.dout).sum() + (lse * x.dlse).masked_fill(torch.isneginf(lse), 0.0).sum()
-    learning = [table for table in tables if table.requires_grad]
-    grads = torch.autograd.grad(loss, [*leaves, *learning])
-    named = {"out": out, "lse": lse, "dq": grads[0], "dk": grads[1], "dv": grads[2]}
-    named |= {f"table {i}": grad for i, grad in enumerate(grads[3:])}
-    return {name: value.detach().double() for name, value in named.items()}
-
-
 @pytest.mark.parametrize("backend", ABLE)
 @pytest.mark.parametrize("names", [("alibi",), ("softcap", "distance")], ids="-".join)
 @pytest.mark.parametrize("nq", [1, 24])
@@ -166,11 +127,7 @@ def test_terms_count_positions(backend: str, names: tuple[str, ...], nq: int) ->
     pattern, nk = PATTERNS_OF_ROWS["padded"], 70
     x = Inputs.random(nq, nk, batch=BATCH, heads=HEADS, kv_heads=2, value_dim=24)
     terms = make(names, nk, torch.float32)
-    dense = allowed(pattern, nq, nk, FIRST_Q, FIRST_K)
-    got = results(x, pattern, terms, backend, FIRST_Q, FIRST_K)
-    if "distance" in names:  # the only learned table
-        got["table 0"] = got.pop("table 0")
-    check(got, lambda kind, order: formula(x, dense, names, terms, kind, order=order), torch.float32)
+    follows(x, pattern, names, terms, backend)
 
 
 @pytest.mark.parametrize("backend", ABLE)
@@ -178,28 +135,25 @@ def test_terms_count_positions(backend: str, names: tuple[str, ...], nq: int) ->
 def test_dropout_counts_positions(backend: str, nq: int) -> None:
     pattern, nk = rw.Causal() & rw.KeyPadding(torch.tensor([70, 17, 88])), 70
     x = Inputs.random(nq, nk, batch=BATCH, heads=HEADS, kv_heads=2)
-    dense = allowed(pattern, nq, nk, FIRST_Q, FIRST_K)
     torch.manual_seed(3)
     seed = next_seed()
     keep = torch.cat([
         kept(seed, 0.3, 1, HEADS, range(i, i + nq), range(j, j + nk), b)
         for b, (i, j) in enumerate(zip(FIRST_Q.tolist(), FIRST_K.tolist(), strict=True))
     ])  # fmt: skip
-    got = results(x, pattern, [], backend, FIRST_Q, FIRST_K, dropout=0.3)
-    check(got, lambda kind, order: formula(x, dense, [], [], kind, keep=keep, order=order), torch.float32)
+    follows(x, pattern, [], [], backend, keep=keep, dropout=0.3)
 
 
 def test_a_bias_counts_places() -> None:
     x = Inputs.random(5, 70, batch=BATCH, heads=HEADS)
     bias = torch.randn(BATCH, HEADS, 5, 70)
     pattern = PATTERNS_OF_ROWS["padded"]
-    dense = allowed(pattern, 5, 70, FIRST_Q, FIRST_K)
+    pairs = allowed(pattern, 5, 70, FIRST_Q, FIRST_K)
     for backend in ABLE:
         got = rw.attention(
             x.q, x.k, x.v, pattern, terms=rw.Bias(bias), q_offset=FIRST_Q, k_offset=FIRST_K, backend=backend
         )
-        scores = ((x.q @ x.k.mT) / 4 + bias).masked_fill(~dense, -torch.inf)
-        torch.testing.assert_close(got, torch.softmax(scores, -1).nan_to_num(0.0) @ x.v)
+        torch.testing.assert_close(got, attention(x.q, x.k, x.v, pairs, scored=lambda t: t + bias)[0])
 
 
 @pytest.mark.parametrize("kind", ["tensors", "ints"])

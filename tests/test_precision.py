@@ -15,7 +15,7 @@ from ringweave.backends import cpu
 from ringweave.patterns import Pattern
 from ringweave.precision import STORED, dequantize_rows, quantize_rows
 
-from .oracle import Inputs, errors, exact, rounding, torch_errors
+from .oracle import Expected, Inputs, exact, torch_errors
 
 KV = dict(zip(("int8", "fp8"), STORED, strict=True))
 VARIANTS = [] if cpu.module() is None else cpu.module().variants()  # type: ignore[union-attr]
@@ -68,13 +68,10 @@ def stored_conforms(
     got = rw.attention_with_lse(x.q, x.k, x.v, pattern, precision=rw.Precision(kv=kv), backend="triton", **call)
     stored, sizes = kept(x, kv), (x.q.shape[2], x.k.shape[2], x.q.shape[1])
     counts = pattern.to_dense(*sizes, batch=len(x.q), q_offset=q_offset).to(x.q.device)
-    every = exact(stored, counts, scale)
+    expected = Expected.of(stored, counts, scale)
     given = Inputs(x.q, stored.k.to(x.q.dtype), stored.v.to(x.q.dtype), x.dout, x.dlse)
-    theirs, want = torch_errors(given, counts, every, scale), {name: every[name] for name in ("out", "lse")}
-    found, floor = errors(got._asdict(), want), rounding(stored, counts, want, scale)
     assert got.out.dtype == x.q.dtype
-    for name in want:
-        assert found[name] <= max(2 * theirs[name], floor[name]), (name, found[name], theirs[name])
+    expected._replace(theirs=torch_errors(given, counts, expected.results, scale)).check(got._asdict())
 
 
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
@@ -88,17 +85,14 @@ def test_results_over_stored_keys_follow_the_oracle(dtype: torch.dtype, kv: str,
             nq, 300, batch=2, heads=heads, kv_heads=kv_heads, dim=dim, value_dim=value_dim, dtype=dtype, seed=nq
         )
         stored, counts = kept(x, KV[kv]), WINDOW.to_dense(nq, 300, heads, q_offset=300 - nq)
-        want = {name: each for name, each in exact(stored, counts).items() if name in ("out", "lse")}
         got = rw.attention_with_lse(
             x.q, x.k, x.v, WINDOW, q_offset=300 - nq, precision=rw.Precision(kv=KV[kv]), backend=backend
         )
         assert got.out.dtype == dtype
-        found, theirs = errors(got._asdict(), want), torch_errors(stored, counts, exact(stored, counts))
-        floor = rounding(stored, counts, want)
-        for name in want:
-            # float32 arithmetic, and rounding of the output
-            ulp = torch.finfo(dtype).eps if name == "out" and dtype != torch.float32 else 0.0
-            assert found[name] <= max(2 * theirs[name], floor[name]) + ulp, (name, nq)
+        expected = Expected.of(stored, counts)
+        # float32 arithmetic, and rounding of the output
+        floor = expected.floor | {"out": max(expected.floor["out"], torch.finfo(dtype).eps)}
+        expected._replace(floor=floor).check(got._asdict())
     x = Inputs.random(256, heads=4, dim=16, dtype=dtype)
     mixture = rw.LongNet([64, 256], [1, 4], causal=True)
     got = rw.attention(x.q, x.k, x.v, mixture, precision=rw.Precision(kv=KV[kv]), backend=backend)

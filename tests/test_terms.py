@@ -9,7 +9,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ from .cases import PATTERNS
 from .dropped import kept, next_seed
 from .fuzz import scoring
 from .fuzz.sizes import Sizes
-from .oracle import Inputs
+from .oracle import Inputs, attention, check_errors, errors, results
 from .term_oracles import ORACLES
 
 ABLE = ["reference", "dense_batched", "cpu"]
@@ -61,112 +61,89 @@ KINDS |= {
 
 def dense(
     x: Inputs,
-    pattern: rw.Pattern,
+    pattern: rw.Pattern | Tensor,
     names: Sequence[str],
     terms: Sequence[Term],
     dtype: torch.dtype,
     *,
     sinks: Tensor | None = None,
     keep: Tensor | None = None,
-    q_offset: int = 0,
+    q_offset: int | Tensor = 0,
     order: int = 0,
     most: float = torch.inf,
 ) -> dict[str, Tensor]:
-    """Compute the formula in one dtype, with the gradients of every learned tensor; scores above ``most`` become infinite."""
-    q, k, v = x.leaves(dtype)
+    """Compute the formula in one dtype, with the gradients of every learned tensor; scores above ``most`` become infinite.
+
+    ``pattern`` may be the allowed pairs, and ``q_offset`` (B,) the first query's position less the first key's.
+    """
+    leaves, nq, nk = x.leaves(dtype), x.q.shape[2], x.k.shape[2]
+    q, k, v = leaves
     tables = [table.detach().to(dtype).requires_grad_() for term in terms for table in term.tables]
-    sink = None if sinks is None else sinks.detach().to(dtype).requires_grad_()
-    group = q.shape[1] // k.shape[1]
+    learned = {f"table {i}": table for i, table in enumerate(tables)}
+    if sinks is not None:
+        learned["sinks"] = sinks = sinks.detach().to(dtype).requires_grad_()
+    distance = torch.arange(nk) - torch.arange(nq)[:, None] - torch.as_tensor(q_offset).view(-1, 1, 1, 1)
+    scores = q
+
+    def scored(t: Tensor) -> Tensor:
+        nonlocal scores
+        rest = iter(tables)
+        for name, term in zip(names, terms, strict=True):
+            t = KINDS[name][1](t, term.numbers, next(rest) if term.tables else t, distance)
+        scores = torch.where(t.abs() > most, t.sign() * torch.inf, t)
+        return scores
+
+    def weigh(exponentials: Tensor, total: Tensor) -> Tensor:
+        return exponentials / total * (1.0 if keep is None else keep.to(total.dtype))
+
+    if isinstance(pattern, Tensor):
+        allowed = pattern
+    else:
+        allowed = pattern.to_dense(nq, nk, q.shape[1], batch=q.shape[0], q_offset=q_offset)
     channels = torch.arange(q.shape[3]).roll(order)
-    t = (q[..., channels] @ k.repeat_interleave(group, 1)[..., channels].mT) * q.shape[3] ** -0.5
-    rest, distance = iter(tables), torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None] - q_offset
-    for name, term in zip(names, terms, strict=True):
-        t = KINDS[name][1](t, term.numbers, next(rest) if term.tables else t, distance[None, None])
-        t = torch.where(t.abs() > most, t.sign() * torch.inf, t)
-    allowed = pattern.to_dense(q.shape[2], k.shape[2], q.shape[1], batch=q.shape[0], q_offset=q_offset)
-    scores, t = t, t.masked_fill(~allowed, -torch.inf)
-    logits = t if sink is None else torch.cat([t, sink[:, None, None].expand(*t.shape[:2], t.shape[2], 1)], -1)
-    top = logits.detach().amax(-1, keepdim=True)
-    weights = torch.exp(logits - torch.where(torch.isneginf(top), 0.0, top))
-    total = weights.sum(-1, keepdim=True)
-    lse = torch.where(total[..., 0] > 0, (top + torch.where(total > 0, total, 1.0).log())[..., 0], -torch.inf)
-    weights = (weights / torch.where(total > 0, total, 1.0))[..., : k.shape[2]]
-    out = (weights if keep is None else weights * keep.to(dtype)) @ v.repeat_interleave(group, 1)
-    loss = (out * x.dout.to(dtype)).sum() + (lse * x.dlse.to(dtype)).masked_fill(torch.isneginf(lse), 0.0).sum()
-    leaves = [q, k, v, *tables, *([] if sink is None else [sink])]
-    grads = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True)
-    found = dict(zip(range(len(leaves)), grads, strict=True))
-    named = {"out": out, "lse": lse, "dq": found[0], "dk": found[1], "dv": found[2]}
-    named |= {f"table {i - 3}": found[i] for i in range(3, 3 + len(tables))}
-    if tables:
+    out, lse = attention(q[..., channels], k[..., channels], v, allowed, sinks=sinks, scored=scored, weigh=weigh)
+    sizes = {}
+    if tables or sinks is not None:
         # the summands of exponents, each with as many units of error as it is large
-        alive = lse.masked_fill(torch.isneginf(lse), 0.0)[..., None].abs()
-        of_weights = (x.dout.to(dtype) @ v.repeat_interleave(group, 1).mT).abs()
-        of_row = (x.dlse.abs() + (x.dout.to(dtype) * out).abs().sum(-1))[..., None]
-        addends = weights * (of_weights + of_row) * (1 + t.masked_fill(~allowed, 0.0).abs() + alive)
-        sizes = torch.autograd.grad(scores, tables, addends.detach(), allow_unused=True)
-        named |= {f"sizes of table {i}": size for i, size in enumerate(sizes)}
-    if sink is not None:
-        named["sinks"] = found[len(leaves) - 1]
-        # the summands of its sum, which cancel
-        addends = (x.dlse.abs() + (x.dout.to(dtype) * out).abs().sum(-1)) * (sink[:, None] - lse).exp()
-        named["sizes of sinks"] = addends.sum((0, 2))
-    return {name: x.detach().double() for name, x in named.items() if x is not None}
+        alive = lse.masked_fill(torch.isneginf(lse), 0.0)[..., None]
+        of_row = x.dlse.abs() + (x.dout.to(dtype) * out).abs().sum(-1)
+        of_weights = (x.dout.to(dtype) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1).mT).abs()
+        addends = torch.exp(scores.masked_fill(~allowed, -torch.inf) - alive) * (of_weights + of_row[..., None])
+        addends = addends * (1 + scores.masked_fill(~allowed, 0.0).abs() + alive.abs())
+        if tables:
+            found = torch.autograd.grad(scores, tables, addends.detach().to(scores.dtype), retain_graph=True)
+            sizes = {f"sizes of table {i}": size for i, size in enumerate(found)}
+        if sinks is not None:
+            # the summands of its sum, which cancel
+            sizes["sizes of sinks"] = (of_row * (sinks[:, None] - lse).exp()).sum((0, 2))
+    return {name: y.detach().double() for name, y in (results(out, lse, x, leaves, **learned) | sizes).items()}
 
 
 def ours(
-    x: Inputs,
-    pattern: rw.Pattern,
-    terms: Sequence[Term],
-    backend: str,
-    *,
-    sinks: Tensor | None = None,
-    dropout: float = 0.0,
-    q_offset: int = 0,
+    x: Inputs, pattern: rw.Pattern, terms: Sequence[Term], backend: str, *, sinks: Tensor | None = None, **options: Any
 ) -> dict[str, Tensor]:
-    leaves = x.leaves()
-    tables = [table for term in terms for table in term.tables]
-    sinks = None if sinks is None else sinks.detach().requires_grad_()
-    out, lse = rw.attention_with_lse(
-        *leaves, pattern, terms=terms, sink_logits=sinks, dropout=dropout, backend=backend, q_offset=q_offset
-    )
-    loss = (out * x.dout.to(out.dtype)).sum() + (lse * x.dlse).masked_fill(torch.isneginf(lse), 0.0).sum()
-    learning = [*leaves, *(table for table in tables if table.requires_grad), *([] if sinks is None else [sinks])]
-    grads = iter(torch.autograd.grad(loss, learning))
-    named = {"out": out, "lse": lse} | {name: next(grads) for name in ("dq", "dk", "dv")}
-    named |= {f"table {i}": next(grads) for i, table in enumerate(tables) if table.requires_grad}
+    leaves, tables = x.leaves(), [table for term in terms for table in term.tables]
+    learned = {f"table {i}": table for i, table in enumerate(tables) if table.requires_grad}
     if sinks is not None:
-        named["sinks"] = next(grads)
-    return {name: x.detach().double() for name, x in named.items()}
-
-
-def error(got: Tensor, wanted: Tensor) -> float:
-    """Return the norm of the difference relative to the norm of the wanted tensor."""
-    same = (got == wanted) | (got.isnan() & wanted.isnan())
-    norm = wanted[wanted.isfinite()].norm().clamp(min=1e-30)
-    return float(torch.where(same, 0.0, got - wanted).norm() / norm)
+        learned["sinks"] = sinks = sinks.detach().requires_grad_()
+    out, lse = rw.attention_with_lse(*leaves, pattern, terms=terms, sink_logits=sinks, backend=backend, **options)
+    return {name: y.double() for name, y in results(out, lse, x, leaves, **learned).items()}
 
 
 def check(got: dict[str, Tensor], formula: Callable[[torch.dtype, int], dict[str, Tensor]], dtype: torch.dtype) -> None:
     """Check that errors are within twice those of the formula in the dtype's own arithmetic, or a few units.
 
-    That error is partly chance: the largest of some orders in which the channels of a score are added counts.
+    That arithmetic adds the channels of a score in some orders.
     """
-    wanted = formula(torch.float64, 0)
-    errors = {name: error(value, wanted[name]) for name, value in got.items() if not name.startswith("sizes")}
-    allowed = dict.fromkeys(errors, 0.0)
-    for order in (0, 3, 7, 12):
-        plain = formula(dtype, order)
-        for name in allowed:
-            floor = 4 * torch.finfo(dtype).eps
-            if f"sizes of {name}" in wanted:
-                # tables and logits are float32, and so are their sums
-                most = float(wanted[f"sizes of {name}"].norm() / wanted[name].norm().clamp(min=1e-30))
-                floor = torch.finfo(torch.float32).eps * max(4.0, most)
-            allowed[name] = max(allowed[name], floor, 2 * error(plain[name], wanted[name]))
-        if all(errors[name] <= allowed[name] for name in errors):
-            return
-    assert not {name: (errors[name], allowed[name]) for name in errors if not errors[name] <= allowed[name]}
+    wanted, floor = formula(torch.float64, 0), {}
+    for name in got:
+        floor[name] = 4 * torch.finfo(dtype).eps
+        if f"sizes of {name}" in wanted:
+            # tables and logits are float32, and so are their sums
+            most = float(wanted[f"sizes of {name}"].norm() / wanted[name].norm().clamp(min=1e-30))
+            floor[name] = torch.finfo(torch.float32).eps * max(4.0, most)
+    plain = (formula(dtype, order) for order in (0, 3, 7, 12))
+    check_errors(got, wanted, (errors({name: each[name] for name in got}, wanted) for each in plain), floor)
 
 
 def make(names: Sequence[str], n: int, dtype: torch.dtype) -> list[Term]:
@@ -338,8 +315,8 @@ def test_sinks(backend: str, dtype: torch.dtype) -> None:
     assert torch.equal(got["lse"][:, finite, :20], sinks[finite, None].double().expand(2, 3, 20))
 
     def of_finite(result: dict[str, Tensor]) -> dict[str, Tensor]:
-        for name in ("sinks", "sizes of sinks"):
-            result[name] = result.get(name, sinks.double())[finite]
+        for name in {"sinks", "sizes of sinks"} & result.keys():
+            result[name] = result[name][finite]
         result["lse"] = result["lse"][:, finite]
         for name in ("dk", "dv"):
             result[name] = result[name][:, :1]
@@ -491,14 +468,13 @@ def test_alibi_costs_no_accuracy_at_65536_tokens(backend: str) -> None:
     slopes = torch.tensor([2.0**-4, 2.0**-8, 2.0**-12, 2.0**-16])
     distance = (torch.arange(n)[None] - torch.arange(n - rows, n)[:, None]).abs()
     allowed = rw.Causal().to_dense(rows, n, q_offset=n - rows)
-    errors = []
+    found = []
     for terms in ([], [rw.ALiBi(slopes)]):
-        t = x.q.double() @ x.k.double().mT / 8
-        t = t - slopes.double()[:, None, None] * distance if terms else t
-        want = torch.softmax(t.masked_fill(~allowed, -torch.inf), -1) @ x.v.double()
+        far = slopes.double()[:, None, None] * distance if terms else 0.0
+        want, _ = attention(*x.leaves(torch.float64), allowed, scored=lambda t, far=far: t - far)
         got = rw.attention(x.q, x.k, x.v, rw.Causal(), terms=terms, q_offset=n - rows, backend=backend)
-        errors.append(error(got.double(), want))
-    assert errors[1] <= 1.5 * errors[0]
+        found.append(errors({"out": got}, {"out": want})["out"])
+    assert found[1] <= 1.5 * found[0]
 
 
 def test_terms_compile_without_breaks_and_once() -> None:
@@ -871,12 +847,13 @@ def test_a_kind_with_a_number_and_tables(kind_of_tables: type[Term], backend: st
     assert terms[1].spec == "Mixed(0.5, _, _, _)"
     assert [type(term) for term in terms_of(*written(terms))] == [type(term) for term in terms]
     got = rw.attention(q, k, v, rw.Causal(), terms=terms, backend=backend)
-    scores = 3 * torch.tanh(q @ k.repeat_interleave(2, 1).mT / 4 / 3)
-    scores = ORACLES["DistanceBias"].formula(
-        mixed_formula(scores, 0.5, gain, ages, table), (), bias, torch.arange(40) - torch.arange(40)[:, None]
-    )
-    weights = torch.softmax(scores.masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf), -1)
-    wanted = weights @ v.repeat_interleave(2, 1)
+    distance = torch.arange(40) - torch.arange(40)[:, None]
+
+    def scored(t: Tensor) -> Tensor:
+        mixed = mixed_formula(3 * torch.tanh(t / 3), 0.5, gain, ages, table)
+        return ORACLES["DistanceBias"].formula(mixed, (), bias, distance)
+
+    wanted, _ = attention(q, k, v, rw.Causal().to_dense(40), scored=scored)
     torch.testing.assert_close(got, wanted)
     grads = (torch.autograd.grad((out * x.dout).sum(), leaves) for out in (got, wanted))
     for one, other in zip(*grads, strict=True):

@@ -8,6 +8,7 @@ import torch._dynamo.testing
 
 import ringweave as rw
 
+from .oracle import attention
 from .patterns import candidates
 
 LENGTHS = [1, 37, 90, 5]
@@ -67,12 +68,9 @@ def relation(pattern: rw.Pattern, queries: int, keys: int) -> torch.Tensor:
 def dense(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor, sinks: torch.Tensor, cap: float
 ) -> torch.Tensor:
-    """Compute attention of one sequence by the formula; a query without keys gives 0."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = cap * torch.tanh(torch.einsum("ihd,jhd->hij", q, k) / q.shape[2] ** 0.5 / cap)
-    scores = torch.where(allowed, scores, -torch.inf)
-    lse = torch.logsumexp(torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], -1), -1, keepdim=True)
-    return torch.einsum("hij,jhd->ihd", torch.where(allowed, torch.exp(scores - lse), 0.0), v)
+    """Compute attention of one sequence; a query without keys gives 0."""
+    one = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return attention(*one, allowed, sinks=sinks, scored=lambda t: cap * torch.tanh(t / cap))[0][0].transpose(0, 1)
 
 
 RAGGED = [

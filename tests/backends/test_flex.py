@@ -58,17 +58,11 @@ def dense(
     """Compute FlexAttention's result in float32, differentiable on a CPU; empty rows stay undefined."""
     assert grouped == (q.shape[1] != k.shape[1])
     assert all(x.is_contiguous() for x in (q, k, v))
-    if operands is None:
-        out, lse = oracle.attention(q.float(), k.float(), v.float(), listed(mask, q, k), scale)
-    else:
-        ratio = q.shape[1] // k.shape[1]
-        keys, values = (x.float().repeat_interleave(ratio, 1) for x in (k, v))
-        sides = (*q.shape[:3], k.shape[2])
-        index = [torch.arange(n).view(-1, *[1] * (3 - i)) for i, n in enumerate(sides)]
-        scores = operands.apply(q.float() @ keys.mT * scale, operands.pairs(*index))[-1]
-        scores = scores.masked_fill(~listed(mask, q, k), -torch.inf)
-        lse = torch.logsumexp(scores, -1)
-        out = torch.exp(scores - lse[..., None]) @ values
+    index = [torch.arange(n).view(-1, *[1] * (3 - i)) for i, n in enumerate((*q.shape[:3], k.shape[2]))]
+    out, lse = oracle.attention(
+        *(x.float() for x in (q, k, v)), listed(mask, q, k), scale,
+        scored=lambda t: t if operands is None else operands.apply(t, operands.pairs(*index))[-1],
+    )  # fmt: skip
     return torch.where(torch.isneginf(lse)[..., None], torch.nan, out).to(q.dtype), lse
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import ringweave as rw
 
+from ..oracle import attention
 from .check import Find
 
 STEPS = 40
@@ -229,17 +230,15 @@ class World:
         q, k, v = (x.detach().double().requires_grad_(x.requires_grad) for x in given)
         rows, columns = torch.arange(q.shape[2])[:, None] + first, torch.arange(k.shape[2])
         with torch.set_grad_enabled(q.requires_grad):
-            t = q @ k.repeat_interleave(_HEADS // _KV, 1).mT * (q.shape[3] ** -0.5 if scale is None else scale)
-            for formula in formulas:
-                t = formula(t, rows, columns)
-            mask = part.mask(rows, columns)
-            # float32 rounds a score by its size, and a weight by as much as its score
-            self.rounding = max(1.0, float(t.detach().abs().max()) / 16)
-            t = t.masked_fill(~(mask & torch.ones_like(t, dtype=torch.bool)), -torch.inf)
-            wanted_lse = t.logsumexp(-1)
-            weights = torch.where(wanted_lse.isneginf()[..., None], 0.0, t - wanted_lse[..., None]).exp()
-            weights = weights.masked_fill(t.isneginf(), 0.0)
-            wanted = weights @ v.repeat_interleave(_HEADS // _KV, 1)
+
+            def scored(t: Tensor) -> Tensor:
+                for formula in formulas:
+                    t = formula(t, rows, columns)
+                # float32 rounds a score by its size, and a weight by as much as its score
+                self.rounding = max(1.0, float(t.detach().abs().max()) / 16)
+                return t
+
+            wanted, wanted_lse = attention(q, k, v, part.mask(rows, columns), scale, scored=scored)
         self._same("out", out, wanted)
         if lse is not None:
             self._same("lse", lse.nan_to_num(neginf=-9.0), wanted_lse.nan_to_num(neginf=-9.0))

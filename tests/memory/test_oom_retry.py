@@ -64,8 +64,7 @@ def results(x: oracle.Inputs, pattern: rw.Pattern, **options: Any) -> dict[str, 
     torch.manual_seed(1)
     leaves = x.leaves()
     out, lse = rw.attention_with_lse(*leaves, pattern, **options)
-    grads = oracle.gradients(out, lse, leaves, x)
-    return dict(zip(oracle.NAMES, [out.detach(), lse.detach(), *grads], strict=True))
+    return oracle.results(out, lse, x, leaves)
 
 
 PATTERNS = {
@@ -101,7 +100,7 @@ def test_each_rung_computes_the_same(name: str, rung: str, backend: str) -> None
         got = results(x, PATTERNS[name], backend=backend)
     if (name, rung) != ("mixture", "heads"):
         assert max(heads * rows for heads, rows in tried) > most
-    for each, error in oracle.errors(got, {key: value.double() for key, value in whole.items()}).items():
+    for each, error in oracle.errors(got, whole).items():
         assert error < 1e-6, each
     if backend == "cpu" and name in ("window", "documents", "table", "by head"):
         # tiles have the same sides, and a row its tiles in order
@@ -115,12 +114,9 @@ def test_the_last_rung_against_the_oracle(dtype: torch.dtype) -> None:
     x = oracle.Inputs.random(N, heads=HEADS, kv_heads=KV_HEADS, dtype=dtype)
     pattern = PATTERNS["window"]
     counts = pattern.to_dense(N).double().expand(1, HEADS, N, N)
-    want = oracle.exact(x, counts)
-    alone, allowed = oracle.torch_errors(x, counts, want), oracle.rounding(x, counts, want)
     with short_of(RUNGS["queries"]):
         got = results(x, pattern)
-    for each, error in oracle.errors(got, want).items():
-        assert error <= 2 * max(alone[each], allowed[each]), each
+    oracle.Expected.of(x, counts).check(got)
 
 
 def test_terms_dropout_and_their_gradients_stay() -> None:

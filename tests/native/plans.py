@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..oracle import NAMES, Inputs, errors, exact, rounding, torch_errors
+from ..oracle import NAMES, Expected, Inputs
 
 _cpu = pytest.importorskip("ringweave._cpu", exc_type=ImportError)
 
@@ -80,8 +80,7 @@ class Case:
     plan: PlanArgs
     scale: float
     mask: Tensor
-    want: dict[str, Tensor] | None = None
-    bound: dict[str, float] | None = None
+    expected: Expected | None = None
 
     def forward(self, variant: str = "", threads: int = 2, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         x = self.x
@@ -117,16 +116,9 @@ class Case:
 
     def check(self, variant: str = "", threads: int = 2, out: Tensor | None = None) -> dict[str, Tensor]:
         """Check that errors are at most twice those of torch's own attention, or those of rounding."""
-        if self.want is None:
-            self.want = exact(self.x, self.mask, self.scale)
-            floor = rounding(self.x, self.mask, self.want, self.scale)
-            theirs = torch_errors(self.x, self.mask, self.want, self.scale)
-            self.bound = {name: max(2 * theirs[name], 2 * floor[name]) for name in NAMES}
+        self.expected = self.expected or Expected.of(self.x, self.mask, self.scale)
         got = self.run(variant, threads, out)
-        found = errors(got, self.want)
-        assert self.bound is not None
-        for name in NAMES:
-            assert found[name] <= self.bound[name], f"{name}: error {found[name]:.2e}, allowed {self.bound[name]:.2e}"
+        self.expected.check(got)
         return got
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 import ringweave as rw
 from ringweave.environment import CPU_VARIANT
 
-from ..test_terms import error
+from ..oracle import Inputs, check_errors, errors, results
 from .plans import DTYPES, VARIANTS
 
 DRAWS = 48
@@ -30,12 +30,10 @@ DRAWS = 48
 class Draw:
     """A random call over a residue view."""
 
-    inputs: list[Tensor]
+    x: Inputs
     pattern: rw.Pattern
     terms: list[rw.terms.Term]
     q_offset: int
-    dout: Tensor
-    dlse: Tensor
 
     @staticmethod
     def of(seed: int) -> Draw:
@@ -70,39 +68,27 @@ class Draw:
             rw.Bias(randn(r.choice([1, batch]), r.choice([1, heads]), nq, nk).to(dtype).requires_grad_()),
         ]
         inputs = [randn(batch, heads, nq, dim), randn(batch, kv_heads, nk, dim), randn(batch, kv_heads, nk, value_dim)]
-        return Draw(
-            [x.to(dtype) for x in inputs],
-            pattern,
-            r.sample(every, r.randint(1, 4)),
-            offset,
-            randn(batch, heads, nq, value_dim),
-            randn(batch, heads, nq),
-        )
+        terms = r.sample(every, r.randint(1, 4))
+        slopes = randn(batch, heads, nq, value_dim), randn(batch, heads, nq)
+        return Draw(Inputs(*(x.to(dtype) for x in inputs), *slopes), pattern, terms, offset)
 
     def run(self, backend: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Return all results and gradients of a backend in float64."""
-        q, k, v = (x.to(dtype or x.dtype).requires_grad_() for x in self.inputs)
+        """Return all results and gradients of a backend."""
+        leaves, tables = self.x.leaves(dtype), [t for term in self.terms for t in term.tables if t.requires_grad]
         out, lse = rw.attention_with_lse(
-            q, k, v, self.pattern, q_offset=self.q_offset, terms=self.terms, backend=backend
+            *leaves, self.pattern, q_offset=self.q_offset, terms=self.terms, backend=backend
         )
-        loss = (out * self.dout.to(out.dtype)).sum() + (lse * self.dlse).masked_fill(lse.isneginf(), 0.0).sum()
-        tables = [t for term in self.terms for t in term.tables if t.requires_grad]
-        grads = torch.autograd.grad(loss, [q, k, v, *tables])
-        names = ["out", "lse", "dq", "dk", "dv", *(f"table {i}" for i in range(len(tables)))]
-        return {name: x.detach().double() for name, x in zip(names, (out, lse, *grads), strict=True)}
+        return results(out, lse, self.x, leaves, **{f"table {i}": t for i, t in enumerate(tables)})
 
     def check(self) -> None:
         """Compare the kernel with the reference: it may err twice as much as dense_batched, or a few units."""
         want = self.run("reference", torch.float64)
-        theirs, found = self.run("dense_batched"), self.run("cpu")
-        floor = 4 * torch.finfo(self.inputs[0].dtype).eps
-        allowed = {name: max(2 * error(theirs[name], x), floor) for name, x in want.items()}
-        off = {name: error(found[name], x) for name, x in want.items()}
-        assert not {name: (off[name], allowed[name]) for name in off if not off[name] <= allowed[name]}, self
+        theirs = errors(self.run("dense_batched"), want)
+        check_errors(self.run("cpu"), want, [theirs], 4 * torch.finfo(self.x.q.dtype).eps)
 
     def __str__(self) -> str:
         kinds = ", ".join(type(term).__name__ for term in self.terms)
-        return f"{self.pattern} with {kinds}, {[tuple(x.shape) for x in self.inputs]}, {self.inputs[0].dtype}"
+        return f"{self.pattern} with {kinds}, {[tuple(t.shape) for t in self.x.leaves()]}, {self.x.q.dtype}"
 
 
 @pytest.mark.sampled(3, whole="variant")

@@ -14,7 +14,7 @@ from ringweave import terms
 from ringweave.errors import ShapeError
 
 from ..dropped import philox
-from ..oracle import NAMES, errors
+from ..oracle import NAMES, attention, check_errors, errors, results
 from ..term_oracles import ORACLES
 from .plans import DTYPES, VARIANTS, Case, _cpu, case, poison, random_masks
 
@@ -76,42 +76,30 @@ class Scored:
 
         Order 0 adds the channels of a score in sequence; an order above 0 adds them in a random order with that seed.
         """
-        x, scale = self.plain.x, self.plain.scale
+        x = self.plain.x
 
         def narrow(t: Tensor) -> Tensor:
             return t if dtype == torch.float64 else t.to(x.q.dtype).to(t.dtype)
 
-        leaves = x.leaves(dtype)
+        def scored(t: Tensor) -> Tensor:
+            t.register_hook(narrow)
+            return self.score(t, tables)
+
+        def weigh(exponentials: Tensor, total: Tensor) -> Tensor:
+            sums = total.detach()
+            if dtype != torch.float64:  # backward reads the stored, rounded result
+                total.register_hook(lambda _: (x.dlse - (x.dout * narrow(out.detach())).sum(-1))[..., None] / sums)
+            weights = exponentials / total
+            return narrow(weights * self.kept() * (65536 / (65536 - self.drop)) if self.drop else weights)
+
+        q, k, v = leaves = x.leaves(dtype)
         tables = [None if t is None else t.detach().to(dtype).requires_grad_(t.requires_grad) for _, _, t in self.terms]
-        q, k, v = leaves
-        ratio = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(ratio, 1), v.repeat_interleave(ratio, 1)
         channels = torch.randperm(q.shape[3], generator=torch.Generator().manual_seed(order))
         channels = channels if order else channels.sort().values
-        t = q[..., channels] @ k[..., channels].mT * scale
-        t.register_hook(narrow)
-        allowed = self.plain.mask > 0
-        t = torch.where(allowed, self.score(t, tables), -torch.inf)
-        empty = (t == -torch.inf).all(-1)
-        lse = torch.where(empty, -torch.inf, torch.logsumexp(torch.where(empty[..., None], 0.0, t), -1))
-        alive = lse.masked_fill(empty, 0.0)
-        weights = torch.where(allowed & ~empty[..., None], torch.exp(t - alive[..., None]), 0.0)
-        if self.drop:
-            weights = weights * self.kept() * (65536 / (65536 - self.drop))
-        out = narrow(weights) @ v
-        if dtype != torch.float64:  # backward reads the stored, rounded result
-            delta = (x.dout.to(dtype) * narrow(out.detach())).sum(-1)
-            alive.register_hook(lambda _: x.dlse - delta)
+        q, k = q[..., channels], k[..., channels]
+        out, lse = attention(q, k, v, self.plain.mask, self.plain.scale, scored=scored, weigh=weigh)
         learned = [t for t in tables if t is not None and t.requires_grad]
-        loss = (out * x.dout.to(dtype)).sum() + (alive * x.dlse.to(dtype)).sum()
-        found = torch.autograd.grad(loss, [*leaves, *learned])
-        return dict(
-            zip(
-                [*NAMES, *(f"table {i}" for i in range(len(learned)))],
-                [out.detach(), lse.detach(), *found],
-                strict=True,
-            )
-        )
+        return results(out, lse, x, leaves, **{f"table {i}": t for i, t in enumerate(learned)})
 
     def options(self) -> dict[str, object]:
         detached = [(kind, numbers, None if table is None else table.detach()) for kind, numbers, table in self.terms]
@@ -134,18 +122,19 @@ class Scored:
     def check(self, variant: str = "", threads: int = 2) -> dict[str, Tensor]:
         """Check that errors are at most twice those of the formula in float32, or those of rounding.
 
-        Where few pairs are added the formula's own error is chance: the largest of some orders of its sums counts.
+        Where few pairs are added the formula's own error is chance, so its sums have several orders.
         """
         want, got = self.dense(torch.float64), self.run(variant, threads)
-        found, allowed = errors(got, want), dict.fromkeys(want, 0.0)
-        for order in range(8):
-            for name, error in errors(self.dense(torch.float32, order), want).items():
-                stored = self.plain.x.q.dtype if name in NAMES and name != "lse" else torch.float32
-                allowed[name] = max(allowed[name], 2 * error + 2 * torch.finfo(stored).eps)
-            if all(error <= allowed[name] for name, error in found.items()):
-                break
-        for name, error in found.items():
-            assert error <= allowed[name], f"{name}: error {error:.2e}, allowed {allowed[name]:.2e}"
+        stored = {name: self.plain.x.q.dtype if name in NAMES and name != "lse" else torch.float32 for name in got}
+        # the formula's results are not rounded to the stored dtype
+        plain = (
+            {
+                name: error + torch.finfo(stored[name]).eps
+                for name, error in errors(self.dense(torch.float32, order), want).items()
+            }
+            for order in range(8)
+        )
+        check_errors(got, want, plain, 0.0)
         return got
 
 
@@ -319,8 +308,7 @@ def test_an_infinite_bias_is_a_mask(nq: int, variant: str) -> None:
         replace(plain, mask=allowed.float()), [("bias", [], table.detach().nan_to_num(neginf=0))], each.places
     ).dense(torch.float64)
     got = each.run(variant)
-    for name, result in want.items():
-        assert errors({name: got[name]}, {name: result})[name] < 1e-5, name
+    assert all(error < 1e-5 for error in errors({name: got[name] for name in want}, want).values())
     x.q[:, :, 1], x.k[:, :, 5] = -3e38, 3e38
     assert _cpu.forward(**args, **each.options())
 

@@ -11,7 +11,7 @@ import ringweave as rw
 from ringweave.parallel import ContextParallel, Transport
 from ringweave.patterns import Pattern
 
-from ..oracle import NAMES, Inputs, gradients
+from ..oracle import NAMES, Inputs, results
 from .threads import run
 
 
@@ -42,11 +42,10 @@ def call(
     leaves = [ctx.shard(t, dim=2).requires_grad_() for t in (x.q, x.k, x.v)]
     out, lse = rw.attention_with_lse(*leaves, pattern, context=ctx, backend=backend)
     slopes = Inputs(*leaves, ctx.shard(x.dout, 2), ctx.shard(x.dlse, 2))
-    found = [out.detach(), lse.detach(), *gradients(out, lse, leaves, slopes)]
     counters = ctx.transport.counters
     share = Share(
         ctx.positions,
-        dict(zip(NAMES, found, strict=True)),
+        results(out, lse, slopes, leaves),
         list(counters.received),
         list(counters.sent),
         counters.metadata,
@@ -83,4 +82,4 @@ def alone(x: Inputs, pattern: Pattern, backend: str = "auto") -> dict[str, Tenso
     """Make the same call on one device."""
     leaves = x.leaves()
     out, lse = rw.attention_with_lse(*leaves, pattern, backend=backend)
-    return dict(zip(NAMES, [out.detach(), lse.detach(), *gradients(out, lse, leaves, x)], strict=True))
+    return results(out, lse, x, leaves)

@@ -12,7 +12,7 @@ import ringweave as rw
 from ringweave.backends import cpu
 
 from ..cases import MIXTURES, PATTERNS
-from ..oracle import NAMES, Inputs, errors, exact, rounding
+from ..oracle import NAMES, Expected, Inputs, errors, exact, rounding
 from .spread import alone, call, joined, spread
 from .threads import run
 
@@ -23,30 +23,20 @@ AROUND = [(3, "auto", None), (4, "zigzag", None), (4, "residue", None)]
 
 
 class OneDevice(NamedTuple):
-    """The float64 results of a call, and the bounds on the ranks' errors.
-
-    The bounds are twice one device's own error, and at least the error of rounding alone.
-    """
+    """The float64 results of a call; the ranks' errors may be twice one device's own, or those of rounding."""
 
     x: Inputs
     pattern: rw.Pattern
-    want: dict[str, torch.Tensor]
-    bounds: dict[str, float]
+    expected: Expected
 
     @staticmethod
     def of(x: Inputs, pattern: rw.Pattern) -> OneDevice:
         counts = pattern.to_dense(x.q.shape[2], heads=x.q.shape[1], batch=x.q.shape[0])
         want = exact(x, counts)
-        one, floor = errors(alone(x, pattern), want), rounding(x, counts, want)
-        double = x.q.dtype == torch.float64
-        return OneDevice(
-            x, pattern, want, {name: 1e-10 if double else max(2 * one[name], floor[name]) for name in NAMES}
-        )
+        return OneDevice(x, pattern, Expected(want, errors(alone(x, pattern), want), rounding(x, counts, want)))
 
     def check(self, got: dict[str, torch.Tensor]) -> None:
-        many = errors(got, self.want)
-        for name in NAMES:
-            assert many[name] <= self.bounds[name], f"{name}: error {many[name]:.2e}, allowed {self.bounds[name]:.2e}"
+        self.expected.check(got)
 
 
 @functools.cache

@@ -20,8 +20,9 @@ from ringweave.errors import RingError, ShapeError, UnsupportedError
 from ringweave.parallel import ContextParallel
 from ringweave.terms import Term
 
+from .. import oracle
 from ..options import VALUES
-from ..oracle import NAMES, Inputs, errors, gradients
+from ..oracle import NAMES, Inputs, check_errors, errors
 from ..test_terms import mixed, of_a_test
 from .processes import Pool
 from .spread import Share, joined
@@ -55,10 +56,10 @@ def share(mesh: Any, x: Inputs, pattern: rw.Pattern, terms: Sequence[Term], opti
     ctx = ContextParallel(mesh, pattern, x.q.shape[2], heads=(x.q.shape[1], x.k.shape[1]), **placed)
     ctx.schedules.per_node = options.get("per_node")
     leaves = [ctx.shard(t, dim=2).requires_grad_() for t in (x.q, x.k, x.v)]
-    found, rest = results(
+    found = results(
         leaves, Inputs(*leaves, ctx.shard(x.dout, 2), ctx.shard(x.dlse, 2)), pattern, terms, dropout, backend, ctx
     )
-    return Share(ctx.positions, found, [], [], 0, None), rest
+    return Share(ctx.positions, {name: found.pop(name) for name in NAMES}, [], [], 0, None), found
 
 
 def results(
@@ -69,8 +70,8 @@ def results(
     dropout: float,
     backend: str,
     context: ContextParallel | None = None,
-) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Return (the five results, gradients of tables and sinks)."""
+) -> dict[str, Tensor]:
+    """Return the five results, and gradients of tables and sinks."""
     sinks = torch.linspace(-1, 1, x.q.shape[1]).requires_grad_()
     tables = [table.detach().requires_grad_(table.requires_grad) for term in terms for table in term.tables]
     rest = iter(tables)
@@ -79,21 +80,18 @@ def results(
     out, lse = rw.attention_with_lse(
         q, k, v, pattern, terms=terms, dropout=dropout, sink_logits=sinks, backend=backend, context=context
     )
-    learning = [*leaves, *(table for table in tables if table.requires_grad), sinks]
-    dq, dk, dv, *of_rest = gradients(out, lse, learning, x)
-    return dict(zip(NAMES, [out.detach(), lse.detach(), dq, dk, dv], strict=True)), of_rest
+    learned = {f"table {i}": table for i, table in enumerate(tables) if table.requires_grad}
+    return oracle.results(out, lse, x, leaves, **learned, sinks=sinks)
 
 
 def whole(x: Inputs, pattern: rw.Pattern, terms: Sequence[Term], dropout: float, backend: str) -> dict[str, Tensor]:
     """Compute on one device, with gradients of tables."""
-    found, rest = results(x.leaves(), x, pattern, terms, dropout, backend)
-    return found | {f"table {i}": grad for i, grad in enumerate(rest)}
+    return results(x.leaves(), x, pattern, terms, dropout, backend)
 
 
 def together(shares: list[Any], tokens: int) -> dict[str, Tensor]:
     found = joined_with_sinks([one for one, _ in shares], tokens)
-    sums = [torch.stack([x.double() for x in each]).sum(0) for each in zip(*(rest for _, rest in shares), strict=True)]
-    return found | {f"table {i}": grad for i, grad in enumerate(sums)}
+    return found | {name: torch.stack([rest[name].double() for _, rest in shares]).sum(0) for name in shares[0][1]}
 
 
 def joined_with_sinks(shares: list[Share], tokens: int) -> dict[str, Tensor]:
@@ -157,8 +155,7 @@ def compare(x: Inputs, pattern: rw.Pattern, terms: list[Term], options: dict[str
     tokens, dropout, backend = x.q.shape[2], options.get("dropout", 0.0), options.get("backend", "auto")
     found = together(run(4, share, x, pattern, terms, options), tokens)
     one, want = whole(x, pattern, terms, dropout, backend), whole(double(x), pattern, terms, dropout, exact)
-    of_one, of_many = errors(one, want), errors(found, want)
-    assert not {key: (error, of_one[key]) for key, error in of_many.items() if error > max(2 * of_one[key], 2e-6)}
+    check_errors(found, want, [errors(one, want)], 2e-6)
 
 
 @pytest.fixture
@@ -217,7 +214,7 @@ def test_one_seed_for_all_processes(pool4: Pool) -> None:
         for call in range(2):
             found = together([each[call] for each in shares], TOKENS)
             one = whole(x, WINDOW, made("distance"), 0.3, "auto")
-            assert max(errors(found, {name: value.double() for name, value in one.items()}).values()) < 1e-5
+            assert all(error < 1e-5 for error in errors(found, one).values())
 
 
 DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
