@@ -115,7 +115,7 @@ def test_terms_and_dropout_exclude_backends_by_name() -> None:
     """Terms and dropout exclude sdpa, and explain names them; float64 excludes the native kernel."""
     terms = [rw.Softcap(30.0), rw.DistanceBias(torch.zeros(4, 2**16 + 1, requires_grad=True))]
     facts = explain(rw.Causal(), 1000, heads=4, dtype=torch.float64, terms=terms, dropout=0.1, as_dict=True)
-    assert facts["sizes"]["extras"] == ["DistanceBias", "Softcap", "dropout"]
+    assert facts["sizes"]["features"] == ["DistanceBias", "Softcap", "dropout"]
     assert facts["backend"]["chosen"] == [{"backend": "dense_batched", "branches": 1}]
     assert facts["backend"]["others"]["sdpa"] == ["it computes no DistanceBias and no Softcap and no dropout"]
     text = explain(rw.Causal(), 1000, heads=4, terms=rw.Softcap(30.0))

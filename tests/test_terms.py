@@ -28,7 +28,7 @@ from ringweave.terms.term import terms_of, written
 
 from .cases import PATTERNS
 from .dropped import kept, next_seed
-from .fuzz import scoring
+from .fuzz import score_terms
 from .fuzz.sizes import Sizes
 from .oracle import Inputs, attention, check_errors, errors, results
 from .term_oracles import ORACLES
@@ -259,7 +259,7 @@ def test_dropout_does_not_depend_on_tiles_or_branches(tile: int) -> None:
     def by(name: str) -> tuple[Tensor, Tensor]:
         return Program(dataclasses.replace(call, backend=name)).forward(record)
 
-    whole = Branch(pattern, (0, HEADS, 1), 1, 0, 0, n, n, 0, 1, sides=(tile, tile))
+    whole = Branch(pattern, (0, HEADS, 1), 1, 0, 0, n, n, 0, 1, tile_size=(tile, tile))
     alone = dense_batched.forward(record, whole, torch.float32)
     for got, wanted in zip(alone, by("reference"), strict=True):
         torch.testing.assert_close(got, wanted)
@@ -639,7 +639,7 @@ def test_every_kind_is_everywhere() -> None:
     kinds = set(declarations.KINDS)
     assert all(getattr(rw.terms, name) is kind for name, kind in declarations.KINDS.items())
     assert kinds == set(ORACLES)
-    drawn = {scoring._term(Random(i), Sizes(1, 2, 8, 8, 0), "float32").kind for i in range(400)}
+    drawn = {score_terms._term(Random(i), Sizes(1, 2, 8, 8, 0), "float32").kind for i in range(400)}
     assert drawn == kinds | {"buckets"}
     assert len({kind.kernel for kind in declarations.KINDS.values()}) == len(kinds)
 

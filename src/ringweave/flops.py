@@ -21,7 +21,7 @@ def _pairs(call: Call, tables: Sequence[Tensor]) -> int:
         # these tensors have no values, so every pair counts
         return call.batch * call.heads * call.nq * call.nk
     return sum(
-        branch.plan().computed_pairs() if backend.planned or branch.structure == "sparse" else branch.pairs()
+        branch.plan().computed_pairs() if backend.planned or branch.dense_kind == "sparse" else branch.pairs()
         for branch, backend in Program(call).steps
     )
 

@@ -96,9 +96,9 @@ def hierarchical_attention(
     # A trace unrolls the tiles, so lengths must be constants: with symbolic lengths a trace takes minutes, and it would
     # not be valid for other lengths anyway.
     nq, nk = operator.index(q.shape[2]), operator.index(k.shape[2])
-    tiles = _Tiles(pool, nq, nk, q_offset, top_k, 0 if gated else -(-window // pool), causal)
+    geometry = _Geometry(pool, nq, nk, q_offset, top_k, 0 if gated else -(-window // pool), causal)
     with torch.autocast(q.device.type, enabled=False):
-        coarse, table = _attend_means(q, k, v, tiles, scale, cover=not gated)
+        coarse, table = _attend_means(q, k, v, geometry, scale, cover=not gated)
     fine = attention_with_lse(
         q, k, v, table & Causal() if causal else table, scale=scale, q_offset=q_offset, backend=backend
     )
@@ -111,7 +111,7 @@ def hierarchical_attention(
     return torch.stack([gate[..., None] * part for part, gate in parts]).sum(0).to(q.dtype)
 
 
-class _Tiles(NamedTuple):
+class _Geometry(NamedTuple):
     """The geometry of query tiles and key blocks of ``pool`` tokens each; both are numbered from position 0."""
 
     pool: int
@@ -148,49 +148,50 @@ class _Tiles(NamedTuple):
 
 
 def _attend_means(
-    q: Tensor, k: Tensor, v: Tensor, tiles: _Tiles, scale: float, *, cover: bool
+    q: Tensor, k: Tensor, v: Tensor, geometry: _Geometry, scale: float, *, cover: bool
 ) -> tuple[AttentionOutput, BlockTable]:
     """Compute attention over the means, in the dtype of sums, and the table of blocks that its weights choose."""
     acc, (batch, heads, *_), device = acc_dtype(q.dtype), q.shape, q.device
     ratio = heads // k.shape[1]
-    tokens = (tiles.nk - torch.arange(tiles.blocks, device=device) * tiles.pool).clamp(max=tiles.pool).to(acc)
-    means = [block_means(x, tiles.pool).repeat_interleave(ratio, 1) for x in (k, v)]
+    left = geometry.nk - torch.arange(geometry.blocks, device=device) * geometry.pool
+    tokens = left.clamp(max=geometry.pool).to(acc)
+    means = [block_means(x, geometry.pool).repeat_interleave(ratio, 1) for x in (k, v)]
     # The scores of all pieces together are N x N / pool numbers, so backward recomputes those of each piece. Transforms
     # of torch.func do not support the checkpoint.
     transformed = not torch.compiler.is_compiling() and transforming(q, k, v)
-    step = max(1, _AT_ONCE // (batch * heads * tiles.pool * tiles.blocks))
+    step = max(1, _AT_ONCE // (batch * heads * geometry.pool * geometry.blocks))
     outs: list[Tensor] = []
     lses: list[Tensor] = []
     chosen: list[Tensor] = []
-    for begin in range(tiles.first, tiles.last + 1, step):
-        end = min(begin + step, tiles.last + 1)
+    for begin in range(geometry.first, geometry.last + 1, step):
+        end = min(begin + step, geometry.last + 1)
         # no tile of this piece attends later blocks
-        blocks = min(end, tiles.blocks) if tiles.causal else tiles.blocks
-        part = q[:, :, tiles.rows(begin) : tiles.rows(end)].to(acc) * scale
+        blocks = min(end, geometry.blocks) if geometry.causal else geometry.blocks
+        part = q[:, :, geometry.rows(begin) : geometry.rows(end)].to(acc) * scale
         inputs = (part, means[0][:, :, :blocks], means[1][:, :, :blocks], tokens[:blocks].log())
         if torch.is_grad_enabled() and any(x.requires_grad for x in inputs) and not transformed:
             found = checkpoint(
-                _attend_piece, *inputs, tiles, begin, end, cover, use_reentrant=False, preserve_rng_state=False
+                _attend_piece, *inputs, geometry, begin, end, cover, use_reentrant=False, preserve_rng_state=False
             )
         else:
-            found = _attend_piece(*inputs, tiles, begin, end, cover)
+            found = _attend_piece(*inputs, geometry, begin, end, cover)
         for each, total in zip(found, (outs, lses, chosen), strict=True):
             total.append(each)
     listed = torch.cat([pad(x, (0, max(x.shape[-1] for x in chosen) - x.shape[-1]), value=-1) for x in chosen], 2)
-    tile = torch.arange(tiles.first, tiles.last + 1, device=device)
-    low, high = tiles.near(tile)
-    near = low[:, None] + torch.arange(2 * tiles.reach + 1, device=device)
+    tile = torch.arange(geometry.first, geometry.last + 1, device=device)
+    low, high = geometry.near(tile)
+    near = low[:, None] + torch.arange(2 * geometry.reach + 1, device=device)
     near = torch.minimum(near, high[:, None]).expand(batch, heads, -1, -1)
     listed = torch.cat([near, listed], -1)
-    listed = ascending(listed, torch.full(listed.shape[:-1], listed.shape[-1], device=device), tiles.blocks)
+    listed = ascending(listed, torch.full(listed.shape[:-1], listed.shape[-1], device=device), geometry.blocks)
     # a table's rows begin at position 0
-    listed = pad(listed, (0, 0, tiles.first, 0), value=tiles.blocks)
-    table = BlockTable.of(ListedBlocks(listed, tiles.blocks), (tiles.pool, tiles.pool))
+    listed = pad(listed, (0, 0, geometry.first, 0), value=geometry.blocks)
+    table = BlockTable.of(ListedBlocks(listed, geometry.blocks), (geometry.pool, geometry.pool))
     return AttentionOutput(torch.cat(outs, 2), torch.cat(lses, 2)), table
 
 
 def _attend_piece(
-    q: Tensor, k: Tensor, v: Tensor, logs: Tensor, tiles: _Tiles, begin: int, end: int, cover: bool
+    q: Tensor, k: Tensor, v: Tensor, logs: Tensor, geometry: _Geometry, begin: int, end: int, cover: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attend means for the queries of tiles [begin, end).
 
@@ -198,13 +199,13 @@ def _attend_piece(
         out, lse, and the chosen blocks, (B, Hq, tiles, n), with -1 for missing choices.
     """
     device = q.device
-    position = torch.arange(tiles.rows(begin), tiles.rows(end), device=device) + tiles.q_offset
+    position = torch.arange(geometry.rows(begin), geometry.rows(end), device=device) + geometry.q_offset
     block = torch.arange(k.shape[2], device=device)
-    row = position // tiles.pool - begin
+    row = position // geometry.pool - begin
     tile = torch.arange(begin, end, device=device)
-    low, high = tiles.near(tile)
+    low, high = geometry.near(tile)
     far = block < low[:, None]
-    if not tiles.causal:
+    if not geometry.causal:
         far = far | (block > high[:, None])
     scores = q @ k.mT + logs
     with torch.no_grad():
@@ -212,7 +213,7 @@ def _attend_piece(
         # a row without far blocks has no weights
         weights = torch.where(far[row], weights, 0.0)
         mass = weights.new_zeros(*q.shape[:2], len(tile), len(block)).index_add_(2, row, weights)
-        best = torch.where(far, mass, -1.0).topk(min(tiles.top_k, len(block)), -1)
+        best = torch.where(far, mass, -1.0).topk(min(geometry.top_k, len(block)), -1)
         chosen = torch.where(best.values < 0, -1, best.indices)
         if cover:
             # the extra last column takes the writes of missing choices
@@ -220,8 +221,8 @@ def _attend_piece(
             free = free.scatter(-1, torch.where(chosen < 0, len(block), chosen), False)[..., :-1]
             allowed = free[:, :, row]
         else:
-            ends = ((block + 1) * tiles.pool).clamp(max=tiles.nk)
-            allowed = ends <= position[:, None] + 1 if tiles.causal else torch.ones_like(far[row])
+            ends = ((block + 1) * geometry.pool).clamp(max=geometry.nk)
+            allowed = ends <= position[:, None] + 1 if geometry.causal else torch.ones_like(far[row])
     scores = torch.where(allowed, scores, -torch.inf)
     # not torch.logsumexp, since its gradient is NaN where every score is -inf
     top = scores.detach().amax(-1, keepdim=True)

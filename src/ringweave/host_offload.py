@@ -55,7 +55,7 @@ class Piece(NamedTuple):
 
 def pieces(branch: Branch, tiles: int) -> list[Piece]:
     """Cut the attended keys of a branch into pieces of at most ``tiles`` tiles."""
-    if branch.structure != "sparse":
+    if branch.dense_kind != "sparse":
         # full and causal branches have no plan, and are cut into full and causal pieces for dense kernels
         side = tiles * branch.tile[1]
         return [_dense_piece(branch, key, min(key + side, branch.nk)) for key in range(0, _attended(branch), side)]
@@ -75,12 +75,12 @@ def pieces(branch: Branch, tiles: int) -> list[Piece]:
 
 
 def _attended(branch: Branch) -> int:
-    return branch.nk if branch.structure == "full" else min(branch.nq, branch.nk)
+    return branch.nk if branch.dense_kind == "full" else min(branch.nq, branch.nk)
 
 
 def _dense_piece(branch: Branch, start: int, stop: int) -> Piece:
     # the rows from a piece's first key on see that piece causally again
-    first = 0 if branch.structure == "full" else start
+    first = 0 if branch.dense_kind == "full" else start
     part = replace(branch, rate=1, q_first=0, k_first=0, nq=branch.nq - first, nk=stop - start)
     return Piece((slice(start, stop),), slice(first, branch.nq), part)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from .call import Call, Operands
 from .errors import PatternError, ShapeError, UnsupportedError, is_out_of_memory, warn_once
 from .patterns import Pattern, SlidingWindow
-from .plan.tile_size import DEFAULT_TILE
+from .plan.tile_size import DEFAULT_TILE_SIZE
 from .program import Program, Returned
 from .types import acc_dtype
 
@@ -124,7 +124,7 @@ def sparsified(call: Callable[[Pattern], R], pattern: Pattern, tokens: int) -> R
             return call(pattern)
         except (MemoryError, RuntimeError) as error:
             window //= 2
-            if not is_out_of_memory(error) or not asked.combinable or window < DEFAULT_TILE:
+            if not is_out_of_memory(error) or not asked.combinable or window < DEFAULT_TILE_SIZE:
                 raise
             first = error
         first.__traceback__ = None
@@ -186,8 +186,8 @@ def _splits(operands: Operands, call: Call) -> Iterator[Split | None]:
         yield Split(groups, nq)
     rows = nq
     # whole tiles; calls over pages have few queries and are not cut
-    while rows > DEFAULT_TILE and operands.pages is None:
-        rows = -(-rows // (_FEWER * DEFAULT_TILE)) * DEFAULT_TILE
+    while rows > DEFAULT_TILE_SIZE and operands.pages is None:
+        rows = -(-rows // (_FEWER * DEFAULT_TILE_SIZE)) * DEFAULT_TILE_SIZE
         yield Split(groups, rows)
 
 

@@ -19,7 +19,7 @@ from .backends.backend import Backend, Heads, Part, Prepared, Upstream, delta_in
 from .call import Call, Operands, term_operands
 from .errors import UnsupportedError, shown
 from .plan import BlockPlan, Branch, branches, step_plan, summands
-from .plan.tile_size import default_tile
+from .plan.tile_size import default_tile_size
 from .terms.term import tables_in
 from .types import acc_dtype
 
@@ -58,7 +58,7 @@ def choose_backend(name: str, call: Call, branch: Branch) -> Backend:
 
 
 def choose_step(name: str, call: Call, branch: Branch) -> Step:
-    """Choose the backend of one branch, and under auto the measured tile sides; see :func:`choose_backend`."""
+    """Choose the backend of one branch, and under auto the measured tile sizes; see :func:`choose_backend`."""
     if name == "auto":
         usual = (backend for backend, reason in candidates(call, branch) if reason is None)
         return measured(call, branch) or Step(branch, next(usual))
@@ -82,7 +82,7 @@ def measured(call: Call, branch: Branch) -> Step | None:
     if unsupported_reason(backend, call, branch) is not None:
         return None
     if answer.tile is not None and backend.tiled:
-        other = dataclasses.replace(branch, sides=answer.tile)
+        other = dataclasses.replace(branch, tile_size=answer.tile)
         branch = other if unsupported_reason(backend, call, other) is None else branch
     return Step(branch, backend)
 
@@ -90,7 +90,7 @@ def measured(call: Call, branch: Branch) -> Step | None:
 def candidates(call: Call, branch: Branch) -> Iterator[tuple[Backend, str | None]]:
     """Yield the backends that auto considers without measurements, in order, with a reason against each or None."""
     ordered = list(PREFERENCE)
-    if branch.structure != "sparse" and branch.nq * branch.nk > _DENSE_TILES * 128**2:
+    if branch.dense_kind != "sparse" and branch.nq * branch.nk > _DENSE_TILES * 128**2:
         ordered.sort(key=lambda name: BACKENDS[name].planned)
     for name in ordered:
         yield BACKENDS[name], _why_not(BACKENDS[name], call, branch)
@@ -111,7 +111,7 @@ def unsupported_reason(backend: Backend, call: Call, branch: Branch) -> str | No
 
 def _why_not(backend: Backend, call: Call, branch: Branch) -> str | None:
     """Return why auto does not choose a backend, or None if it may."""
-    if backend.checked and not backend.planned and branch.structure == "sparse" and call.device != "cpu":
+    if backend.checked and not backend.planned and branch.dense_kind == "sparse" and call.device != "cpu":
         return "auto gives it sparse patterns only where ringweave tune found it fastest"
     reason = unsupported_reason(backend, call, branch)
     if reason is not None or not backend.checked:
@@ -152,7 +152,7 @@ class Returned(NamedTuple):
 def compiled(call: Call) -> tuple[Step, ...]:
     """Split a call into branches and choose a backend for each.
 
-    Only auto may change the tile sides. A named backend keeps those that follow from lengths and pattern, so that its
+    Only auto may change the tile sizes. A named backend keeps those that follow from lengths and pattern, so that its
     bits do not depend on stored measurements.
 
     Raises:
@@ -164,12 +164,14 @@ def compiled(call: Call) -> tuple[Step, ...]:
         whole = Branch.whole(call.pattern, call.nq, call.nk, **sizes)
         return (Step(whole, choose_backend(call.backend, call, whole)),)
     if call.paged:
-        # Pages are not cut into strided views. On a GPU, sides are powers of two, so that tiles and pages divide each
-        # other.
+        # Pages are not cut into strided views. On a GPU, tile sizes are powers of two, so that tiles and pages divide
+        # each other.
         parts = [Branch.whole(part, call.nq, call.nk, **sizes) for part in summands(call.pattern)]
         for at, part in enumerate(parts):
             if call.device != "cpu" and part.tile[1] & (part.tile[1] - 1):
-                parts[at] = dataclasses.replace(part, sides=(default_tile(call.nq), default_tile(call.nk)))
+                parts[at] = dataclasses.replace(
+                    part, tile_size=(default_tile_size(call.nq), default_tile_size(call.nk))
+                )
         return tuple(choose_step(call.backend, call, part) for part in parts)
     split = branches(call.pattern, call.nq, call.nk, **sizes)
     if call.summation_order == "fast":
@@ -226,9 +228,9 @@ class Program:
 
     @functools.cached_property
     def prepares_steps(self) -> bool:
-        """Whether every part of a decoding step of this kind can be prepared, in tiles of usual sides."""
+        """Whether every part of a decoding step of this kind can be prepared, in tiles of usual size."""
         call = self.call
-        return self.native and call.pattern.block_side is None and call.batch * call.heads <= _MOST_ROWS
+        return self.native and call.pattern.tile_size is None and call.batch * call.heads <= _MOST_ROWS
 
     @functools.cached_property
     def terms(self) -> TermOperands | None:
@@ -324,11 +326,11 @@ class Program:
         program.tables = self.tables
         if not (parts and self.prepares_steps):
             return program
-        backend, sides = self.steps[0].backend, self.steps[0].branch.sides if call.paged else None
+        backend, tile_size = self.steps[0].backend, self.steps[0].branch.tile_size if call.paged else None
         found: list[Part] = []
         for part in parts:
             # a prepared call skips keys of its run; the general path takes all of them
-            branch = (part.alone() if call.features else part).branch(call.heads, call.batch, sides)
+            branch = (part.alone() if call.features else part).branch(call.heads, call.batch, tile_size)
             sizes = 1, branch.nk, call.heads, call.batch, branch.q_offset, *branch.tile
             found.append(Part(branch, step_plan(branch.pattern, sizes), part.run.first))
             if found[-1].plan.capacity > _MOST_TILES:

@@ -27,7 +27,7 @@ from .patterns.alignment import END
 from .patterns.base import names_in
 from .plan import Branch
 from .plan.steps import StepPart, parts_of_step
-from .plan.tile_size import default_tile
+from .plan.tile_size import default_tile_size
 from .precision import NATIVE, Precision
 from .program import Program, Step, compiled, is_whole
 from .terms import Term
@@ -200,11 +200,11 @@ def _of_pages(program: Program, operands: Operands) -> None:
     assert pages is not None
     steps = compiled(call.at_lengths(operands.k, (pages.table, pages.lengths, *(operands.scales or ()))))
     native = all(each.backend.prepare is not None and is_whole(each.branch, call) for each in steps)
-    # a call's steps have equal tiles, unless auto measured other sides
-    sides = {each.branch.tile for each in steps}
+    # a call's steps have equal tiles, unless auto measured another tile size
+    tile_sizes = {each.branch.tile for each in steps}
     whole = Branch.whole(call.pattern, 1, call.nk, heads=call.heads, batch=call.batch)
-    program.steps = (Step(dataclasses.replace(whole, sides=sides.pop()), steps[0].backend),)
-    program.prepares_steps = program.prepares_steps and native and not sides
+    program.steps = (Step(dataclasses.replace(whole, tile_size=tile_sizes.pop()), steps[0].backend),)
+    program.prepares_steps = program.prepares_steps and native and not tile_sizes
 
 
 def _remember_last(pattern: Pattern, key: CallKey, program: Program) -> None:
@@ -245,7 +245,7 @@ def _step_key(spec: str, key: CallKey, measured: object) -> StepKey | None:
         if not at_end or not _differ_in_plan_only(key.means.options):
             return None
         kind = spec, q, k[:2], k[3], v[:2], v[3], key.means
-    return StepKey(kind, keys, parts_of_step(spec, keys, default_tile(capacity), key.pages is None))
+    return StepKey(kind, keys, parts_of_step(spec, keys, default_tile_size(capacity), key.pages is None))
 
 
 def _layouts(cache: PagedCache) -> tuple[int, Hashable] | None:

@@ -97,7 +97,7 @@ def test_the_same_pairs_in_tiles_of_any_size() -> None:
     record = Operands.of(call, x.q, x.k, x.v, [torch.tensor(77)])
     want = None
     for side in (16, 128):
-        branch = Branch(rw.Full(), (0, 1, 1), 1, 0, 0, n, n, 0, 1, sides=(side, side))
+        branch = Branch(rw.Full(), (0, 1, 1), 1, 0, 0, n, n, 0, 1, tile_size=(side, side))
         out, _ = launch.forward(record, branch, SINGLE)
         torch.testing.assert_close(out, out if want is None else want)
         want = out

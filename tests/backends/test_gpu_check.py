@@ -21,7 +21,7 @@ from ringweave.plan import Branch, branches
 from ringweave.precision import STORED
 from ringweave.terms import KINDS
 
-STRUCTURES = ("full", "causal", "sparse")
+DENSE_KINDS = ("full", "causal", "sparse")
 
 
 def small(dtype: torch.dtype = torch.float32, needs_grad: bool = True, device: str = "cpu") -> Call:
@@ -37,12 +37,12 @@ def first(pattern: rw.Pattern) -> Branch:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("dense_kind", DENSE_KINDS)
 @pytest.mark.parametrize("needs_grad", [False, True])
-def test_a_right_kernel_passes(dtype: torch.dtype, structure: str, needs_grad: bool) -> None:
+def test_a_right_kernel_passes(dtype: torch.dtype, dense_kind: str, needs_grad: bool) -> None:
     tried = [dense_batched.BACKEND] if cpu.module() is None else [dense_batched.BACKEND, cpu.BACKEND]
     for backend in tried:
-        assert gpu_check.check(backend, small(dtype, needs_grad), structure) is None
+        assert gpu_check.check(backend, small(dtype, needs_grad), dense_kind) is None
 
 
 def test_terms_and_dropout_are_tried_with_what_their_tables_get() -> None:
@@ -74,7 +74,7 @@ def test_keys_and_values_of_8_bits_are_tried_as_they_are_stored(stored: torch.dt
 
 
 def test_each_structure_is_tried() -> None:
-    for structure in STRUCTURES:
+    for dense_kind in DENSE_KINDS:
         seen: list[Branch] = []
 
         def forward(inputs: Operands, branch: Branch, dtype: torch.dtype, into: list[Branch] = seen) -> object:
@@ -82,8 +82,8 @@ def test_each_structure_is_tried() -> None:
             raise RuntimeError
 
         backend = dataclasses.replace(dense_batched.BACKEND, forward=forward)  # type: ignore[arg-type]
-        assert gpu_check.check(backend, small(needs_grad=False), structure) is not None
-        assert seen[0].structure == structure
+        assert gpu_check.check(backend, small(needs_grad=False), dense_kind) is not None
+        assert seen[0].dense_kind == dense_kind
     plan = seen[0].plan()
     assert {-1, 0} <= set(plan.mask_id.clamp(max=0).tolist())
     assert plan.row_ptr.diff().unique().numel() > 1
@@ -125,8 +125,8 @@ def checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, C
     """Simulate a machine with a GPU where ``triton`` is wrong at D = 128, and record the checks."""
     made: list[tuple[str, Call, str]] = []
 
-    def check(backend: Backend, of: Call, structure: str) -> str | None:
-        made.append((backend.name, of, structure))
+    def check(backend: Backend, of: Call, dense_kind: str) -> str | None:
+        made.append((backend.name, of, dense_kind))
         return "it is wrong" if (backend.name, of.head_dim) == ("triton", 128) else None
 
     monkeypatch.setattr(gpu_check, "check", check)
@@ -152,7 +152,7 @@ def test_auto_tries_a_gpu_kernel_once_for_each_kind(
             assert program.choose_backend("auto", case(), window).name == "triton"
             assert program.choose_backend("auto", case(), first(rw.Causal())).name == "flash"
             assert program.choose_backend("auto", case(head_dim=128), window).name == "dense_batched"
-    names = [(name, of.head_dim, structure) for name, of, structure in checks]
+    names = [(name, of.head_dim, dense_kind) for name, of, dense_kind in checks]
     assert names == [("triton", 64, "sparse"), ("flash", 64, "causal"), ("triton", 128, "sparse")]
     assert {of.device for _, of, _ in checks} == {"cuda:0"}
     (record,) = caplog.records
@@ -220,9 +220,9 @@ def test_what_triton_cannot_compile_is_an_error_of_ours(monkeypatch: pytest.Monk
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("dense_kind", DENSE_KINDS)
 @pytest.mark.parametrize("needs_grad", [False, True])
-def test_the_gpu_kernels_pass_on_the_device(dtype: torch.dtype, structure: str, needs_grad: bool) -> None:
+def test_the_gpu_kernels_pass_on_the_device(dtype: torch.dtype, dense_kind: str, needs_grad: bool) -> None:
     of = dataclasses.replace(small(dtype, needs_grad, "cuda"), head_dim=64, value_dim=64)
-    tried = [triton.BACKEND] + [BACKENDS["flash"]] * (structure != "sparse")
-    assert [gpu_check.check(backend, of, structure) for backend in tried] == [None] * len(tried)
+    tried = [triton.BACKEND] + [BACKENDS["flash"]] * (dense_kind != "sparse")
+    assert [gpu_check.check(backend, of, dense_kind) for backend in tried] == [None] * len(tried)

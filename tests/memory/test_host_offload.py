@@ -18,7 +18,7 @@ from ringweave.backends import BACKENDS
 from ringweave.call import Call, Operands
 from ringweave.errors import ShapeError, UnsupportedError
 from ringweave.host_offload import HostProgram
-from ringweave.plan.tile_size import default_tile
+from ringweave.plan.tile_size import default_tile_size
 from ringweave.program import Program, Returned
 
 from .. import oracle
@@ -91,7 +91,7 @@ def test_dense_kernels_get_dense_pieces(pattern: rw.Pattern, tokens: int, keys: 
     want = Wanted.of(x, pattern)
     with streaming() as made:
         dataclasses.replace(want, options=want.options | {"on_oom": "stream"}).check("sdpa")
-    pieces = -(-(keys if pattern == rw.Full() else min(tokens, keys)) // default_tile(keys))
+    pieces = -(-(keys if pattern == rw.Full() else min(tokens, keys)) // default_tile_size(keys))
     assert [each.calls["compute_after"] for each in made] == [pieces, pieces]
 
 

@@ -38,7 +38,7 @@ def test_skipped_parts_of_tiles_change_no_bit(
     q, k, v = (torch.randn(2, heads, 700, 24).to(DTYPES[dtype]) for heads in (4, 2, 2))
     branch = Branch.whole(PATTERNS[name], 700, 700, heads=4, batch=2)
     ways = [
-        dataclasses.replace(branch, sides=sides) for sides in ((128, 128), (16, 128), (128, 64), (48, 256), (32, 64))
+        dataclasses.replace(branch, tile_size=size) for size in ((128, 128), (16, 128), (128, 64), (48, 256), (32, 64))
     ]
     first, *others = (cpu.forward(Operands(q, k, v, 0.2), way, q.dtype) for way in ways)
     for other in others:
@@ -59,7 +59,7 @@ def test_small_tiles_save_little_time(name: str) -> None:
     branch = Branch.whole(pattern, n, n, heads=2)
     calls = {}
     for side in (128, 32):
-        way = dataclasses.replace(branch, sides=(side, side))
+        way = dataclasses.replace(branch, tile_size=(side, side))
         calls[str(side)] = lambda way=way: cpu.forward(inputs, way, torch.float32)
     timings = interleaved(calls, rounds=9, timer=by_processor)
     assert timings["128"].min < 1.5 * timings["32"].min

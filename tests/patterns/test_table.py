@@ -87,7 +87,7 @@ def test_a_table_of_lists_is_a_value(drawn: tuple[rw.BlockTable, Tensor]) -> Non
 @settings(max_examples=100, deadline=None)
 @given(listed((3, 5)), st.data())
 def test_ranges_and_tiles_of_lists_and_masks_agree(drawn: tuple[rw.BlockTable, Tensor], data: st.DataObject) -> None:
-    """Lists and masks have equal ranges and tiles, for tile sides below and above the block's."""
+    """Lists and masks have equal ranges and tiles, for tile sizes below and above the block's."""
     table, mask = drawn
     one = table.select(0, 0)
     other = rw.BlockTable(mask, (3, 5)).select(0, 0)

@@ -72,11 +72,11 @@ def test_views_begin_at_tiles_of_the_whole_or_are_not_made() -> None:
     assert [view.spacing for view in views] == [(0, 3, 128), (1, 3, 128), (2, 3, 128)]
 
 
-def test_structure() -> None:
-    assert branches(rw.Full(), 64, 64)[0].structure == "full"
-    assert branches(rw.Causal(), 64, 64)[0].structure == "causal"
-    assert branches(rw.Causal(), 4, 64, q_offset=60)[0].structure == "sparse"
-    assert branches(rw.SlidingWindow(5), 64, 64)[0].structure == "sparse"
+def test_dense_kind() -> None:
+    assert branches(rw.Full(), 64, 64)[0].dense_kind == "full"
+    assert branches(rw.Causal(), 64, 64)[0].dense_kind == "causal"
+    assert branches(rw.Causal(), 4, 64, q_offset=60)[0].dense_kind == "sparse"
+    assert branches(rw.SlidingWindow(5), 64, 64)[0].dense_kind == "sparse"
 
 
 def test_tables_are_held_by_no_branches() -> None:

@@ -123,7 +123,7 @@ def test_a_failed_build_leaves_nothing_behind() -> None:
     for _ in range(2):
         with pytest.raises(ShapeError):
             cache.get(rw.Causal(), 0, 5, tile=(16, 16))
-    assert not cache._kept._making
+    assert not cache._plans._making
 
 
 @pytest.mark.parametrize("name", list(PATTERNS))

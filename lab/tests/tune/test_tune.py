@@ -13,7 +13,7 @@ from ringweave.backends import BACKENDS, cpu, dense_batched, tuning
 from ringweave_lab.tune import save_answers, search, tune
 from ringweave_lab.tune.measure import Timing
 from ringweave_lab.tune.problem import Problem
-from ringweave_lab.tune.search import CLOSE, SIDES, Candidate, Search, fastest, pick, sides, whole
+from ringweave_lab.tune.search import CLOSE, TILE_SIZES, Candidate, Search, fastest, pick, tile_sizes, whole
 from ringweave_lab.tune.session import Entry
 
 
@@ -91,15 +91,17 @@ def test_other_tiles_are_chosen_only_where_they_are_clearly_faster() -> None:
 
 
 def test_sides_suit_the_length_and_the_device() -> None:
-    assert sides(whole(problem(rw.SlidingWindow(9), 4096)), "cpu") == [each for each in SIDES if each != (128, 128)]
-    assert sides(whole(problem(rw.SlidingWindow(9), 60)), "cpu") == [(32, 32)]
+    assert tile_sizes(whole(problem(rw.SlidingWindow(9), 4096)), "cpu") == [
+        each for each in TILE_SIZES if each != (128, 128)
+    ]
+    assert tile_sizes(whole(problem(rw.SlidingWindow(9), 60)), "cpu") == [(32, 32)]
     table = rw.patterns.random_blocks(4096, 0.5, block_size=64)
-    assert (128, 128) in sides(whole(problem(table, 4096)), "cpu")
+    assert (128, 128) in tile_sizes(whole(problem(table, 4096)), "cpu")
     # tiles other than its grid's would require reading the table at every plan
-    assert sides(whole(problem(table, 4096)), "cuda") == []
-    assert sides(whole(problem(rw.SlidingWindow(9), 4096)), "cuda")
+    assert tile_sizes(whole(problem(table, 4096)), "cuda") == []
+    assert tile_sizes(whole(problem(rw.SlidingWindow(9), 4096)), "cuda")
     # a plan of 8 million tiles of 32 x 32 is too large to try
-    assert sides(whole(problem(rw.Causal(), 2**17, heads=1)), "cpu")[0] == (64, 64)
+    assert tile_sizes(whole(problem(rw.Causal(), 2**17, heads=1)), "cpu")[0] == (64, 64)
 
 
 class Stand:
@@ -169,13 +171,13 @@ def test_the_seconds_begin_when_the_backends_are_checked(monkeypatch: pytest.Mon
 def test_wrong_tiles_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*arguments: object) -> tuple[Tensor, Tensor]:
         out, lse = dense_batched.forward(*arguments)  # type: ignore[arg-type]
-        return (out if arguments[1].sides is None else out * 1.01), lse  # type: ignore[attr-defined]
+        return (out if arguments[1].tile_size is None else out * 1.01), lse  # type: ignore[attr-defined]
 
     monkeypatch.setitem(BACKENDS, "dense_batched", dataclasses.replace(dense_batched.BACKEND, forward=wrong))
     monkeypatch.setattr(search, "NEAR", 1e9)
     (choice,) = tune(problem(rw.SlidingWindow(9), 200), directions=("forward",), rounds=1)
     of_gather = {each: reason for each, reason in choice.reasons.items() if each.backend == "dense_batched"}
-    assert len(of_gather) == len(sides(whole(choice.problem), "cpu"))
+    assert len(of_gather) == len(tile_sizes(whole(choice.problem), "cpu"))
     assert all(reason.startswith("wrong: root mean square error") for reason in of_gather.values())
     assert Candidate("dense_batched") in choice.timings
 

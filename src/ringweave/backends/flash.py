@@ -125,11 +125,11 @@ def dense_backward(
 def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) of one branch with one fused kernel."""
     operands, _ = with_sign(operands)
-    if branch.structure == "sparse":
+    if branch.dense_kind == "sparse":
         out, lse = _sparse_forward(operands, branch)
     else:
         q, k, v, scale = operands[:4]
-        causal = branch.structure == "causal"
+        causal = branch.dense_kind == "causal"
         out, lse = dense_forward(q, k, v, causal, scale, _kernel(q, k, v, causal))
     return out.to(dtype).contiguous(), lse.float().contiguous()
 
@@ -145,10 +145,10 @@ def backward(
     q, k, v, scale = operands[:4]
     dout = upstream.dout.to(q.dtype)
     lse, delta, out, dim = upstream.lse.contiguous(), upstream.delta, upstream.out, q.shape[3]
-    if branch.structure == "sparse":
+    if branch.dense_kind == "sparse":
         grads = _sparse_backward(dout, operands, out, lse, delta, branch)
     else:
-        causal = branch.structure == "causal"
+        causal = branch.dense_kind == "causal"
         if out is None:
             dout, q, k, v, out = delta_as_channels(dout, q, k, v, delta)
         grads = dense_backward(dout, Operands(q, k, v, scale), out, lse, causal, _kernel(q, k, v, causal))
@@ -259,7 +259,7 @@ def unsupported_reason(call: Call, branch: Branch) -> str | None:
         return f"it needs head dimensions of 8, 16, ... 256, and got {call.head_dim}"
     if call.dtype == torch.bfloat16 and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8:
         return "PyTorch's fused kernels need compute capability 8 or later for bfloat16"
-    if branch.structure == "sparse":
+    if branch.dense_kind == "sparse":
         return _sparse_refusal(call, branch)
     # the memory-efficient kernel runs the cases that the others do not support
     return f"it calls operators that torch {torch.__version__} does not have" if None in _FUSED["efficient"] else None

@@ -1,7 +1,7 @@
 """Check of a GPU kernel on the current GPU: auto chooses a kernel only after it has computed a small case correctly.
 
 One source is compiled for GPUs of many generations, by compilers of many versions, and no test machine has them all.
-So before auto first uses a GPU kernel for a dtype, head dimensions and structure, the kernel computes a few hundred
+So before auto first uses a GPU kernel for a dtype, head dimensions and dense kind, the kernel computes a few hundred
 tokens of that kind, and the result is compared with the reference. A kernel that does not compile or is wrong is
 excluded for the life of the process, with a warning in the log. Kernels that are compiled on this machine are tried in
 a separate process (``tried``), so that a crash or a hang ends only that process, and the verdict is stored on disk.
@@ -60,9 +60,9 @@ def reason(backend: Backend, call: Call, branch: Branch) -> str | None:
     small = dataclasses.replace(
         call, batch=1, heads=_HEADS, kv_heads=_KV_HEADS, nq=_TOKENS, nk=_TOKENS, device=device, paged=False
     )
-    structure = branch.structure
+    dense_kind = branch.dense_kind
     try:
-        return _verdict(backend, small, structure, tuning.current() if backend.compiled else None)
+        return _verdict(backend, small, dense_kind, tuning.current() if backend.compiled else None)
     except _CapturingError:
         return "it has not been tried on this GPU, and no trial can run during a graph capture: call it once before"
 
@@ -72,32 +72,32 @@ class _CapturingError(Exception):
 
 
 @process_cache
-def _verdict(backend: Backend, small: Call, structure: str, blocks: object) -> str | None:
+def _verdict(backend: Backend, small: Call, dense_kind: str, blocks: object) -> str | None:
     """Return the verdict on a small case with the current measured blocks; it is cached for the life of the process."""
-    stored = known(*kept(backend.name, small, structure)) if backend.compiled else None
+    stored = known(*kept(backend.name, small, dense_kind)) if backend.compiled else None
     if stored is None and torch.cuda.is_current_stream_capturing():
         raise _CapturingError
     if stored is not None:
         (verdict,) = stored
     elif backend.compiled:
-        verdict = tried(backend.name, small, structure, functools.partial(check, backend, small, structure))
+        verdict = tried(backend.name, small, dense_kind, functools.partial(check, backend, small, dense_kind))
     else:
-        verdict = check(backend, small, structure)
+        verdict = check(backend, small, dense_kind)
     if verdict is not None:
         _log.warning("auto leaves out the backend %s on %s: %s", backend.name, small.device, verdict)
     return verdict
 
 
-def check(backend: Backend, call: Call, structure: str) -> str | None:
-    """Compute small cases of a structure and describe the first that is wrong; None if all are right."""
-    verdicts = (_check(backend, call, pattern) for pattern in _patterns(structure))
+def check(backend: Backend, call: Call, dense_kind: str) -> str | None:
+    """Compute small cases of a dense kind and describe the first that is wrong; None if all are right."""
+    verdicts = (_check(backend, call, pattern) for pattern in _patterns(dense_kind))
     return next((verdict for verdict in verdicts if verdict is not None), None)
 
 
-def _patterns(structure: str) -> tuple[Pattern, ...]:
-    """Return the patterns to try for a structure; together they cover each way in which kernels load tiles."""
-    if structure != "sparse":
-        return (Full() if structure == "full" else Causal(),)
+def _patterns(dense_kind: str) -> tuple[Pattern, ...]:
+    """Return the patterns to try for a dense kind; together they cover each way in which kernels load tiles."""
+    if dense_kind != "sparse":
+        return (Full() if dense_kind == "full" else Causal(),)
     blocks = torch.tensor([[1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0, 1]], device="cpu").bool()
     return (
         SlidingWindow(260, 20) | Global(3),  # full tiles, partial tiles with keys that no query attends, longer rows
@@ -176,13 +176,13 @@ _COMMAND = (sys.executable, "-P", "-m", __name__)
 _BEGAN, _FOUND = "ringweave: began", "ringweave: found "
 
 
-def kept(name: str, call: Call, structure: str) -> tuple[Path, str]:
+def kept(name: str, call: Call, dense_kind: str) -> tuple[Path, str]:
     """Return the file that stores the verdict on a kind of case, and the case as text."""
     from .triton import launch_config
 
     # a set's order differs between processes, so the features are sorted below
     anywhere = dataclasses.replace(call, device=torch.device(call.device).type, features=frozenset())
-    about = name, anywhere, *sorted(call.features), structure
+    about = name, anywhere, *sorted(call.features), dense_kind
     facts = where(call.device), _driver(), *about, _source(), *launch_config.measured(call)
     of = "; ".join(map(str, facts))
     digest = hashlib.sha256(of.encode()).hexdigest()[:24]
@@ -200,23 +200,23 @@ def known(file: Path, of: str) -> tuple[str | None] | None:
     return (line["verdict"],)
 
 
-def tried(name: str, call: Call, structure: str, here: Callable[[], str | None]) -> str | None:
+def tried(name: str, call: Call, dense_kind: str, here: Callable[[], str | None]) -> str | None:
     """Return why a backend should not be used for a kind of case; None if its trial passes.
 
     Args:
         name: Name of the backend.
         call: Small call on the device.
-        structure: Structure of the call's branch.
+        dense_kind: Dense kind of the call's branch.
         here: Function that runs the check in this process; used if no other process can start on the device.
     """
-    file, of = kept(name, call, structure)
-    verdict, lasts = _apart(name, call, structure, here)
+    file, of = kept(name, call, dense_kind)
+    verdict, lasts = _apart(name, call, dense_kind, here)
     if lasts and not says_no_memory(verdict or ""):
         _keep(file, {"of": of, "verdict": verdict})
     return verdict
 
 
-def _apart(name: str, call: Call, structure: str, here: Callable[[], str | None]) -> tuple[str | None, bool]:
+def _apart(name: str, call: Call, dense_kind: str, here: Callable[[], str | None]) -> tuple[str | None, bool]:
     """Run the trial in a separate process; return the verdict, and whether it may be stored."""
     if not Path(_COMMAND[0]).name.startswith(("python", "pypy")):
         # Python is embedded in another program, and the command would start that program again
@@ -224,7 +224,7 @@ def _apart(name: str, call: Call, structure: str, here: Callable[[], str | None]
     paths = os.pathsep.join(path for path in sys.path if path)
     try:
         ended = subprocess.run(
-            _COMMAND, input=pickle.dumps((name, call, structure)), capture_output=True, timeout=LIMIT,
+            _COMMAND, input=pickle.dumps((name, call, dense_kind)), capture_output=True, timeout=LIMIT,
             env=os.environ | {"PYTHONPATH": paths},
         )  # fmt: skip
     except subprocess.TimeoutExpired as expired:
@@ -283,11 +283,11 @@ def main() -> None:
     """Run a trial in this process and print its verdict."""
     from . import BACKENDS
 
-    name, call, structure = pickle.load(sys.stdin.buffer)
+    name, call, dense_kind = pickle.load(sys.stdin.buffer)
     # fail before the trial begins if this process cannot use the device, since that says nothing about the kernel
     torch.ones(1, device=call.device)
     _say(_BEGAN)
-    _say(_FOUND + json.dumps(check(BACKENDS[name], call, structure)))
+    _say(_FOUND + json.dumps(check(BACKENDS[name], call, dense_kind)))
 
 
 def _say(line: str) -> None:

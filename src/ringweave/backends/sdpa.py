@@ -42,7 +42,7 @@ def _in_range(operands: Operands) -> tuple[Operands, float]:
 def _attended(operands: Operands, branch: Branch) -> Operands:
     """Drop keys and values that no query may attend, since a NaN in them must not be read."""
     q, k, v = operands[:3]
-    count = q.shape[2] if branch.structure == "causal" else k.shape[2]
+    count = q.shape[2] if branch.dense_kind == "causal" else k.shape[2]
     return operands._replace(k=k[:, :, :count], v=v[:, :, :count])
 
 
@@ -53,7 +53,7 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
     q, k, v, scale = with_sign(_in_range(attended)[0] if risky else attended)[0][:4]
     heads = q.shape[1]
     tensors = map(_rows_apart, (q, per_query_head(k, heads), per_query_head(v, heads)))
-    out, lse = _forward(*tensors, 0.0, branch.structure == "causal", scale=scale)
+    out, lse = _forward(*tensors, 0.0, branch.dense_kind == "causal", scale=scale)
     out, lse = out.to(dtype).contiguous(), lse.contiguous()
     if risky and may_overflow(attended, branch):
         nan_rows_out_of_range(out, lse, operands, branch)
@@ -82,7 +82,7 @@ def backward(
     dout, queries = dout.to(q.dtype), q
     if out is None:
         dout, queries, keys, values, out = delta_as_channels(dout, q, keys, values, delta)
-    causal, broken = branch.structure == "causal", lse.isnan()
+    causal, broken = branch.dense_kind == "causal", lse.isnan()
     some = bool(broken.any())
     if some:
         # Within a block of the kernel, rows of NaN would make gradients of keys NaN that they do not attend. They are
@@ -110,7 +110,7 @@ def backward(
 
 def unsupported_reason(call: Call, branch: Branch) -> str | None:
     """Return a reason unless the pattern is full or causal, tensors are on a CPU, and Dv == D."""
-    if branch.structure == "sparse":
+    if branch.dense_kind == "sparse":
         return "the pattern is neither full nor causal from position 0, and a dense mask would need N x N memory"
     if call.device != "cpu":
         return f"it calls PyTorch's CPU kernel, and the tensors are on {call.device}"

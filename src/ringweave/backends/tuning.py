@@ -26,8 +26,8 @@ from ..plan import Branch
 #: Environment variable with the folder of the file; the default is a folder in the user's cache folder.
 VARIABLE = "RINGWEAVE_CACHE"
 FORMAT = 2
-#: Longest side of a tile that every backend supports.
-MOST_SIDE = 256
+#: Largest tile size that every backend supports.
+MOST_TILE_SIZE = 256
 _CHECKED_EVERY = 1.0  # seconds between two checks of the file's modification time
 _log = logging.getLogger("ringweave")
 
@@ -173,7 +173,7 @@ def _two(value: object) -> bool:
 
 def _is_answer(entry: dict[str, Any]) -> bool:
     tile = entry.get("tile", ())
-    return tile is None or (_two(tile) and all(0 < side <= MOST_SIDE and side % 16 == 0 for side in tile))
+    return tile is None or (_two(tile) and all(0 < size <= MOST_TILE_SIZE and size % 16 == 0 for size in tile))
 
 
 def _is_blocks(entry: dict[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from ..patterns import Full, Pattern
 from ..patterns.algebra import leaves, replace
 from ..plan import Branch
 from ..plan.from_pattern import estimate_tiles
-from ..plan.tile_size import default_tile
+from ..plan.tile_size import default_tile_size
 
 if TYPE_CHECKING:
     from ..patterns import BlockTable
@@ -28,12 +28,12 @@ def call_key(call: Call, branch: Branch) -> str | None:
     here = where(call.device)
     if here is None:
         return None
-    grid = branch.pattern.block_side if branch.structure == "sparse" else None
-    structure = branch.structure if grid is None else f"{branch.structure} on a grid of {grid}"
+    grid = branch.pattern.tile_size if branch.dense_kind == "sparse" else None
+    relation = branch.dense_kind if grid is None else f"{branch.dense_kind} on a grid of {grid}"
     dtype = str(call.dtype).removeprefix("torch.")
     lengths = f"2^{branch.nq.bit_length() - 1} x 2^{branch.nk.bit_length() - 1} tokens"
     direction = "backward" if call.needs_grad else "forward"
-    return f"{here}; {dtype}; D {call.head_dim}, Dv {call.value_dim}; {lengths}; {structure}; {direction}"
+    return f"{here}; {dtype}; D {call.head_dim}, Dv {call.value_dim}; {lengths}; {relation}; {direction}"
 
 
 def where(device: str) -> str | None:
@@ -77,7 +77,7 @@ def density(branch: Branch) -> int:
 
     Block tables on a GPU are not read, since that would synchronise: they count with the largest share they may have.
     """
-    if branch.structure != "sparse":
+    if branch.dense_kind != "sparse":
         return 0
     pattern = branch.pattern
     made_of = pattern.key()
@@ -95,7 +95,7 @@ def _share(branch: Branch) -> float:
     # the rest of the pattern, without these tables
     pattern = replace(branch.pattern, lambda leaf: ~Full() if _on_gpu(leaf) else leaf) if tables else branch.pattern
     tiles = estimate_tiles(pattern, branch.nq, branch.nk, heads=branch.head_count, q_offset=branch.q_offset)
-    rows, columns = (-(-n // default_tile(n)) for n in (branch.nq, branch.nk))
+    rows, columns = (-(-n // default_tile_size(n)) for n in (branch.nq, branch.nk))
     return min(1.0, most + tiles / (branch.head_count * rows * columns))
 
 

@@ -25,8 +25,8 @@ class _Operator(Composite):
     """Base of the operators: the properties that follow from the parts."""
 
     @property
-    def block_side(self) -> int | None:
-        return min((side for part in self.parts_within() if (side := part.block_side) is not None), default=None)
+    def tile_size(self) -> int | None:
+        return min((size for part in self.parts_within() if (size := part.tile_size) is not None), default=None)
 
     def restride(self, rate: int, offset: int) -> Pattern | None:
         parts = [part.restride(rate, offset) for part in self.parts_within()]

@@ -79,7 +79,7 @@ class Pattern(ABC):
     - ``excluded_ranges``, if its complement is bounded;
     - ``extents`` and ``select``, if batch elements or heads differ; ``check``, if it fits certain lengths only;
     - ``restride``, ``distance_profile`` and the property ``residue_rate``, which make plans cheaper;
-    - the property ``tables``, if it has tensors; ``bound`` and the property ``block_side``, if they contain blocks.
+    - the property ``tables``, if it has tensors; ``bound`` and the property ``tile_size``, if they contain blocks.
 
     It overrides no other method of this class. A pattern that contains patterns derives from :class:`Composite`, and a
     name for another pattern from :class:`Derived`.
@@ -143,8 +143,8 @@ class Pattern(ABC):
         return 1
 
     @property
-    def block_side(self) -> int | None:
-        """Tokens in a side of the blocks that the pattern consists of, the preferred side of a tile; else None."""
+    def tile_size(self) -> int | None:
+        """The tile size that suits the pattern: the tokens in a side of the blocks that it consists of; else None."""
         return None
 
     def excluded_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:

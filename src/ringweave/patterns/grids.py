@@ -23,7 +23,7 @@ from .boxes import Grid, Pieces, axes_text, coordinates, per_axis, token_runs
 from .declared import declare
 from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, number_classes
 
-_SMALLEST, _LARGEST = 32, 128  # sides of tiles
+_SMALLEST, _LARGEST = 32, 128  # tile sizes
 _COMPARED = 256  # pairs of boxes that a tile may have; a tile with more gets a class of its own
 
 
@@ -62,8 +62,8 @@ class OnGrid(Pattern):
             )
 
     @property
-    def block_side(self) -> int:
-        # the tokens of a box, rounded to a side that kernels accept
+    def tile_size(self) -> int:
+        # the tokens of a box, rounded to a tile size that kernels accept
         volume = math.prod(self.grid.tile)
         return min(max(-(-volume // 16) * 16, _SMALLEST), _LARGEST)
 

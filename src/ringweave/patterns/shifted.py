@@ -133,8 +133,8 @@ class Shifted(Composite):
         return nq, nk + k, q_offset + q
 
     @property
-    def block_side(self) -> int | None:
-        return self.pattern.block_side
+    def tile_size(self) -> int | None:
+        return self.pattern.tile_size
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return self.pattern.allows(*self.offsets.added(q, k))

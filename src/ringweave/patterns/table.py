@@ -175,7 +175,7 @@ class BlockTable(Pattern):
             )
 
     @property
-    def block_side(self) -> int | None:
+    def tile_size(self) -> int | None:
         return self.block_size[0] if self.block_size[0] == self.block_size[1] else None
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ class Within(Composite):
         return Within(*parts)
 
     @property
-    def block_side(self) -> None:
+    def tile_size(self) -> None:
         # blocks begin with each document, not with a tile
         return None
 

@@ -15,7 +15,7 @@ from ..patterns.shifted import with_offsets
 from .block_plan import BlockPlan, pack_masks, unpack_masks
 from .branches import Branch, Sizes, Spacing, branches, mixture, summands
 from .cached_plans import CacheStatistics, PlanCache, pattern_of, plan_cache, step_plan
-from .tile_size import tile_sides
+from .tile_size import tile_size_of
 
 if TYPE_CHECKING:
     from .interop import from_block_mask
@@ -68,8 +68,8 @@ def plan(
         heads: Number of query heads.
         batch: Number of batch elements.
         q_offset: Position of the first query; ``"end"`` for that of the last tokens, as in :func:`ringweave.attention`.
-        tile: Side of a tile, or (queries, keys); multiples of 16. None chooses 128, less for short sequences, and the
-            block size of a block table if it is 32 to 128.
+        tile: Tile size, a number or (queries, keys); multiples of 16. None chooses 128, less for short sequences, and
+            the block size of a block table if it is 32 to 128.
         device: Device of the plan's tensors.
     Returns:
         The plan.
@@ -84,9 +84,9 @@ def plan(
         first = first_of_sizes(pattern, q_offset, 0, batch=batch, nq=nq, nk=nk)
         pattern, q_offset = with_offsets(pattern, first, 0, batch)
     pattern, nq, nk, heads, batch, q_offset = fitting(pattern, nq, nk, heads, batch, q_offset)
-    sides = tile_sides(tile, pattern, nq, nk)
+    size = tile_size_of(tile, pattern, nq, nk)
     device = check_device(device)
-    return plan_cache.get(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=sides, device=device)
+    return plan_cache.get(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=size, device=device)
 
 
 def density(

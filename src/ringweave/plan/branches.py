@@ -29,7 +29,7 @@ from ..patterns.tiles import StridedView
 from ..patterns.within import Within
 from .block_plan import BlockPlan
 from .cached_plans import plan_cache
-from .tile_size import default_tile, tile_sides
+from .tile_size import default_tile_size, tile_size_of
 
 if TYPE_CHECKING:
     from ..patterns import LongNet
@@ -73,7 +73,7 @@ class Branch:
         nk: Number of keys in the view.
         q_offset: Position of the view's first query, in positions of the view.
         batch: Number of batch elements.
-        sides: Tile sides of its plan, (q_tile, kv_tile); None for the default of length and pattern.
+        tile_size: (q_tile, kv_tile) that its plan is given; None for the default of length and pattern.
         spacing: Places of its keys, for a relation by residue; None for others, and for the branches of a LongNet.
         cached_plan: Its plan on the CPU, if a program holds it.
     """
@@ -87,14 +87,14 @@ class Branch:
     nk: int
     q_offset: int
     batch: int
-    sides: tuple[int, int] | None = field(default=None, kw_only=True)
+    tile_size: tuple[int, int] | None = field(default=None, kw_only=True)
     spacing: Spacing | None = field(default=None, kw_only=True)
     cached_plan: BlockPlan | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     @staticmethod
     def whole(pattern: Pattern, nq: int, nk: int, *, heads: int, batch: int = 1, q_offset: int = 0) -> Branch:
         """Return the branch of the whole call: all heads, in token order."""
-        spacing = Spacing(0, 1, tile_sides(None, pattern, nq, nk)[1]) if pattern.residue_rate > 1 else None
+        spacing = Spacing(0, 1, tile_size_of(None, pattern, nq, nk)[1]) if pattern.residue_rate > 1 else None
         return Branch(pattern, (0, heads, 1), 1, 0, 0, nq, nk, q_offset, batch, spacing=spacing)
 
     @property
@@ -103,7 +103,7 @@ class Branch:
         return len(range(*self.heads))
 
     @property
-    def structure(self) -> str:
+    def dense_kind(self) -> str:
         """``"full"`` or ``"causal"`` (top-left) if a dense kernel can compute this relation, else ``"sparse"``."""
         if isinstance(self.pattern, Full):
             return "full"
@@ -111,17 +111,17 @@ class Branch:
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Sides (q_tile, kv_tile) of its plan."""
-        return tile_sides(self.sides, self.pattern, self.nq, self.nk)
+        """The tile size of its plan, (q_tile, kv_tile)."""
+        return tile_size_of(self.tile_size, self.pattern, self.nq, self.nk)
 
     def pairs(self) -> int:
         """Count the allowed pairs over batch and heads, by a formula if there is one, else from the plan."""
-        if self.structure == "sparse":
+        if self.dense_kind == "sparse":
             counted = self.pattern._allowed_pairs(self.nq, self.nk)
             return self.plan().pairs() if counted is None else counted * self.batch * self.head_count
         square = min(self.nq, self.nk)
         causal = square * (square + 1) // 2 + (self.nq - square) * self.nk
-        return (causal if self.structure == "causal" else self.nq * self.nk) * self.batch * self.head_count
+        return (causal if self.dense_kind == "causal" else self.nq * self.nk) * self.batch * self.head_count
 
     def plan(self, device: str | torch.device = "cpu", tile: int | tuple[int, int] | None = None) -> BlockPlan:
         """Return the plan of the branch, cached."""
@@ -134,7 +134,7 @@ class Branch:
             heads=self.head_count,
             batch=self.batch,
             q_offset=self.q_offset,
-            tile=self.tile if tile is None else tile_sides(tile, self.pattern, self.nq, self.nk),
+            tile=self.tile if tile is None else tile_size_of(tile, self.pattern, self.nq, self.nk),
             device=device,
         )
 
@@ -347,7 +347,7 @@ def _cost(program: list[Branch]) -> float:
             tiles = estimate_tiles(
                 branch.pattern, branch.nq, branch.nk, heads=branch.head_count, q_offset=branch.q_offset
             )
-            area = default_tile(branch.nq) * default_tile(branch.nk) / 128**2
+            area = default_tile_size(branch.nq) * default_tile_size(branch.nk) / 128**2
             seen[alike] = tiles * area * branch.batch
         total += seen[alike]
     rows = sum(branch.nq * branch.head_count * branch.batch for branch in program) / 128

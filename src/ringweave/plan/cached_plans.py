@@ -15,7 +15,7 @@ from ..patterns.cache_key import CacheKey
 from ..patterns.fitting import refuse
 from .block_plan import BlockPlan, Extent
 from .cuda_sync import record_stream, wait_for_stream
-from .tile_size import check_tile
+from .tile_size import check_tile_size
 
 # bytes of a plan besides its elements, for nine tensors in one piece and the cache entry; measured
 _PLAN_BYTES = 8 * 2**10
@@ -58,8 +58,8 @@ class PlanCache:
     def __init__(self, max_bytes: int = 512 * 2**20):
         self.max_bytes = whole("max_bytes", max_bytes, 0, 2**63 - 1)
         # a cache of its own for decoding steps: each makes a plan of one row of tiles, which is quick to make again
-        self._kept: LRUCache[BlockPlan] = PLANS.with_bounds(max_bytes - max_bytes // 8)
-        self._steps: LRUCache[BlockPlan] = DECODE_PLANS.with_bounds(max_bytes // 16)
+        self._plans: LRUCache[BlockPlan] = PLANS.with_bounds(max_bytes - max_bytes // 8)
+        self._decode_plans: LRUCache[BlockPlan] = DECODE_PLANS.with_bounds(max_bytes // 16)
 
     def get(
         self,
@@ -78,30 +78,30 @@ class PlanCache:
             refuse(pattern)
         nq, nk, heads, batch, q_offset = check_sizes(nq, nk, heads, batch, q_offset)
         pattern = pattern.bound(heads)._for_call()
-        made_of, device, tile = pattern.key(), _place(device), check_tile(tile)
-        kept = self._steps if nq <= tile[0] else self._kept
-        return self._found(kept, pattern, made_of, (nq, nk, heads, batch, q_offset, *tile), device)
+        made_of, device, tile = pattern.key(), _place(device), check_tile_size(tile)
+        cache = self._decode_plans if nq <= tile[0] else self._plans
+        return self._found(cache, pattern, made_of, (nq, nk, heads, batch, q_offset, *tile), device)
 
     def _found(
         self,
-        kept: LRUCache[BlockPlan],
+        cache: LRUCache[BlockPlan],
         pattern: Pattern,
         made_of: CacheKey,
         sizes: tuple[int, ...],
         device: torch.device,
     ) -> BlockPlan:
         key = (made_of.value, *sizes, str(device))
-        plan = kept.get(key)
+        plan = cache.get(key)
         if plan is not None:
             wait_for_stream(plan, device)
             return plan
         # one thread builds a plan; other threads with the same key wait for it
-        with kept.making(key):
-            plan = kept.get(key)
+        with cache.making(key):
+            plan = cache.get(key)
             if plan is not None:
                 wait_for_stream(plan, device)
                 return plan
-            if kept is self._steps:
+            if cache is self._decode_plans:
                 plan = _of_rows(pattern, sizes, device)
             if plan is None:
                 plan = _built(pattern, sizes, device)
@@ -111,22 +111,22 @@ class PlanCache:
 
                 raise changed("values that were changed during planning", "TokenMask" if ties else "pattern")
             if record_stream(plan, device):
-                kept.put(key, plan, plan.nbytes + _PLAN_BYTES + made_of.nbytes, ties)
+                cache.put(key, plan, plan.nbytes + _PLAN_BYTES + made_of.nbytes, ties)
         return plan
 
     def statistics(self) -> CacheStatistics:
         """Return the counters, and the number and bytes of cached plans."""
-        every = self._kept, self._steps
+        every = self._plans, self._decode_plans
         plans = sum(map(len, every))
         hits, misses, evictions, held = (
-            sum(getattr(kept, name) for kept in every) for name in ("hits", "misses", "evictions", "nbytes")
+            sum(getattr(cache, name) for cache in every) for name in ("hits", "misses", "evictions", "nbytes")
         )
         return CacheStatistics(hits, misses, evictions, plans, held)
 
     def clear(self) -> None:
         """Drop all plans and counters."""
-        self._kept.clear()
-        self._steps.clear()
+        self._plans.clear()
+        self._decode_plans.clear()
 
 
 def step_plan(pattern: Pattern, sizes: tuple[int, ...]) -> BlockPlan:
@@ -187,4 +187,4 @@ def pattern_of(spec: str, tables: Sequence[Tensor]) -> Pattern:
 
 #: The cache that attention calls use.
 plan_cache = PlanCache()
-plan_cache._kept, plan_cache._steps = PLANS, DECODE_PLANS
+plan_cache._plans, plan_cache._decode_plans = PLANS, DECODE_PLANS

@@ -30,7 +30,7 @@ def causality(
 
 def _of(branch: Branch) -> tuple[int, Offender | None]:
     moved = branch.pattern if isinstance(branch.pattern, Shifted) else None
-    if branch.structure == "causal" or (moved is None and branch.q_offset + 1 >= branch.nk):
+    if branch.dense_kind == "causal" or (moved is None and branch.q_offset + 1 >= branch.nk):
         return 0, None
     heads = range(*branch.heads)
     first = first_positions(branch.pattern, branch.q_offset, branch.batch, torch.device("cpu")).tolist()
@@ -40,7 +40,7 @@ def _of(branch: Branch) -> tuple[int, Offender | None]:
         query, key = query + first[b][0], key + first[b][1]
         return Offender(branch.k_first + query * branch.rate, branch.k_first + key * branch.rate, b, heads[h])
 
-    if branch.structure == "full":
+    if branch.dense_kind == "full":
         # query p sees the keys after p: a sum over an arithmetic progression
         last = min(branch.nq, branch.nk - 1 - branch.q_offset)
         each = last * (branch.nk - 1 - branch.q_offset) - last * (last - 1) // 2

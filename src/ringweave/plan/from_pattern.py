@@ -26,7 +26,7 @@ from ..patterns.within import batched, by_head, check_bounds, elements
 from .block_plan import BlockPlan, Extent
 from .csr import RowSet, assemble, limit
 from .cuda_sync import record_stream, require_no_capture, wait_for_stream
-from .tile_size import check_tile, default_tile
+from .tile_size import check_tile_size, default_tile_size
 
 if TYPE_CHECKING:
     from ..patterns.table import BlockTable
@@ -62,7 +62,7 @@ def build(
     patterns, group = _distinct(pattern, extent)
     for each, _ in patterns:
         check_bounds(each, nq, nk, q_offset)
-    masks = _Masks(tile)
+    masks = _MaskIndex(tile)
     sets = [_rows(each, starts, nq, nk, q_offset, tile, masks) for each, starts in patterns]
     return assemble(sets, group, masks.packed(), nq, nk, q_offset, tile, device)
 
@@ -155,7 +155,7 @@ def _new_context(every: str, none: str, extent: Extent, table: tuple[int, ...], 
     require_no_capture(device)
     q_tiles, kv_tiles = extent.tiles
     step = max(1, _TILES_AT_ONCE // kv_tiles)
-    masks = _Masks(tile)
+    masks = _MaskIndex(tile)
 
     def listed(each: Pattern, starts: Int64) -> Iterator[CodeList]:
         # some rows at a time: adjacent tiles become runs, which are few even if the tiles are many
@@ -191,7 +191,7 @@ def _check(
     tile: tuple[int, int],
     device: str | torch.device,
 ) -> None:
-    check_tile(tile)
+    check_tile_size(tile)
     tiles = max(-(-nq // tile[0]), -(-nk // tile[1]))
     if tiles > MOST_IN_A_LINE:
         got = f"{tiles} tiles in a line"
@@ -214,7 +214,7 @@ def rows_of_elements(
     each = batched(pattern, 0)
     assert each is not None
     starts, like = elements(each, batch)
-    return _rows(each, starts, nq, nk, 0, tile, _Masks(tile, masks)), like
+    return _rows(each, starts, nq, nk, 0, tile, _MaskIndex(tile, masks)), like
 
 
 def _rows(
@@ -224,7 +224,7 @@ def _rows(
     nk: int,
     q_offset: int,
     tile: tuple[int, int],
-    masks: _Masks,
+    masks: _MaskIndex,
     part: slice = slice(None),
 ) -> RowSet:
     """Return the row sets of distinct batch elements, which begin at ``starts`` on the pattern's axis."""
@@ -241,8 +241,8 @@ def _rows(
         k_hi += base
     tiles = Tiles(q_lo[row], q_hi[row], k_lo, k_hi)
     keys = pattern.tile_classes(tiles)
-    bits = np.full(len(row), _Masks.FULL, np.int32)
-    bits[keys == EMPTY] = _Masks.EMPTY
+    bits = np.full(len(row), _MaskIndex.FULL, np.int32)
+    bits[keys == EMPTY] = _MaskIndex.EMPTY
     partial = (keys > FULL).nonzero()[0]
     if len(partial):
         some = Tiles(*(side[partial] for side in tiles))
@@ -250,18 +250,18 @@ def _rows(
         clipped = (some.q_hi - some.q_lo != q_tile) * 2 + (some.k_hi - some.k_lo != kv_tile)
         first, like = unique_ids(keys[partial] * 4 + clipped)
         bits[partial] = masks.add(pattern, Tiles(*(side[first] for side in some)))[like]
-    kept = bits != _Masks.EMPTY
+    kept = bits != _MaskIndex.EMPTY
     if not kept.all():
         row, col, bits = row[kept], col[kept], bits[kept]
     return RowSet(row, col, bits, len(starts))
 
 
 def estimate_tiles(pattern: Pattern, nq: int, nk: int, *, heads: int = 1, q_offset: int = 0, sample: int = 64) -> float:
-    """Estimate the tiles of default sides in all heads of one batch element, from a sample of query tiles.
+    """Estimate the tiles of default size in all heads of one batch element, from a sample of query tiles.
 
     The cost depends only on the sampled rows, not on the length; masks are not evaluated.
     """
-    q_tile, kv_tile = default_tile(nq), default_tile(nk)
+    q_tile, kv_tile = default_tile_size(nq), default_tile_size(nk)
     rows = -(-nq // q_tile)
     sample = max(1, min(sample, _TILES_SAMPLED * kv_tile // nk))
     lo = np.unique(np.linspace(0, rows - 1, min(rows, sample)).round().astype(np.int64)) * q_tile
@@ -302,7 +302,7 @@ def _candidates(ranges: Ranges, kv_tile: int, kv_tiles: int) -> tuple[Int64, Int
     return row, col
 
 
-class _Masks:
+class _MaskIndex:
     """Distinct packed masks, numbered; full and empty masks have codes of their own."""
 
     FULL, EMPTY = -1, -2

@@ -15,7 +15,7 @@ from ..errors import PatternError
 from ..patterns import Pattern
 from ..patterns.base import DistanceProfile
 from .branches import Branch, Spacing, summands
-from .tile_size import default_tile
+from .tile_size import default_tile_size
 
 # approximate bytes of an entry about a pattern
 _PATTERN_BYTES = 2048
@@ -63,11 +63,11 @@ class StepPart(NamedTuple):
         """Return the part of this length alone, which skips no keys."""
         return self._replace(run=Run("alone", 0, 0))
 
-    def branch(self, heads: int, batch: int, sides: tuple[int, int] | None) -> Branch:
+    def branch(self, heads: int, batch: int, tile_size: tuple[int, int] | None) -> Branch:
         """Return the branch that computes the part over the keys that its run does not skip."""
         near = self.keys - self.run.behind
         place = (0, heads, 1), self.rate, 0, self.first
-        return Branch(self.pattern, *place, 1, near, near - 1, batch, sides=sides, spacing=self.spacing)
+        return Branch(self.pattern, *place, 1, near, near - 1, batch, tile_size=tile_size, spacing=self.spacing)
 
 
 class _Summand(NamedTuple):
@@ -75,13 +75,13 @@ class _Summand(NamedTuple):
     look: DistanceProfile | None
 
 
-def parts_of_step(spec: str, keys: int, side: int, views: bool) -> tuple[StepPart, ...]:
+def parts_of_step(spec: str, keys: int, kv_tile: int, views: bool) -> tuple[StepPart, ...]:
     """Return the parts of a decoding step with one query at the last key; empty for a mixture.
 
     Args:
         spec: Text of a pattern without tables.
         keys: Number of keys.
-        side: Keys in a tile of the whole.
+        kv_tile: Keys in a tile of the whole.
         views: Whether strided views of the keys may be taken; pages have none.
     """
     found: tuple[_Summand, ...] | None = PATTERNS.get(("summands", spec))
@@ -92,30 +92,30 @@ def parts_of_step(spec: str, keys: int, side: int, views: bool) -> tuple[StepPar
         listed = summands(pattern) if pattern.combinable else ()
         found = tuple(_Summand(part, part.distance_profile()) for part in listed)
         PATTERNS.put(("summands", spec), found, _PATTERN_BYTES)
-    return tuple([_part(part, look, keys, side, views) for part, look in found])
+    return tuple([_part(part, look, keys, kv_tile, views) for part, look in found])
 
 
-def _part(pattern: Pattern, look: DistanceProfile | None, keys: int, side: int, views: bool) -> StepPart:
+def _part(pattern: Pattern, look: DistanceProfile | None, keys: int, kv_tile: int, views: bool) -> StepPart:
     rate = pattern.residue_rate
     if rate == 1:
-        return StepPart(pattern, 1, 0, keys, None, _run(look, keys, side))
-    inside = _in_view(pattern, keys, side) if views else None
-    return inside or StepPart(pattern, 1, 0, keys, Spacing(0, 1, side), _run(look, keys, side))
+        return StepPart(pattern, 1, 0, keys, None, _run(look, keys, kv_tile))
+    inside = _in_view(pattern, keys, kv_tile) if views else None
+    return inside or StepPart(pattern, 1, 0, keys, Spacing(0, 1, kv_tile), _run(look, keys, kv_tile))
 
 
-def _in_view(pattern: Pattern, keys: int, side: int) -> StepPart | None:
+def _in_view(pattern: Pattern, keys: int, kv_tile: int) -> StepPart | None:
     """Return the part in the view of the last key; None if its tiles would change bits, or it has no such view."""
     rate = pattern.residue_rate
     first = (keys - 1) % rate
     count = -(-(keys - first) // rate)
-    tile = default_tile(count)
-    if count > tile and tile * rate % side:
+    tile = default_tile_size(count)
+    if count > tile and tile * rate % kv_tile:
         return None
     key = "view", pattern.spec, rate, first
     found: tuple[_Summand, ...] | None = PATTERNS.get(key)
     if found is None:
         inside = pattern.restride(rate, first)
-        found = () if inside is None or inside.block_side else (_Summand(inside, inside.distance_profile()),)
+        found = () if inside is None or inside.tile_size else (_Summand(inside, inside.distance_profile()),)
         PATTERNS.put(key, found, _PATTERN_BYTES)
     for inside, look in found:
         try:
@@ -123,25 +123,25 @@ def _in_view(pattern: Pattern, keys: int, side: int) -> StepPart | None:
         except PatternError:
             # a table's last block may have no token in the view
             return None
-        return StepPart(inside, rate, first, count, Spacing(first % side, rate, side), _run(look, count, tile))
+        return StepPart(inside, rate, first, count, Spacing(first % kv_tile, rate, kv_tile), _run(look, count, tile))
     return None
 
 
-def _run(look: DistanceProfile | None, keys: int, side: int) -> Run:
+def _run(look: DistanceProfile | None, keys: int, kv_tile: int) -> Run:
     """Return the run of a step; a pattern that does not depend on distance has a run for each length.
 
     Steps that attend all keys share a plan while the keys fill the same number of tiles, since all tiles are full.
     Steps of a window share a plan if they end at the same place in a tile.
     """
     if look is None:
-        return Run((side, "alone", keys), 0, 0)
+        return Run((kv_tile, "alone", keys), 0, 0)
     if keys - 1 <= look.every:
-        return Run((side, -(-keys // side)), 0, 0)
-    first = -(-look.first // side)
+        return Run((kv_tile, -(-keys // kv_tile)), 0, 0)
+    first = -(-look.first // kv_tile)
     # at least one whole tile is not skipped
-    behind = min((keys - 1 - look.back) // side - first, (keys - 1) // side - 1) * side
+    behind = min((keys - 1 - look.back) // kv_tile - first, (keys - 1) // kv_tile - 1) * kv_tile
     return (
-        Run((side, "alone", keys), 0, 0)
+        Run((kv_tile, "alone", keys), 0, 0)
         if look.far or behind < 0
-        else Run((side, "last", keys - behind), first, behind)
+        else Run((kv_tile, "last", keys - behind), first, behind)
     )

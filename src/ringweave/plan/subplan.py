@@ -45,13 +45,13 @@ class CutBranch(Branch):
         )
 
     @property
-    def structure(self) -> str:
+    def dense_kind(self) -> str:
         """Always ``"sparse"``, since no dense kernel computes a selection of rows and columns."""
         return "sparse"
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Tile sides of the whole plan."""
+        """The tile size of the whole plan."""
         return self.tiles.q_tile, self.tiles.kv_tile
 
     def plan(self, device: str | torch.device = "cpu", tile: int | tuple[int, int] | None = None) -> BlockPlan:

@@ -137,7 +137,7 @@ class BranchWork:
     @staticmethod
     def of(branch: Branch, backend: Backend) -> BranchWork:
         """Count the pairs and tiles of a branch."""
-        if not backend.planned and branch.structure != "sparse":
+        if not backend.planned and branch.dense_kind != "sparse":
             # dense kernels take no plan, and causal ones skip the pairs above the diagonal
             return BranchWork(branch, backend, branch.pairs(), branch.pairs(), 0, 0, None)
         plan = branch.plan()
@@ -193,7 +193,7 @@ class Explanation:
                 "batch": call.batch, "heads": call.heads, "kv_heads": call.kv_heads, "nq": call.nq, "nk": call.nk,
                 "head_dim": call.head_dim, "value_dim": call.value_dim, "dtype": str(call.dtype).removeprefix("torch."),
                 "device": call.device, "q_offset": self.first[0], "k_offset": self.first[1],
-                "needs_grad": call.needs_grad, "extras": sorted(call.features),
+                "needs_grad": call.needs_grad, "features": sorted(call.features),
             },
             "pairs": {
                 "allowed": allowed, "computed": computed, "all": everything, "density": allowed / everything,
@@ -214,7 +214,7 @@ class Explanation:
                 "chosen": [{"backend": name, "branches": number} for number, name in program.describe(self.steps)],
                 "others": _others(self.steps, call, self.call.backend),
                 "measured": len(measured),
-                "tiles": sorted({branch.sides for branch, _ in self.steps if branch.sides is not None}),
+                "tiles": sorted({branch.tile_size for branch, _ in self.steps if branch.tile_size is not None}),
                 "blocks": _configs(call) if "triton" in names else [],
             },
             "memory": _memory(call, work),
@@ -246,7 +246,7 @@ class Explanation:
             ("pattern", facts["pattern"]),
             ("call", f"{call.nq} queries{first[0]} x {call.nk} keys{first[1]}, batch {call.batch}, {heads}, {dims}"),
             ("", f"{facts['sizes']['dtype']} on {call.device}{grad}"),
-            *([("", f"with {', '.join(facts['sizes']['extras'])}")] if call.features else []),
+            *([("", f"with {', '.join(facts['sizes']['features'])}")] if call.features else []),
             ("allowed", f"{pairs['allowed']} of {pairs['all']} pairs, density {percent(pairs['density'])}"),
             ("computed", f"{pairs['computed']} pairs in {how}, {part}"),
             ("causality", facts["causality"]["text"]),
@@ -297,7 +297,7 @@ def _branches(work: Sequence[BranchWork]) -> list[dict[str, Any]]:
             "queries": sorted({each.branch.nq for each in members}),
             "keys": sorted({each.branch.nk for each in members}), "tiles": sum(each.tiles for each in members),
             "full": sum(each.full for each in members), "partial": sum(each.tiles - each.full for each in members),
-            "tile": [list(sides) for sides in sorted({(plan.q_tile, plan.kv_tile) for plan in plans})],
+            "tile": [list(size) for size in sorted({(plan.q_tile, plan.kv_tile) for plan in plans})],
             "masks": max((plan.mask_words.shape[0] for plan in plans), default=0),
             "groups": max((plan.row_ptr.shape[0] for plan in plans), default=0),
         })  # fmt: skip
@@ -358,9 +358,9 @@ def _branch_text(entry: dict[str, Any]) -> list[str]:
     views = f"{count(entry['views'], 'view')} of every {entry['rate']}th token" if entry["rate"] > 1 else "all tokens"
     lines = [f"{views}, {span(entry['queries'])} x {span(entry['keys'])}, {entry['backend']}"]
     if entry["tile"]:
-        sides = " or ".join(f"{q} x {k}" for q, k in entry["tile"])
+        sizes = " or ".join(f"{q} x {k}" for q, k in entry["tile"])
         lines.append(
-            f"{count(entry['tiles'], 'tile')} of {sides}: {entry['full']} full, {entry['partial']} partial with "
+            f"{count(entry['tiles'], 'tile')} of {sizes}: {entry['full']} full, {entry['partial']} partial with "
             f"{count(entry['masks'], 'distinct mask')}, {count(entry['groups'], 'group')} of heads"
         )
     return lines

@@ -118,10 +118,10 @@ def small(job: Job) -> Iterator[Target]:
     """Compute eight small cases, under compute-sanitizer if it is installed."""
     for dtype in (torch.bfloat16, torch.float16):
         for dim in (64, 128):
-            for structure in ("sparse", "causal"):
+            for dense_kind in ("sparse", "causal"):
                 case = described.Call(1, 4, 2, 500, 500, dim, dim, dtype, job.device, True)
-                wrong = None if job.dry else gpu_check.check(triton.BACKEND, case, structure)
-                name = f"{str(dtype).removeprefix('torch.')}, {structure}, D {dim}: right"
+                wrong = None if job.dry else gpu_check.check(triton.BACKEND, case, dense_kind)
+                name = f"{str(dtype).removeprefix('torch.')}, {dense_kind}, D {dim}: right"
                 yield (
                     Target(name, "500 tokens", None, None, True, reason=wrong)
                     if wrong

@@ -142,7 +142,7 @@ def _check_size(relation: Pattern, tokens: int, heads: int, batch: int) -> None:
     """Raise UnsupportedError if listing the tiles would take too long."""
     split = branches(relation, tokens, tokens, heads=heads, batch=batch)
     # strided views often have equal relations, and those share a plan
-    sparse = {(each.pattern, each.nq, each.nk) for each in split if each.structure == "sparse"}
+    sparse = {(each.pattern, each.nq, each.nk) for each in split if each.dense_kind == "sparse"}
     tiles = sum(estimate_tiles(*each) for each in sparse)
     if tiles > _TILES:
         got, wanted = (

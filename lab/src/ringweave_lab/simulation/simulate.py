@@ -107,4 +107,4 @@ def _coarse(branch: Branch, local: int) -> Branch:
     # at least two tiles per rank, or one if the smaller tiles would not fit into memory
     while tiles > _MANY and side < _MAX_SIDE and (4 if tiles < _TOO_MANY else 2) * side * branch.rate <= local:
         side, tiles = 2 * side, tiles / 4
-    return branch if side == branch.tile[0] else replace(branch, sides=(side, side))
+    return branch if side == branch.tile[0] else replace(branch, tile_size=(side, side))

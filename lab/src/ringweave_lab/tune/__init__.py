@@ -1,7 +1,7 @@
 """Measure and store the fastest backend, tiles and blocks for a kind of call on this machine (``ringweave tune``).
 
 Every candidate is checked against the float64 oracle on sampled rows, and the correct ones are timed in turn: first
-every backend that can run a branch; then other tile sides for the backends near the fastest; then, if the Triton
+every backend that can run a branch; then other tile sizes for the backends near the fastest; then, if the Triton
 backend is among these on a GPU, the blocks of its kernels. The default choice of auto stays unless another is clearly
 faster.
 """

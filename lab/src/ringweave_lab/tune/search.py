@@ -1,6 +1,6 @@
 """Search the fastest way to compute a branch: backends, tiles and blocks, each checked and then timed in turn.
 
-A candidate is a backend with tile sides and kernel blocks, called without torch's operators. Candidates for backward
+A candidate is a backend with tile sizes and kernel blocks, called without torch's operators. Candidates for backward
 are timed after the forward that auto would choose, so that the two choices are independent.
 """
 
@@ -23,7 +23,7 @@ from ringweave.backends.tuning import KernelKey
 from ringweave.call import Call, Operands
 from ringweave.plan import Branch
 from ringweave.plan.from_pattern import estimate_tiles
-from ringweave.plan.tile_size import default_tile
+from ringweave.plan.tile_size import default_tile_size
 from ringweave.program import PREFERENCE, unsupported_reason
 
 from .descent import Tuned, descend
@@ -42,8 +42,8 @@ _TILES = (0.7, 1.0)
 # tiles, if a search of blocks follows
 _FEW_TILES = (0.35, 0.5)
 _BLOCKS = (0.85, 1.0)
-#: Tile sides that are tried.
-SIDES = ((32, 32), (64, 64), (64, 128), (128, 64), (128, 128), (256, 128))
+#: Tile sizes that are tried.
+TILE_SIZES = ((32, 32), (64, 64), (64, 128), (128, 64), (128, 128), (256, 128))
 # largest plan that is made for a trial, in tiles
 _MOST_TILES = 2**22
 
@@ -63,8 +63,8 @@ class Candidate:
     blocks: tuple[tuple[KernelKey, LaunchConfig], ...] = ()
 
     def __str__(self) -> str:
-        sides = "" if self.tile is None else f", tiles of {self.tile[0]} x {self.tile[1]}"
-        return self.backend + sides + (", measured blocks" if self.blocks else "")
+        tiles = "" if self.tile is None else f", tiles of {self.tile[0]} x {self.tile[1]}"
+        return self.backend + tiles + (", measured blocks" if self.blocks else "")
 
     @property
     def usual(self) -> bool:
@@ -72,8 +72,8 @@ class Candidate:
         return self.tile is None and not self.blocks
 
     def step(self, branch: Branch) -> tuple[Backend, Branch]:
-        """Return the backend, and the branch with this candidate's tile sides."""
-        return BACKENDS[self.backend], dataclasses.replace(branch, sides=self.tile)
+        """Return the backend, and the branch with this candidate's tile sizes."""
+        return BACKENDS[self.backend], dataclasses.replace(branch, tile_size=self.tile)
 
     def unsupported_reason(self, case: Call, branch: Branch) -> str | None:
         """Return why the candidate cannot run a case, or None if it can."""
@@ -138,19 +138,19 @@ def _forward_backward(candidate: Candidate, first: Candidate, branch: Branch, in
         return (out, *backend.backward(upstream, Operands(q, k, v, 1 / math.sqrt(q.shape[3])), own, q.dtype))
 
 
-def sides(branch: Branch, device: str) -> list[tuple[int, int]]:
-    """List tile sides to try besides the default: not much longer than the sequences, and without too large a plan.
+def tile_sizes(branch: Branch, device: str) -> list[tuple[int, int]]:
+    """List tile sizes to try besides the default: not much longer than the sequences, and without too large a plan.
 
     A block table on a GPU keeps its grid, because a plan with other tiles would have to read the table back.
     """
-    if device != "cpu" and branch.pattern.tables and branch.pattern.block_side is not None:
+    if device != "cpu" and branch.pattern.tables and branch.pattern.tile_size is not None:
         return []
     most = [max(16, 1 << (n - 1).bit_length()) for n in (branch.nq, branch.nk)]
     tiles = estimate_tiles(branch.pattern, branch.nq, branch.nk, heads=branch.head_count, q_offset=branch.q_offset)
-    area = tiles * default_tile(branch.nq) * default_tile(branch.nk)
+    area = tiles * default_tile_size(branch.nq) * default_tile_size(branch.nk)
     return [
         each
-        for each in SIDES
+        for each in TILE_SIZES
         if each != branch.tile and each[0] <= most[0] and each[1] <= most[1] and area <= _MOST_TILES * each[0] * each[1]
     ]
 
@@ -231,7 +231,7 @@ class Search:
             return
         least = min(timing.median for timing in self.timings.values())
         near = [each for each, timing in self.timings.items() if timing.median <= NEAR * least]
-        tiles = sides(self.branch, torch.device(self.problem.device).type)
+        tiles = tile_sizes(self.branch, torch.device(self.problem.device).type)
         others = [Candidate(each.backend, tile) for each in near if BACKENDS[each.backend].tiled for tile in tiles]
         blocks = Candidate("triton") in near
         if others:

@@ -87,9 +87,9 @@ def unsupported_reason(call: Call, branch: Branch) -> str | None:
     for name, dim in (("D", call.head_dim), ("Dv", call.value_dim)):
         if dim > _MAX_DIM:
             return f"it needs head dimensions of at most {_MAX_DIM}, and got {name} = {dim}"
-    sides = branch.tile
-    if any(side & (side - 1) for side in sides):
-        return f"it needs tiles with sides that are powers of two, and got {sides[0]} x {sides[1]}"
+    tile = branch.tile
+    if any(size & (size - 1) for size in tile):
+        return f"it needs tile sizes that are powers of two, and got {tile[0]} x {tile[1]}"
     return None
 
 

@@ -20,7 +20,7 @@ LEAST = 2048
 
 
 @dataclass(frozen=True, eq=False)
-class Masks:
+class KernelMasks:
     """A plan's masks, transposed for columns, and the positions that occur in any pair of a mask.
 
     Attributes:
@@ -40,11 +40,11 @@ class Masks:
     dead_queries: bool = False
 
     @staticmethod
-    def of(plan: BlockPlan) -> Masks:
+    def of(plan: BlockPlan) -> KernelMasks:
         """Compute them from a plan's masks, in parts, since unpacked masks are large."""
         if not plan.mask_words.shape[0]:
             # kernels are compiled without masks and read none of these
-            return Masks(plan.mask_words, plan.mask_words, plan.mask_words)
+            return KernelMasks(plan.mask_words, plan.mask_words, plan.mask_words)
         packed: list[tuple[Tensor, ...]] = []
         for part in plan.mask_words.split(_MASKS_AT_ONCE):
             dense = unpack_masks(part, plan.kv_tile)
@@ -54,14 +54,14 @@ class Masks:
             packed.append((transposed, keys[:, 0], queries[:, 0], *living))
         parts = [torch.cat(part).contiguous() for part in zip(*packed, strict=True)]
         if not plan.counted:
-            return Masks(parts[0], parts[1], parts[2], True, True)
+            return KernelMasks(parts[0], parts[1], parts[2], True, True)
         dead = (
             _dead(parts[3], plan.mask_id, plan.col, plan.nk, plan.kv_tile),
             _dead(parts[4], plan.mask_id_t, plan.row, plan.nq, plan.q_tile),
         )
         require_no_capture(plan.device)
         dead_keys, dead_queries = torch.stack(dead).tolist()
-        return Masks(parts[0], parts[1], parts[2], dead_keys, dead_queries)
+        return KernelMasks(parts[0], parts[1], parts[2], dead_keys, dead_queries)
 
 
 def _dead(living: Tensor, code: Tensor, index: Tensor, length: int, side: int) -> Tensor:
@@ -93,12 +93,12 @@ class Queue:
         return self.records.shape[0]
 
 
-def masks(plan: BlockPlan) -> Masks:
+def masks(plan: BlockPlan) -> KernelMasks:
     """Return the masks of a plan; made at first use and cached with the plan."""
     known = derived_values(plan)
-    masks: Masks | None = known.get("masks")
+    masks: KernelMasks | None = known.get("masks")
     if masks is None:
-        masks = Masks.of(plan)
+        masks = KernelMasks.of(plan)
         if record_stream(masks, plan.device):
             known["masks"] = masks
     else:

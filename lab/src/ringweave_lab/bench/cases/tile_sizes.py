@@ -1,6 +1,6 @@
-"""The case ``tiles``: the native kernel's time by the sides of tiles, for windows, documents and other patterns.
+"""The case ``tiles``: the native kernel's time by tile size, for windows, documents and other patterns.
 
-The kernel computes only the parts of a 128 x 128 tile that its mask allows, so the sides should hardly matter; the case
+The kernel computes only the parts of a 128 x 128 tile that its mask allows, so the size should hardly matter; the case
 checks this against smaller tiles. It measures processor time, so that other processes hardly matter.
 """
 
@@ -20,7 +20,7 @@ from ...tune.session import Say, Session, in_turn
 from ..compare import weighed
 from ..record import Measuring, Options, Target
 
-_SIDES = ((128, 128), (64, 64), (32, 32))
+_TILE_SIZES = ((128, 128), (64, 64), (32, 32))
 # bound on the time with the usual tiles over the time with the best ones
 _BOUND = 1.25
 
@@ -47,7 +47,7 @@ def patterns(tokens: int) -> dict[str, rw.Pattern]:
 
 
 def measure(options: Options, say: Say) -> Measuring:
-    """Check and time each pattern on tiles of several sides in turn."""
+    """Check and time each pattern on tiles of several sizes in turn."""
     if cpu.module() is None:
         return "No native kernel ran here: ringweave was installed without a C++ compiler, or with wheel.cmake=false."
     worst = 0.0
@@ -59,8 +59,8 @@ def measure(options: Options, say: Say) -> Measuring:
                 session = Session(problem.inputs(), say)
                 for direction in (FORWARD, BOTH):
                     entries = [
-                        session.check(problem, Candidate("cpu", sides).peer(None, f"tiles of {sides[0]}"), direction)
-                        for sides in _SIDES
+                        session.check(problem, Candidate("cpu", size).peer(None, f"tiles of {size[0]}"), direction)
+                        for size in _TILE_SIZES
                     ]
                     in_turn(entries, rounds=options.rounds or (1 if options.quick else 7), timer=by_processor)
                     for entry in entries:
@@ -72,4 +72,4 @@ def measure(options: Options, say: Say) -> Measuring:
                     what = f"{name}, {direction}, {str(dtype).removeprefix('torch.')}: tiles of 128 over the best"
                     bound = None if options.sized else _BOUND
                     yield Target(what, f"{problem.tokens:,} tokens, D {head_dim}", cost, bound, False, reason=wrong)
-    return f"Tiles of 128 x 128 take at most {worst:.2f} times what the best of {len(_SIDES)} sides take."
+    return f"Tiles of 128 x 128 take at most {worst:.2f} times what the best of {len(_TILE_SIZES)} sizes take."
