@@ -21,6 +21,8 @@ from .tiles import Int64
 
 # bytes of a mask that are processed together, so that intermediate arrays stay in a processor's cache
 _AT_ONCE = 2**21
+# places of a mask that are listed together, as int64
+_PLACES_AT_ONCE = 2**14
 
 
 class Runs(NamedTuple):
@@ -150,9 +152,15 @@ class MaskBlocks(BlockSet):
         if flat.device.type != "cpu":
             return flat.sum(1), flat.nonzero()[:, 1].int()
         # numpy takes a fraction of torch's time, and a tenth of it on one axis
-        counts, col = flat.numpy().sum(1), np.flatnonzero(flat.numpy())
-        col -= np.repeat(np.arange(len(counts)) * self.key_blocks, counts)
-        return torch.from_numpy(counts), torch.from_numpy(col.astype(np.int32))
+        mask, step = flat.numpy(), max(1, _PLACES_AT_ONCE // self.key_blocks)
+        counts = mask.sum(1)
+        ends = [0, *np.cumsum(counts)[step - 1 :: step].tolist(), int(counts.sum())]
+        col = np.empty(ends[-1], np.int32)
+        for begin, lo, hi in zip(range(0, len(mask), step), ends, ends[1:], strict=False):
+            part = counts[begin : begin + step]
+            first = np.repeat(np.arange(len(part)) * self.key_blocks, part)
+            np.subtract(np.flatnonzero(mask[begin : begin + step]), first, out=col[lo:hi], casting="unsafe")
+        return torch.from_numpy(counts), torch.from_numpy(col)
 
     def runs(self, first: Int64, last: Int64) -> Runs:
         mask = self._host()

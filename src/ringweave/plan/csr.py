@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from .block_plan import BlockPlan
 from .cuda_sync import require_no_capture
 
 _ALIGNED = 16  # elements: 64 bytes
+_PART = 2**11  # tiles of a set, on average, from which on sets are sorted one by one
 
 
 @dataclass(eq=False, repr=False)
@@ -107,23 +109,27 @@ def _on_host(tiles: TileList, sets: int, sides: tuple[int, int]) -> Csr:
     group, row, col = tiles.set.numpy(), tiles.row.numpy(), tiles.col.numpy()
     mask_id = np.full(len(col), -1, np.int32) if tiles.mask_id is None else tiles.mask_id.numpy()
     rows, width = sides
-    # in one piece of memory, since a fresh one takes as long as the sum
-    place = group * (rows + 1)
-    place += row
-    row_ptr = _offsets(place, sets, rows)
-    column = np.multiply(group, width + 1, out=place)
-    column += col
-    col_ptr = _offsets(column, sets, width)
+    # One set at a time needs no large temporary array; sets that are too small for a loop are sorted together.
+    joined = 1 if len(col) >= _PART * sets else sets
+    row_ptr, col_ptr = np.empty((sets, rows + 1), np.int64), np.empty((sets, width + 1), np.int64)
     row_t, mask_id_t = row, mask_id
     # one row of tiles is already in column order
     if rows > 1:
-        if sets == 1 or sets * (width + 1) <= 2**16:
-            order = stable_order(column, sets * (width + 1))
-        else:
-            # one set at a time, which stays in a processor's cache
-            ends = [(int(each[0]), int(each[-1])) for each in row_ptr]
-            order = np.concatenate([lo + stable_order(col[lo:hi], width) for lo, hi in ends])
-        row_t, mask_id_t = row.take(order), mask_id if tiles.mask_id is None else mask_id.take(order)
+        row_t = np.empty_like(row)
+        mask_id_t = mask_id if tiles.mask_id is None else np.empty_like(mask_id)
+    ends = np.searchsorted(group, np.arange(0, sets + 1, joined))
+    for part, (lo, hi) in enumerate(itertools.pairwise(ends.tolist())):
+        line, column = row[lo:hi], col[lo:hi]
+        if joined > 1:
+            line, column = group * (rows + 1) + line, group * (width + 1) + column
+        here = slice(part * joined, (part + 1) * joined)
+        np.add(_offsets(line, joined, rows), lo, out=row_ptr[here])
+        np.add(_offsets(column, joined, width), lo, out=col_ptr[here])
+        if row_t is not row:
+            order = stable_order(column, joined * (width + 1))
+            row[lo:hi].take(order, out=row_t[lo:hi], mode="clip")
+            if mask_id_t is not mask_id:
+                mask_id[lo:hi].take(order, out=mask_id_t[lo:hi], mode="clip")
     return Csr(*map(torch.from_numpy, (row_ptr, col, mask_id, col_ptr, row_t, mask_id_t)))
 
 
