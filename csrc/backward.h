@@ -110,7 +110,7 @@ inline void backward_piece(const Problem &pb, const Unit &u, const Piece &piece,
       if constexpr (Scored) {
         pairs.head = h;
         pairs.set_rows(first, rows);
-        if (pb.scoring.drop)
+        if (pb.score_terms.drop)
           pairs.kept = kept_keys(pb, {u.batch, h, first, 1, rows, pad_lanes(rows)}, lanes.first, lanes.rows, m.dropout);
       }
       Streamed t;

@@ -70,7 +70,7 @@ inline void end_keys(const Problem &pb, const Lanes &lanes, const Visit &visit, 
   const float *dv = dk + (size_t)lanes.count * pb.d;
   if (!visit.keep) {
     write_scaled(pb.dk, lanes, pb.d, dk, pb.scale, m.low, m.rows);
-    write_scaled(pb.dv, lanes, pb.dv_dim, dv, pb.scoring.kept_factor(), m.low, m.rows);
+    write_scaled(pb.dv, lanes, pb.dv_dim, dv, pb.score_terms.kept_factor(), m.low, m.rows);
     return;
   }
   uint8_t *low = turns.kept + visit.slot * kept_bytes(pb);

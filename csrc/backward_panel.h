@@ -37,7 +37,7 @@ struct BackwardMemory {
     mask = m.take<uint32_t>((size_t)q * pb.plan.words);
     dead = m.take<uint8_t>(larger(q, k));
     broken = m.take<uint8_t>(q), bad = m.take<uint8_t>(k);
-    dt = m.take<float>(pb.scoring.any() ? panel : 0);
+    dt = m.take<float>(pb.score_terms.any() ? panel : 0);
     terms = TermMemory(pb, m, lanes, true);
     dropout = DropoutMemory(pb, m, q);
     bytes = (size_t)(m.at - block);
@@ -201,7 +201,7 @@ inline void backward_chunk(const Problem &pb, const BackwardMemory &m, float siz
   const TileMask &drop = pairs.kept;
   const Kept kept{drop.rows ? drop.rows + (ptrdiff_t)r0 * drop.words : nullptr, drop.words, lane};
   if constexpr (Scored) weights<Op, N>(pairs, m, r0, n, lane, mask, kept);
-  const V kept_factor = splat(pb.scoring.kept_factor());
+  const V kept_factor = splat(pb.score_terms.kept_factor());
   sweep<Op, true, N, P>(t.b.data + r0 * t.b.ld, t.b.ld, n, pb.dv_dim / Op::depth, y, Nothing(),
                      [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
                        constexpr int M = decltype(block)::value;

@@ -373,9 +373,9 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
     if (plan.mask_id[e] >= 0)
       mask = turn_mask((const uint32_t *)plan.mask_words + (ptrdiff_t)plan.mask_id[e] * plan.q_tile * plan.words, plan.words,
                        lanes, keys, m.mask, m.dead);
-    if (Scored && pb.scoring.count) pairs.set_lanes(first, keys, pad_lanes(keys));
+    if (Scored && pb.score_terms.count) pairs.set_lanes(first, keys, pad_lanes(keys));
     TileMask kept;
-    if (Scored && pb.scoring.drop) kept = kept_pairs(pb, lanes, first, keys, m.dropout);
+    if (Scored && pb.score_terms.drop) kept = kept_pairs(pb, lanes, first, keys, m.dropout);
     int counted = 0;  // `blocks` has counted the tiles of the whole up to this key
     for (int k0 = 0, n; k0 < keys; k0 += n) {
       n = panel_end(k0, keys) - k0;
@@ -400,7 +400,7 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
       few_products<Op, T>(f, *keys_now, m.q, pw, values);
       if (pb.k.scales) row_scales(pb.k, u.batch, u.kv_head, first + k0, n, allowed.dead, unit<T>, scales);
       few_scores<Scored>(pb, f, n, allowed, pb.k.scales ? scales : nullptr);
-      if (Scored && pb.scoring.count) few_terms(pairs, f, lanes, k0, n, allowed);
+      if (Scored && pb.score_terms.count) few_terms(pairs, f, lanes, k0, n, allowed);
       const int apart = Op::depth == 2 && pb.spacing.apart() ? 2 : 1;
       if (apart == 2) few_apart(f, v, n);
       few_softmax<Op>(f, n * apart, scale.c);

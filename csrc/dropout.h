@@ -14,7 +14,7 @@ struct DropoutMemory {
   uint8_t *dead;
   DropoutMemory() = default;
   DropoutMemory(const Problem &pb, Carve &m, int lanes) {
-    if (!pb.scoring.drop) lanes = 0;
+    if (!pb.score_terms.drop) lanes = 0;
     const int keys = lanes ? pb.plan.kv_tile : 0;
     queries = {m, (size_t)lanes}, heads = {m, (size_t)lanes};
     bits = m.take<uint32_t>((size_t)keys * ((lanes + 31) / 32));
@@ -50,12 +50,12 @@ RW_INLINE void philox(uint32_t keys, U queries, U heads, uint32_t batch, uint64_
 // The bits of kept pairs by key and lane, in the layout of a tile's mask in forward.
 __attribute__((noinline)) inline TileMask kept_pairs(const Problem &pb, const Lanes &queries, int64_t first, int keys,
                                                      const DropoutMemory &m) {
-  const Scoring &scoring = pb.scoring;
+  const ScoreTerms &score_terms = pb.score_terms;
   const int words = (queries.count + 31) / 32;
   m.queries.fill(queries.count,
-                 [&](int lane) { return scoring.query_at(queries.batch, queries.first + lane % queries.rows); });
+                 [&](int lane) { return score_terms.query_at(queries.batch, queries.first + lane % queries.rows); });
   m.heads.fill(queries.count, [&](int lane) {
-    return scoring.heads[queries.head + smaller(lane / queries.rows, queries.heads - 1)];
+    return score_terms.heads[queries.head + smaller(lane / queries.rows, queries.heads - 1)];
   });
   memset(m.bits, 0, 4 * (size_t)keys * words);
   for (int lane = 0; lane < queries.count; lane += W) {
@@ -64,14 +64,14 @@ __attribute__((noinline)) inline TileMask kept_pairs(const Problem &pb, const La
     int32_t eight = 0;
     uint32_t kept[8];
     for (int r = 0; r < keys; ++r) {
-      const int32_t key = scoring.key_at(queries.batch, first + r);
+      const int32_t key = score_terms.key_at(queries.batch, first + r);
       if (r == 0 || key >> 3 != eight) {
         eight = key >> 3;
         U random[4];
-        philox((uint32_t)eight, q, h, (uint32_t)queries.batch, scoring.seed, random);
+        philox((uint32_t)eight, q, h, (uint32_t)queries.batch, score_terms.seed, random);
 #pragma GCC unroll 8
         for (int i = 0; i < 8; ++i)  // the upper 16 bits decide, since the threshold's lower bits are 0
-          kept[i] = at_least(i & 1 ? random[i / 2] : random[i / 2] << 16, scoring.drop << 16);
+          kept[i] = at_least(i & 1 ? random[i / 2] : random[i / 2] << 16, score_terms.drop << 16);
       }
       m.bits[(ptrdiff_t)r * words + (lane >> 5)] |= kept[key & 7] << (lane & 31);
     }

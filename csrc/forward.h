@@ -25,7 +25,7 @@ struct Scale {
   explicit Scale(const Problem &pb) {
     const float whole = fabsf(pb.scale), power = fmaxf(float_of(bits_of(whole) & 0x7f800000u), 0x1p-126f);
     packed = pb.scale == 0 ? 0 : copysignf(fminf(power, 1), pb.scale);
-    (pb.scoring.count ? before : size) = packed == 0 ? 1 : whole / fabsf(packed);
+    (pb.score_terms.count ? before : size) = packed == 0 ? 1 : whole / fabsf(packed);
     c = size * kLog2e, most = kMostFloat / size;
   }
 };
@@ -391,7 +391,7 @@ inline void forward_panel(const Problem &pb, const ForwardMemory &m, const Runni
 // of its sum.
 inline void forward_finish(const Problem &pb, const Lanes &lanes, const ForwardMemory &m, const Running &state) {
   const Scale scale(pb);
-  const float size = scale.size, kept = pb.scoring.kept_factor();
+  const float size = scale.size, kept = pb.score_terms.kept_factor();
   m.factor.fill(lanes.count, [&](int i) {
     if (i >= lanes.count) return 0.f;
     // with a score out of range, the sum may still be a number
@@ -477,7 +477,7 @@ inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes
     const int keys = (int)smaller(plan.kv_tile, nk - first);
     if (keys <= 0) continue;  // past the last page
     if (Scored) pairs.set_rows(first, keys);
-    if (Scored && pb.scoring.drop) pairs.kept = kept_pairs(pb, lanes, first, keys, m.dropout);
+    if (Scored && pb.score_terms.drop) pairs.kept = kept_pairs(pb, lanes, first, keys, m.dropout);
     TileMask mask;
     if (plan.mask_id[e] >= 0)
       mask = turn_mask((const uint32_t *)plan.mask_words + (ptrdiff_t)plan.mask_id[e] * plan.q_tile * plan.words, plan.words,

@@ -31,7 +31,7 @@ using Own = Pair;
 using Own = Single;
 #endif
 // Calls the instance of f with terms and dropout, or the one without.
-#define RW_CALL(f, ...) (pb.scoring.any() ? f<Own, true>(__VA_ARGS__) : f<Own, false>(__VA_ARGS__))
+#define RW_CALL(f, ...) (pb.score_terms.any() ? f<Own, true>(__VA_ARGS__) : f<Own, false>(__VA_ARGS__))
 
 size_t forward_bytes(const Problem &pb, int lanes) { return ForwardMemory(pb, lanes, nullptr).bytes; }
 void run_forward(const Problem &pb, const Unit &u, const Piece &p, const Next &next, char *m, float *partials,

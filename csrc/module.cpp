@@ -269,7 +269,7 @@ void gradient_of(Term &t, const Problem &pb, const Array &table, const Array &gr
   t.grad_batch = table.shape(0) == 1 ? 0 : grad.stride(0), t.grad_head = table.shape(1) == 1 ? 0 : grad.stride(1);
   t.grad_row = (int64_t)table.shape(3);
   t.own = (int64_t)table.shape(0) == pb.batch && (int64_t)table.shape(1) == pb.q_heads &&
-          ascends(pb.scoring.rows, pb.nq) && ascends(pb.scoring.columns, pb.nk);
+          ascends(pb.score_terms.rows, pb.nq) && ascends(pb.score_terms.columns, pb.nk);
 }
 
 // Checks that the distance of any two positions fits in 32 bits.
@@ -280,8 +280,8 @@ void check_positions(const char *name, const int32_t *x, int64_t n, const int32_
 }
 
 // Sets terms and dropout; `found` has to live as long as the problem.
-void scoring(Problem &pb, Arguments &given, std::vector<Term> &found) {
-  Scoring &s = pb.scoring;
+void read_score_terms(Problem &pb, Arguments &given, std::vector<Term> &found) {
+  ScoreTerms &s = pb.score_terms;
   const Terms terms = given.get<Terms>("terms", {});
   const auto table_grads = given.get<std::vector<Maybe>>("table_grads", {});
   const int64_t drop = given.get<int64_t>("drop", 0);
@@ -359,7 +359,7 @@ bool bind_forward(const nb::kwargs &named) {
     scales_of("v_scale", *v_scale, pb.v, scales[1]);
   }
   std::vector<Term> found;
-  scoring(pb, given, found);
+  read_score_terms(pb, given, found);
   const bool longest_first = given.get<bool>("longest_first", true);
   given.end();
   int32_t below = 0;
@@ -416,7 +416,7 @@ void bind_backward(const nb::kwargs &named) {
   rows_of_plan(pb, given);
   columns_of_plan(pb, given);
   std::vector<Term> found;
-  scoring(pb, given, found);
+  read_score_terms(pb, given, found);
   given.end();
   nb::gil_scoped_release release;
   backward(pb, column_work(pb), kernel, threads);
@@ -473,7 +473,7 @@ class Prepared {
     // `first` on move to its end.
     const int64_t later = (keys + pb.plan.kv_tile - 1) / pb.plan.kv_tile - pb.plan.k_tiles;
     if (keys < 1 || later < 0) refuse("keys", "fill fewer tiles: " + std::to_string(keys));
-    if (pb.scoring.columns && keys != pb.nk) refuse("keys", "wanted as many as there are columns");
+    if (pb.score_terms.columns && keys != pb.nk) refuse("keys", "wanted as many as there are columns");
     Problem call = pb;
     call.nk = keys;
     Pages pages;
@@ -514,7 +514,7 @@ class Prepared {
                 uintptr_t dq, uintptr_t dk, uintptr_t dv, int threads) const {
     check_threads(threads);
     if (!pb.plan.col_ptr || stored) refuse("backward", "was not asked for");
-    if (pb.scoring.any()) refuse("terms", "wanted none in backward");
+    if (pb.score_terms.any()) refuse("terms", "wanted none in backward");
     Problem call = pb;
     place("dout", call.dout, dout, douts);
     place("q", call.q, q, qs), place("k", call.k, k, ks), place("v", call.v, v, vs);
@@ -549,7 +549,7 @@ class Prepared {
     }
     rows_of_plan(pb, given);
     space(pb, given);
-    scoring(pb, given, found);
+    read_score_terms(pb, given, found);
     pb.dout.dtype = pb.dq.dtype = pb.dk.dtype = pb.dv.dtype = pb.q.dtype;
     pb.out.dtype = given.get<bool>("wide", false) ? F32 : pb.q.dtype;
     compact(pb.out, pb.q_heads, pb.nq, pb.dv_dim), compact(pb.dq, pb.q_heads, pb.nq, pb.d);

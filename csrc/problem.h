@@ -61,8 +61,8 @@ struct Term {
   View table;
   int64_t column = 0, reach = 0;  // reach: a table of distances has 2 reach + 1 columns
   // The table's gradient, contiguous, with strides in elements. If each pair has a separate element (`own`), the
-  // gradient is stored there. Otherwise pairs add integer multiples of Scoring::quantum to `sums`, and gradients that
-  // are not finite are marked in `broken`.
+  // gradient is stored there. Otherwise pairs add integer multiples of ScoreTerms::quantum to `sums`, and gradients
+  // that are not finite are marked in `broken`.
   float *grad = nullptr;
   int64_t grad_batch = 0, grad_head = 0, grad_row = 0, elements = 0;
   bool own = false;
@@ -83,7 +83,7 @@ struct TermKind {
 
 // The operations on a score between product and softmax, and on its weight afterwards. Query i of batch element b has
 // position rows[i] + q_offset[b], and key j has position columns[j] + k_offset[b]; the offsets may be null.
-struct Scoring {
+struct ScoreTerms {
   Term *terms = nullptr;
   int count = 0;
   const int32_t *rows = nullptr, *columns = nullptr, *q_offset = nullptr, *k_offset = nullptr, *heads = nullptr;
@@ -103,7 +103,7 @@ struct Problem {
   View lse, delta, dlse;  // (batch, head, token), float32; dlse.data may be null
   Plan plan;
   Spacing spacing;
-  Scoring scoring;
+  ScoreTerms score_terms;
   int64_t batch = 0, q_heads = 0, kv_heads = 0, nq = 0, nk = 0;
   int d = 0, dv_dim = 0;
   float scale = 1;

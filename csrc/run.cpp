@@ -78,7 +78,7 @@ std::vector<uint32_t> attended(const Plan &plan, int64_t nq, int threads) {
 // all queries.
 class TableSums {
  public:
-  TableSums(const Problem &pb, const Kernel &kernel, int threads) : scoring(pb.scoring), threads(threads) {
+  TableSums(const Problem &pb, const Kernel &kernel, int threads) : score_terms(pb.score_terms), threads(threads) {
     size_t bytes = 0;
     each([&](Term &t) {
       each_element(t, [&](int64_t i) { t.grad[i] = 0; });
@@ -112,7 +112,7 @@ class TableSums {
     const double of_dout = longest(pb.dout, pb.dv_dim, pb.batch, pb.q_heads, pb.nq, kernel, threads, query),
                  of_v = longest(pb.v, pb.dv_dim, pb.batch, pb.kv_heads, pb.nk, kernel, threads, key),
                  of_delta = longest(pb.delta, 1, pb.batch, pb.q_heads, pb.nq, kernel, threads, query);
-    const double bound = of_dout * of_v * scoring.kept_factor() + of_delta;
+    const double bound = of_dout * of_v * score_terms.kept_factor() + of_delta;
     int exponent = 0;
     std::frexp(bound * (double)(pb.batch * pb.q_heads * pb.nq), &exponent);
     quantum = std::ldexp(1.0, exponent - 61);
@@ -128,15 +128,15 @@ class TableSums {
  private:
   template <class F>
   void each(F f) const {
-    for (int i = 0; i < scoring.count; ++i)
-      if (scoring.terms[i].grad) f(scoring.terms[i]);
+    for (int i = 0; i < score_terms.count; ++i)
+      if (score_terms.terms[i].grad) f(score_terms.terms[i]);
   }
   template <class F>
   void each_element(const Term &t, F f) const {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t i = 0; i < t.elements; ++i) f(i);
   }
-  const Scoring &scoring;
+  const ScoreTerms &score_terms;
   const int threads;
   std::unique_ptr<char, Free> memory;
 };
@@ -207,7 +207,7 @@ void tile_mass(const Problem &pb, const Mass &mass, const Kernel &kernel, int th
 void backward(const Problem &given, const Work &work, const Kernel &kernel, int threads) {
   const TableSums tables(given, kernel, threads);
   Problem pb = given;
-  pb.scoring.quantum = tables.quantum;
+  pb.score_terms.quantum = tables.quantum;
   const Plan &plan = pb.plan;
   const size_t stride = (size_t)work.lanes * (pb.d + pb.dv_dim), bytes = padded(kernel.backward_bytes(pb, work.lanes));
   threads = worth(pb, work, smaller(pb.plan.q_tile, pb.nq), smaller(pb.plan.kv_tile, pb.nk), threads);

@@ -23,7 +23,7 @@ struct TermMemory {
   // backward: also allocate slopes of pointwise terms, and sums for the tables' gradients
   TermMemory(const Problem &pb, Carve &m, int lanes, bool backward) {
     const Plan &plan = pb.plan;
-    const size_t count = pb.scoring.count, some = count > 0;
+    const size_t count = pb.score_terms.count, some = count > 0;
     const size_t heads = backward ? 1 : larger(1, pb.q_heads / pb.kv_heads);
     const size_t side = larger(lanes, larger(plan.q_tile, plan.kv_tile));
     span = (int)smaller(plan.q_tile, pad_lanes(pb.nq)) + plan.kv_tile + kPastDiagonals;
@@ -101,7 +101,7 @@ inline void add_to(const Term &t, int64_t at, float x, double per_quantum) {
 
 struct Pairs {
   const Problem &pb;
-  const Scoring &scoring;
+  const ScoreTerms &score_terms;
   const TermMemory &m;
   const int64_t batch;
   const bool keys_across;  // lanes are keys
@@ -113,10 +113,10 @@ struct Pairs {
   bool adjacent = false;    // whether the keys have adjacent columns in a bias
 
   Pairs(const Problem &pb, const TermMemory &m, int64_t batch, bool keys_across)
-      : pb(pb), scoring(pb.scoring), m(m), batch(batch), keys_across(keys_across) {}
+      : pb(pb), score_terms(pb.score_terms), m(m), batch(batch), keys_across(keys_across) {}
 
   void set_lanes(int64_t first, int n, int count) {
-    if (!scoring.count || !scoring.rows) return;  // pointwise terms need no positions
+    if (!score_terms.count || !score_terms.rows) return;  // pointwise terms need no positions
     lane_first = first, lanes = n;
     place(keys_across, first, n, m.lane_at);
     m.index.fill(count, [&](int l) {
@@ -127,7 +127,7 @@ struct Pairs {
 
   // Call this after set_lanes: it computes the diagonals.
   void set_rows(int64_t first, int n) {
-    if (!scoring.count || !scoring.rows) return;
+    if (!score_terms.count || !score_terms.rows) return;
     row_first = first, rows = n;
     place(!keys_across, first, n, m.row_at);
     int32_t of_lanes = 0, of_rows = 0;
@@ -135,7 +135,7 @@ struct Pairs {
            (of_lanes == of_rows || lanes == 1 || rows == 1);
     const int32_t step = lanes == 1 ? of_rows : of_lanes;
     adjacent = true;
-    const int32_t *columns = scoring.columns + (keys_across ? lane_first : row_first);
+    const int32_t *columns = score_terms.columns + (keys_across ? lane_first : row_first);
     for (int i = 1; i < (keys_across ? lanes : rows); ++i) adjacent &= columns[i] - columns[i - 1] == 1;
     if (!even) return;
     for (int x = 0; x < rows + lanes - 1; ++x) m.distances[x] = distance(0, 0) + sign() * step * (x - (rows - 1));
@@ -143,14 +143,14 @@ struct Pairs {
     each_run([&](int begin, int end, bool distances, bool) {
       for (int s = 0; distances && s < heads; ++s, to += m.span) lay(begin, end, head + s, rows + lanes - 1, to);
     });
-    if (m.slopes) memset(m.sums, 0, 4 * (size_t)scoring.count * m.span);
+    if (m.slopes) memset(m.sums, 0, 4 * (size_t)score_terms.count * m.span);
   }
 
   // Applies the terms to the scores of rows [r0, r0 + n) and lanes [lane, lane + width), row by row. A product that is
   // not finite is unchanged, even if a pointwise term would make it finite.
   void apply(float *s, int r0, int n, int lane, int width) const {
     bool some = false;
-    for (int i = 0; i < scoring.count; ++i) some |= scoring.terms[i].kind == Term::pointwise;
+    for (int i = 0; i < score_terms.count; ++i) some |= score_terms.terms[i].kind == Term::pointwise;
     V broken = V{};
     for (int i = 0; some && i < n * width; i += W) broken += load(s + i) - load(s + i);  // 0, or NaN
     if (any_below(broken == V{} ? V{} : splat(-1), 0))
@@ -170,8 +170,8 @@ struct Pairs {
     const float *diagonals = m.diagonals;
     int i = 0;
     auto each_alone = [&](int end) {  // applies the pointwise terms before a run, or before the end
-      for (; i < end && scoring.terms[i].kind == Term::pointwise; ++i) {
-        const Term &t = scoring.terms[i];
+      for (; i < end && score_terms.terms[i].kind == Term::pointwise; ++i) {
+        const Term &t = score_terms.terms[i];
         kTermKinds[t.id].apply(s, n * width, t.numbers, slopes);
         if (slopes) slopes += m.panel;
       }
@@ -185,7 +185,7 @@ struct Pairs {
       }
       if (biases) add_biases(begin, end, s, r0, n, lane, width);
     });
-    each_alone(scoring.count);
+    each_alone(score_terms.count);
   }
 
   // Converts the gradient after the terms to the gradient before them, in place, and adds the tables' gradients. The
@@ -193,14 +193,14 @@ struct Pairs {
   __attribute__((noinline)) void chain(float *dt, int r0, int n, int lane, int width) const {
     const float *slopes = m.slopes;
     bool tables = false;
-    for (int i = 0; i < scoring.count; ++i) {
-      slopes += scoring.terms[i].kind == Term::pointwise ? m.panel : 0;
-      tables |= scoring.terms[i].grad != nullptr;
+    for (int i = 0; i < score_terms.count; ++i) {
+      slopes += score_terms.terms[i].kind == Term::pointwise ? m.panel : 0;
+      tables |= score_terms.terms[i].grad != nullptr;
     }
     for (int r = 0; tables && r < n; ++r)
       for (int l = filled(lane, width); l < width; ++l) dt[r * width + l] = 0;
-    for (int i = scoring.count; i-- > 0;) {
-      const Term &t = scoring.terms[i];
+    for (int i = score_terms.count; i-- > 0;) {
+      const Term &t = score_terms.terms[i];
       if (t.kind == Term::pointwise) {
         slopes -= m.panel;
         for (int x = 0; x < n * width; x += W) store(dt + x, load(dt + x) * load(slopes + x));
@@ -214,9 +214,9 @@ struct Pairs {
 
   // Adds the gradients of the whole tile to tables of distances.
   void end_rows() const {
-    for (int i = 0; even && i < scoring.count; ++i)
-      if (scoring.terms[i].grad && scoring.terms[i].kind == Term::distance)
-        scatter(scoring.terms[i], m.sums + (ptrdiff_t)i * m.span, rows + lanes - 1);
+    for (int i = 0; even && i < score_terms.count; ++i)
+      if (score_terms.terms[i].grad && score_terms.terms[i].kind == Term::distance)
+        scatter(score_terms.terms[i], m.sums + (ptrdiff_t)i * m.span, rows + lanes - 1);
   }
 
  private:
@@ -229,7 +229,7 @@ struct Pairs {
   void place(bool keys, int64_t first, int n, const PerLane<int32_t> &to) const {
     to.fill(n, [&](int i) {
       const int64_t at = first + smaller(i, n - 1);
-      return keys ? scoring.key_at(batch, at) : scoring.query_at(batch, at);
+      return keys ? score_terms.key_at(batch, at) : score_terms.query_at(batch, at);
     });
   }
 
@@ -243,11 +243,11 @@ struct Pairs {
   // Calls f(begin, end, has distances, has biases) for each run of additive terms.
   template <class F>
   RW_INLINE void each_run(F f) const {
-    const Term *t = scoring.terms;
-    for (int i = 0; i < scoring.count; ++i) {
+    const Term *t = score_terms.terms;
+    for (int i = 0; i < score_terms.count; ++i) {
       const int begin = i;
       bool distances = false, biases = false;
-      for (; i < scoring.count && t[i].kind != Term::pointwise; ++i)
+      for (; i < score_terms.count && t[i].kind != Term::pointwise; ++i)
         (t[i].kind == Term::bias ? biases : distances) = true;
       if (i > begin) f(begin, i, distances, biases);
     }
@@ -257,7 +257,7 @@ struct Pairs {
   void lay(int begin, int end, int h, int n, float *to) const {
     memset(to, 0, 4 * (size_t)(n + kPastDiagonals));
     for (int i = begin; i < end; ++i) {
-      const Term &t = scoring.terms[i];
+      const Term &t = score_terms.terms[i];
       const char *table = t.table.data + h * t.table.head;
       if (t.kind == Term::alibi) {
         const float slope = load1(table);
@@ -329,12 +329,12 @@ struct Pairs {
 
   // Writes the sum of a run's biases for one query and n keys.
   void bias_row(int begin, int end, int64_t h, int64_t query, int64_t key, int n, float *to) const {
-    const int32_t *columns = scoring.columns + key;
+    const int32_t *columns = score_terms.columns + key;
     float other[kMostTile], *some = to;
     for (int i = begin; i < end; ++i) {
-      const Term &t = scoring.terms[i];
+      const Term &t = score_terms.terms[i];
       if (t.kind != Term::bias) continue;
-      const char *row = row_at(t.table, batch, h, scoring.rows[query]);
+      const char *row = row_at(t.table, batch, h, score_terms.rows[query]);
       int x = 0;
       if (adjacent && t.column == bytes_of(t.table.dtype)) {
         x = n / 8 * 8;
@@ -347,17 +347,17 @@ struct Pairs {
   }
 
   void bias_gradient(const Term &t, const float *dt, int r0, int n, int lane, int width) const {
-    const int32_t *columns = scoring.columns + lane_first + lane;
+    const int32_t *columns = score_terms.columns + lane_first + lane;
     const int some = filled(lane, width);
     for (int r = 0; some && r < n; ++r, dt += width) {
       const int64_t row =
-          batch * t.grad_batch + head * t.grad_head + scoring.rows[row_first + r0 + r] * t.grad_row;
+          batch * t.grad_batch + head * t.grad_head + score_terms.rows[row_first + r0 + r] * t.grad_row;
       if (t.own && adjacent)
         memcpy(t.grad + row + columns[0], dt, 4 * (size_t)some);
       else if (t.own)
         for (int l = 0; l < some; ++l) t.grad[row + columns[l]] = dt[l];
       else
-        for (int l = 0; l < some; ++l) add_to(t, row + columns[l], dt[l], 1 / scoring.quantum);
+        for (int l = 0; l < some; ++l) add_to(t, row + columns[l], dt[l], 1 / score_terms.quantum);
     }
   }
 
@@ -381,7 +381,7 @@ struct Pairs {
       const int64_t at = place_of(t, m.distances[x]);
       float sum = 0;
       for (; x < n && place_of(t, m.distances[x]) == at; ++x) sum += values[x];
-      add_to(t, table + at, sum, 1 / scoring.quantum);
+      add_to(t, table + at, sum, 1 / score_terms.quantum);
     }
   }
 };

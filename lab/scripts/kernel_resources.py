@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from kernel_shapes import NARROW, PLAIN, STREAMED, TARGETS, WIDE, Extras, Shape, blocks_of, shapes
+from kernel_shapes import NARROW, PLAIN, STREAMED, TARGETS, WIDE, ScoreTerms, Shape, blocks_of, shapes
 from triton.compiler import ASTSource
 
 from ringweave.backends.triton import kernels
@@ -34,7 +34,7 @@ TABLE = Path(__file__).parents[1] / "notes" / "kernel-resources.md"
 KERNELS = ("forward", "join", "delta", "backward_q", "backward_kv")
 DIMS = (64, 128)
 # each kind of term, with all that can learn doing so, and dropout
-EVERY = Extras(tuple(kind.value for kind in (SOFTCAP, ALIBI, DISTANCE, BIAS)), (0, 0, *(SUMMED.value,) * 2), True)
+EVERY = ScoreTerms(tuple(kind.value for kind in (SOFTCAP, ALIBI, DISTANCE, BIAS)), (0, 0, *(SUMMED.value,) * 2), True)
 # bytes a thread that may spill with another compiler than the table's: 3.6 spills 24 on sm_100, 3.9 56 there
 SPARE = 64
 # for a kernel, D, a device and a tile: the known spilled bytes, stored before the loop and read after it
@@ -96,7 +96,7 @@ def compiled(
     dtype: str = "bf16",
     value_dim: int | None = None,
     wide_out: bool = False,
-    extras: Extras = PLAIN,
+    terms: ScoreTerms = PLAIN,
     **changes: object,
 ) -> tuple[Any, LaunchConfig]:
     """Compile one kernel for one device as the backend would launch it, with the blocks of that.
@@ -109,7 +109,7 @@ def compiled(
         dtype: Of the inputs.
         value_dim: Dv, where it is not D.
         wide_out: Whether results are float32, as for a branch of several.
-        extras: Terms and dropout.
+        terms: Terms and dropout.
         changes: Values of arguments that Triton then treats as constants, as it does with 1.
     """
     value_dim = dim if value_dim is None else value_dim
@@ -118,7 +118,7 @@ def compiled(
     tile, height = shape.tile, (shape.queries or shape.tile[0]) * shape.tiles
     blocks, packing = LaunchConfig(64, 64, 4, 1), Packing(1, 64, 2)
     if kernel in STREAMED:
-        blocks = blocks_of(kernel, dim, value_dim, 4 if dtype == "fp32" else 2, shape, name, extras.there)
+        blocks = blocks_of(kernel, dim, value_dim, 4 if dtype == "fp32" else 2, shape, name, terms.there)
         packing = Packing.of(blocks.m, height, shape.heads)
     constants = {
         "D": dim, "DV": value_dim, "PAD_D": padded(dim), "PAD_DV": padded(value_dim), "DIM": dim, "PADDED": padded(dim),
@@ -131,12 +131,12 @@ def compiled(
         "STEP": 16 if shape.stored else 8, "SHARED": shape.heads > 1, "RESIDENT": False, "STAGES": blocks.stages,
         "PRECISION": "ieee", "l_n": 1, "s_n": 1,
     }  # fmt: skip
-    constants |= {"TERMS": extras.terms, "LEARNS": extras.learns, "EXTRAS": extras.there, "HOLES": extras.holes}
+    constants |= {"TERMS": terms.terms, "LEARNS": terms.learns, "SCORED": terms.there, "HOLES": terms.holes}
     branched = kernel in STREAMED and goes_past_masks(
         kernel, blocks, padded(max(dim, value_dim)), TARGETS[name].device, shape.described, shape.heads > 1
     )
     constants["BRANCHED"] = branched
-    given = extras.signature(kernel == "backward_q")
+    given = terms.signature(kernel == "backward_q")
     constants |= dict.fromkeys((argument for argument, held in given.items() if held is None))
     if "PAGE" not in changes:
         constants |= {"PAGE": 0, **dict.fromkeys(("table", "lengths", "columns"))}
@@ -235,8 +235,8 @@ def variants() -> Iterator[Callable[[], Resources]]:
         yield partial(compile_kernel, kernel, 64, "sm_90", RESIDENT=True)
         yield partial(compile_kernel, kernel, 80, "sm_90", Shape(described=True), MASKED=False, RAGGED=False)
         yield partial(compile_kernel, kernel, 512, "sm_90", Shape(described=True))
-        yield partial(compile_kernel, kernel, 64, "sm_90", NARROW, extras=EVERY)
-    yield partial(compile_kernel, "backward_q", 64, "sm_90", NARROW, extras=Extras((BIAS.value,), (OWN.value,)))
+        yield partial(compile_kernel, kernel, 64, "sm_90", NARROW, terms=EVERY)
+    yield partial(compile_kernel, "backward_q", 64, "sm_90", NARROW, terms=ScoreTerms((BIAS.value,), (OWN.value,)))
     # pages smaller and larger than a block
     yield partial(compile_kernel, "forward", 128, "sm_90", NARROW, PAGE=16)
     yield partial(compile_kernel, "forward", 128, "sm_90", Shape((16, 128), heads=4), PAGE=256)

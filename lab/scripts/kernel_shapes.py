@@ -75,7 +75,7 @@ TARGETS = {
 
 
 @dataclass(frozen=True)
-class Extras:
+class ScoreTerms:
     """The terms of a call by the kinds of kernels.score_terms, those that learn, and dropout."""
 
     terms: tuple[int, ...] | None = None
@@ -107,7 +107,7 @@ class Extras:
         return found
 
 
-PLAIN = Extras()
+PLAIN = ScoreTerms()
 
 
 def shapes(kernel: str, dim: int, name: str) -> list[Shape]:
@@ -125,12 +125,12 @@ def shapes(kernel: str, dim: int, name: str) -> list[Shape]:
 
 
 def blocks_of(
-    kernel: str, dim: int, value_dim: int, itemsize: int, shape: Shape, name: str, extras: bool = False
+    kernel: str, dim: int, value_dim: int, itemsize: int, shape: Shape, name: str, scored: bool = False
 ) -> LaunchConfig:
     """Return the launch configuration that the backend would choose."""
     rows = (shape.queries or shape.tile[0]) * shape.heads * shape.tiles
     tile = (shape.tile[0] if kernel == "backward_kv" else max(16, rows), shape.tile[1])
     device, described = TARGETS[name].device, shape.described
     return launch_config_for(
-        kernel, dim, value_dim, itemsize, tile, device, None, Traits(shape.clear, extras, described)
+        kernel, dim, value_dim, itemsize, tile, device, None, Traits(shape.clear, scored, described)
     )

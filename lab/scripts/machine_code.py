@@ -25,22 +25,22 @@ from typing import Any
 import triton
 import triton.language as tl
 from kernel_resources import compiled, of_cubin
-from kernel_shapes import TARGETS, WIDE, Extras, Shape
+from kernel_shapes import TARGETS, WIDE, ScoreTerms, Shape
 from triton.compiler import ASTSource
 
 from ringweave.backends.triton.kernels.score_terms import DISTANCE, SOFTCAP
 
 PAGE = Path(__file__).parents[1] / "notes" / "machine-code.md"
 MASKED, CLEAR = Shape(described=True), Shape(described=True, clear=True)
-CASES: tuple[tuple[str, Shape, Extras], ...] = (
-    ("no masks", CLEAR, Extras()),
-    ("masks", MASKED, Extras()),
-    ("masks, dead keys", Shape(described=True, dead=True), Extras()),
-    ("masks, by addresses", WIDE, Extras()),
-    ("masks, tiles of 64", Shape((64, 64), described=True), Extras()),
-    ("softcap", MASKED, Extras((SOFTCAP.value,))),
-    ("distance", MASKED, Extras((DISTANCE.value,))),
-    ("dropout", MASKED, Extras(drop=True)),
+CASES: tuple[tuple[str, Shape, ScoreTerms], ...] = (
+    ("no masks", CLEAR, ScoreTerms()),
+    ("masks", MASKED, ScoreTerms()),
+    ("masks, dead keys", Shape(described=True, dead=True), ScoreTerms()),
+    ("masks, by addresses", WIDE, ScoreTerms()),
+    ("masks, tiles of 64", Shape((64, 64), described=True), ScoreTerms()),
+    ("softcap", MASKED, ScoreTerms((SOFTCAP.value,))),
+    ("distance", MASKED, ScoreTerms((DISTANCE.value,))),
+    ("dropout", MASKED, ScoreTerms(drop=True)),
 )
 _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);", re.M)
 _BRANCH = re.compile(r"^(?P<guard>@!?U?P\w+ )?BRA(?:\.\w+)*(?P<also> !?U?P\w+,)? `?\(?(?P<to>0x[0-9a-f]+)")
@@ -229,12 +229,12 @@ def rows(dims: list[int]) -> Iterator[tuple[str, list[str]]]:
             made, n = compiled_reference(dim, listed)
             yield _row("reference", dim, "listed" if listed else "in turn", f"128 x {n}", made, 2)
         for kernel, products in (("forward", 2), ("backward_q", 3), ("backward_kv", 4)):
-            for case, shape, extras in CASES:
-                if dim != 128 and extras.there:
+            for case, shape, terms in CASES:
+                if dim != 128 and terms.there:
                     continue
                 if shape.dead and kernel == "backward_kv":
                     continue
-                made, blocks = compiled(kernel, dim, "sm_90", shape, extras=extras)
+                made, blocks = compiled(kernel, dim, "sm_90", shape, terms=terms)
                 yield _row(kernel, dim, case, f"{blocks.m} x {blocks.n}", made, products)
 
 

@@ -164,7 +164,7 @@ def one(options: argparse.Namespace) -> int:
             with torch.random.fork_rng():
                 smaller, shown = shrink(call, find)
             printed = text(smaller, shown, options.variant, options.fine)
-            terms = [term.kind for term in smaller.scoring.terms]
+            terms = [term.kind for term in smaller.score_terms.terms]
             key = (
                 f"{shown.kind} {smaller.tree.kind} {smaller.layouts if shown.kind.startswith('value') else ''} {terms}"
             )

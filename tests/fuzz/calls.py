@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
-from . import scoring, trees
+from . import score_terms, trees
 from .layouts import LAYOUTS, SHARED
-from .scoring import TermOperands
+from .score_terms import ScoreTerms
 from .sizes import First, Sizes
 from .trees import Tree
 
@@ -61,7 +61,7 @@ class Call:
     forked: bool = False
     #: positions of each batch element's first query and key, if they differ by batch element
     first: First | None = None
-    scoring: TermOperands = TermOperands()  # noqa: RUF009  (immutable)
+    score_terms: ScoreTerms = ScoreTerms()  # noqa: RUF009  (immutable)
 
     @property
     def nk(self) -> int:
@@ -71,7 +71,7 @@ class Call:
     @property
     def grads(self) -> list[str]:
         """Return the names of the inputs to differentiate by."""
-        return [] if self.how in ("no_grad", "inference_mode") else [*self.leaves, *self.scoring.learning]
+        return [] if self.how in ("no_grad", "inference_mode") else [*self.leaves, *self.score_terms.learning]
 
     def shapes(self) -> list[tuple[int, int, int, int]]:
         """Return the shapes of q, k, v and dout."""
@@ -100,7 +100,7 @@ def program(call: Call) -> tuple[list[str], list[str]]:
             continue
         leaf = ".requires_grad_()" if name in call.leaves else ""
         inputs.append(f"{name} = {LAYOUTS[layout](*shape, call.dtype, fill)}{leaf}")
-    inputs += call.scoring.inputs(s, call.nk)
+    inputs += call.score_terms.inputs(s, call.nk)
     if call.grads and call.loss != "out":
         wide = ", dtype=torch.float64" if call.dtype == "float64" else ""
         inputs.append(f"dlse = torch.randn({s.batch}, {s.heads}, {s.nq}{wide})")
@@ -111,7 +111,7 @@ def program(call: Call) -> tuple[list[str], list[str]]:
         options += f", q_offset={s.q_offset}"
     if call.scale is not None:
         options += f", scale={call.scale!r}"
-    options += call.scoring.options()
+    options += call.score_terms.options()
     longnet = call.how == "longnet_attention"
     pattern = "pattern"
     if longnet:
@@ -217,7 +217,7 @@ def draw(backend: str, seed: int, index: int) -> Call:
     ):
         return call
     whole = how != "merge"
-    return replace(call, scoring=scoring.draw(r, sizes, dtype, sinks=whole, dropout=whole))
+    return replace(call, score_terms=score_terms.draw(r, sizes, dtype, sinks=whole, dropout=whole))
 
 
 def _hostile(r: Random, call: Call) -> Call:

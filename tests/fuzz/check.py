@@ -18,7 +18,7 @@ import ringweave as rw
 
 from ..dropped import next_seed
 from ..oracle import Inputs
-from . import scoring, trees
+from . import score_terms, trees
 from .calls import Call, program
 from .truth import Truth, rounding, torch_own
 
@@ -57,7 +57,7 @@ def _run(call: Call, names: dict[str, Any], inputs: str, lines: str) -> str:
         exec(inputs, names)
     except Exception as error:
         raise _raised(call, error) from error
-    given = {name: names[name] for name in ("q", "k", "v", "dout", "dlse", *call.scoring.tensors) if name in names}
+    given = {name: names[name] for name in ("q", "k", "v", "dout", "dlse", *call.score_terms.tensors) if name in names}
     versions = {name: x._version for name, x in given.items()}
     state, seed = torch.get_rng_state(), next_seed()
     if call.forked:
@@ -81,7 +81,7 @@ def _run(call: Call, names: dict[str, Any], inputs: str, lines: str) -> str:
         reached = _reached(call, torch.from_numpy(counts.sum(0)) > 0)
         # a broken row only has to be NaN
         x.dout, x.dlse = x.dout.masked_fill(reached[0][..., None], 0.0), x.dlse.masked_fill(reached[0], 0.0)
-    tensors = {name: names[name].detach() for name in call.scoring.tensors}
+    tensors = {name: names[name].detach() for name in call.score_terms.tensors}
     truth = Truth(call, x, torch.from_numpy(counts), tensors, seed)
     wanted = ["out"] + ["lse"] * ("lse" in names) + [f"d{name}" for name in call.grads]
     got = {name: names[name].detach() for name in wanted}
@@ -99,7 +99,7 @@ def _run(call: Call, names: dict[str, Any], inputs: str, lines: str) -> str:
 def _check_bits(call: Call, names: dict[str, Any], lines: str, got: dict[str, Tensor]) -> None:
     """The native kernel's bits depend neither on the layout nor on the number of threads."""
     plain = dict(names)
-    for name in ("q", "k", "v", "dout", *call.scoring.tensors):
+    for name in ("q", "k", "v", "dout", *call.score_terms.tensors):
         if name in names:
             leaf = names[name].detach().contiguous().requires_grad_(names[name].requires_grad)
             plain[name] = leaf
@@ -107,7 +107,7 @@ def _check_bits(call: Call, names: dict[str, Any], lines: str, got: dict[str, Te
     exec(lines, plain)
     # torch's own sums, in an order that the layout decides, enter the gradients of sinks, and results that use them
     for name, x in got.items():
-        if call.scoring.sinks is not None and name not in ("out", "lse"):
+        if call.score_terms.sinks is not None and name not in ("out", "lse"):
             continue
         other = plain[name].detach()
         same = (x == other) | (x.isnan() & other.isnan())
@@ -317,7 +317,9 @@ def _in_hull(call: Call, truth: Truth, got: dict[str, Tensor]) -> None:
         near = ~alive | ((got["lse"].double() - top).abs() <= slack)
         _same("bounds", "lse", near, torch.ones_like(near), got["lse"], truth.results["lse"])
     v = truth.wide[2]
-    largest = v.abs().amax((-1, -2))[..., None, None] * scoring.STEPS / (scoring.STEPS - call.scoring.dropped)
+    largest = (
+        v.abs().amax((-1, -2))[..., None, None] * score_terms.STEPS / (score_terms.STEPS - call.score_terms.dropped)
+    )
     inside = (
         got["out"].double().abs() <= largest * (1 + eps * (8 + v.shape[2] / 8)) + 1e-30
         if "out" in got

@@ -9,7 +9,7 @@ from dataclasses import replace
 from . import trees
 from .calls import Call, program
 from .check import Find, Refused, check
-from .scoring import TermOperands
+from .score_terms import ScoreTerms
 from .trees import Tree
 
 
@@ -52,7 +52,7 @@ def alike(one: Find, other: Find) -> bool:
 #: otherwise small calls would have one tile and one branch
 FINE = (
     "import sys, ringweave; m = sys.modules; m['ringweave.plan.branches']._BRANCH_COST = -1e9; "
-    "m['ringweave.plan.tile_size'].DEFAULT_TILE = 16"
+    "m['ringweave.plan.tile_size'].DEFAULT_TILE_SIZE = 16"
 )
 
 
@@ -69,7 +69,7 @@ def text(call: Call, find: Find, variant: str | None, fine: bool) -> str:
 
 #: The plain value of each field
 PLAIN = {
-    "first": None, "broken": None, "scoring": TermOperands(), "scale": None, "dtype": "float32", "poisoned": False,
+    "first": None, "broken": None, "score_terms": ScoreTerms(), "scale": None, "dtype": "float32", "poisoned": False,
     "dead": False, "packed": False, "forked": False, "threads": 1, "detach_weights": False, "leaves": "",
     "loss": "out", "layouts": ("contiguous",) * 4, "fills": (".normal_()",) * 4,
 }  # fmt: skip
@@ -86,9 +86,9 @@ def _smaller(call: Call) -> Iterator[Call]:
             values[i] = PLAIN[name][i]  # type: ignore[index]
             if tuple(values) != getattr(call, name):
                 yield replace(call, **{name: tuple(values)})
-    if len(call.scoring.terms) > 1 or call.scoring.sinks or call.scoring.dropped:
-        for term in call.scoring.terms:
-            yield replace(call, scoring=TermOperands((term,)))
+    if len(call.score_terms.terms) > 1 or call.score_terms.sinks or call.score_terms.dropped:
+        for term in call.score_terms.terms:
+            yield replace(call, score_terms=ScoreTerms((term,)))
     if call.tree.kind != "LongNet":
         if call.how != "attention":
             yield replace(call, how="attention", loss="out")

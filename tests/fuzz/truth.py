@@ -11,7 +11,7 @@ from torch import Tensor
 from ..dropped import kept
 from ..oracle import NAMES, Inputs, torch_errors
 from .calls import Call
-from .scoring import STEPS, Term
+from .score_terms import STEPS, Term
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Truth:
     def after(self, t: Tensor, tensors: dict[str, Tensor]) -> list[Tensor]:
         """Return the scores after none, one, ... all of the terms."""
         states = [t]
-        for i, term in enumerate(self.call.scoring.terms):
+        for i, term in enumerate(self.call.score_terms.terms):
             states.append(term.formula(states[-1], tensors.get(f"table{i}", t), *self.positions))
         return states
 
@@ -73,7 +73,7 @@ class Truth:
     @cached_property
     def kept(self) -> Tensor:
         """Return dropout's factors of weights, (B, Hq, nq, nk)."""
-        s, dropped = self.call.sizes, self.call.scoring.dropped
+        s, dropped = self.call.sizes, self.call.score_terms.dropped
         if not dropped:
             return torch.ones(())
         rows = zip(*(side.tolist() for side in self.positions), strict=True)
@@ -88,7 +88,7 @@ class Truth:
     def units(self, most: float = 1.0) -> list[Tensor]:
         """Return the possible error of each score in units, after none, one, ... all terms: of the summands and of the sum."""
         found = [self.products * most]
-        pairs = zip(self.call.scoring.terms, self.states, self.states[1:], strict=False)
+        pairs = zip(self.call.score_terms.terms, self.states, self.states[1:], strict=False)
         for term, before, after in pairs:
             off = found[-1]
             size = after.abs().masked_fill(after.isinf(), 0.0)
@@ -168,7 +168,7 @@ class Truth:
     def chained(self, ds: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the gradient of the scaled scores from that of the last scores, and those of tables by name."""
         tables = {}
-        for i, term in reversed(list(enumerate(self.call.scoring.terms))):
+        for i, term in reversed(list(enumerate(self.call.score_terms.terms))):
             if f"table{i}" in self.tensors:
                 tables[f"dtable{i}"] = self.of_table(i, term, ds)
             if term.alone:
@@ -224,7 +224,7 @@ def rounding(truth: Truth) -> dict[str, float]:
         share += truth.x.dlse.double().abs()[..., None]
         slopes = weights * share
         groups = (len(q), call.kv_heads, -1)
-        for i, term in reversed(list(enumerate(call.scoring.terms))):
+        for i, term in reversed(list(enumerate(call.score_terms.terms))):
             if f"table{i}" in truth.tensors:
                 sizes[f"dtable{i}"] = truth.of_table(i, term, slopes)
             if term.alone:
@@ -261,7 +261,7 @@ def torch_own(truth: Truth) -> dict[str, float]:
     if truth.call.detach_weights:
         return dict.fromkeys(NAMES, 0.0)
     try:
-        if truth.call.scoring:
+        if truth.call.score_terms:
             return _formulas_own(truth)
         return torch_errors(truth.x, truth.counts.sum(0), truth.results, truth.scale)
     except AssertionError:

@@ -75,7 +75,7 @@ def test_compiled_for_real_devices(compiled: Path) -> None:
 
 @needs_triton
 def test_a_call_without_terms_is_compiled_as_if_there_were_none(compiled: Path) -> None:
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=all", "lab/tests/gpu/without_extras.py"]
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=all", "lab/tests/gpu/without_terms.py"]
     in_a_process(command, compiled, **COMPILING)
 
 

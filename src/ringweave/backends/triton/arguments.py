@@ -88,7 +88,7 @@ class TermArguments(NamedTuple):
         """Keyword arguments that every kernel takes."""
         given: dict[str, Any] = {"places": self.places, "tables": self.tables}
         given |= {"numbers": self.numbers, "drop": self.drop}
-        return given | {"TERMS": self.terms, "EXTRAS": self.places is not None}
+        return given | {"TERMS": self.terms, "SCORED": self.places is not None}
 
 
 def of(terms: TermOperands | None, device: torch.device) -> TermArguments:

@@ -13,7 +13,7 @@ from ringweave.errors import UnsupportedError
 from ...tune.session import Say, silent
 from ..peak import aside
 from ..record import CaseResult, Measuring, Options, Record
-from . import attention, decoding, gpu, memory, models, modules, prior_tables, quality, ring, scoring, tile_sizes
+from . import attention, decoding, gpu, memory, models, modules, prior_tables, quality, ring, score_terms, tile_sizes
 from . import kernels as cpu
 
 
@@ -64,9 +64,9 @@ CASES: dict[str, BenchCase] = {
         BenchCase("dilated", "LongNet's mixture and a dilated relation against dense attention", attention.dilated),
         BenchCase("crossover", "sparse against dense over densities from 5% to 100%", attention.crossover),
         BenchCase("tune", "what ringweave tune gains over the usual choice, on four shapes", attention.tuned),
-        BenchCase("tiles", "sides of tiles, over windows, documents and others", tile_sizes.measure),
+        BenchCase("tiles", "tile sizes, over windows, documents and others", tile_sizes.measure),
         BenchCase("ordering", "long rows first, as kernels start, against rows in their own order", attention.ordering),
-        BenchCase("terms", "score terms and dropout, over the same call without them", scoring.measure),
+        BenchCase("terms", "score terms and dropout, over the same call without them", score_terms.measure),
         BenchCase("module", "nn.MultiheadAttention, over its projections and the functional call", modules.measure),
         BenchCase("models", "transformers' models: ringweave next to sdpa and eager, time and memory", models.measure),
         BenchCase("quality", "recall of attention, bits per byte, retrieval at a tenth of the pairs", quality.measure),

@@ -18,7 +18,7 @@ from .loads import (
     record_of,
     rows,
     spread,
-    store,
+    store_rows,
     strides,
     tile,
     within,
@@ -61,7 +61,7 @@ def backward_q(
     HEADS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     SPLIT: tl.constexpr, RESIDENT: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
     STEP: tl.constexpr, RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
-    TERMS: tl.constexpr, LEARNS: tl.constexpr, HOLES: tl.constexpr, EXTRAS: tl.constexpr, BRANCHED: tl.constexpr,
+    TERMS: tl.constexpr, LEARNS: tl.constexpr, HOLES: tl.constexpr, SCORED: tl.constexpr, BRANCHED: tl.constexpr,
     DEAD: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ of HEADS x ROWS queries, and the gradients of terms' tables; ``slope`` is delta.
@@ -100,7 +100,7 @@ def backward_q(
         row_slope = tl.load(slope_at, mask=mine, other=0.0)
         keys_at = k if DESCRIBED else k + b * k_b + kv_head * k_h
         values_at = v if DESCRIBED else v + b * v_b + kv_head * v_h
-        if EXTRAS:
+        if SCORED:
             head_at = query_heads(places[0], head, local, mine, HEADS, ROWS)
             of = (q_first + (local % ROWS if HEADS > 1 else local))[:, None]
             row_at, query_at = standing(places[1], places[3], of, b, nq, 0)
@@ -123,7 +123,7 @@ def backward_q(
             values = tile(v, values_at, b, kv_head, first, v_n, inside, BLOCK_N, DV, PAD_DV, WIDE, DESCRIBED)
             scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
             value_slopes = tl.dot(slopes, tl.trans(values), input_precision=PRECISION)
-            if EXTRAS:
+            if SCORED:
                 column_at, key_at = standing(places[2], places[3], first + tl.arange(0, BLOCK_N)[None, :], b, nk, 1)
                 distance = key_at - query_at
             if TERMS is None:
@@ -157,10 +157,10 @@ def backward_q(
             acc = tl.dot(score_slopes.to(keys.dtype), keys, acc, input_precision=PRECISION)
         if SPLIT:
             sums_at = sums + (slot * PARTS + part).to(tl.int64) * (BLOCK_M * D)
-            store(sums_at, local * D, acc * scale, mine & (slot >= 0), D, PAD_D)
+            store_rows(sums_at, local * D, acc * scale, mine & (slot >= 0), D, PAD_D)
             mine = mine & (slot < 0)
         dq_at = dq + (pair.to(tl.int64) * nq + q_first) * D
-        store(dq_at, spread(local, nq, 1, HEADS, ROWS, False) * D, acc * scale, mine, D, PAD_D)
+        store_rows(dq_at, spread(local, nq, 1, HEADS, ROWS, False) * D, acc * scale, mine, D, PAD_D)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -173,7 +173,7 @@ def backward_kv(
     Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     SPLIT: tl.constexpr, RESIDENT: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
     SHARED: tl.constexpr, STEP: tl.constexpr, RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
-    TERMS: tl.constexpr, HOLES: tl.constexpr, EXTRAS: tl.constexpr, BRANCHED: tl.constexpr,
+    TERMS: tl.constexpr, HOLES: tl.constexpr, SCORED: tl.constexpr, BRANCHED: tl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of BLOCK_N keys, summed over the query heads of their key head; scores are keys by queries."""
     PARTS: tl.constexpr = KV_TILE // BLOCK_N
@@ -199,7 +199,7 @@ def backward_kv(
         keys = rows(keys_at, spread(local, 0, k_n, 1, BLOCK_N, WIDE), mine, D, PAD_D)
         values_at = v + b * v_b + kv_head * v_h + k_first.to(tl.int64) * v_n
         values = rows(values_at, spread(local, 0, v_n, 1, BLOCK_N, WIDE), mine, DV, PAD_DV)
-        if EXTRAS:
+        if SCORED:
             column_at, key_at = standing(places[2], places[3], (k_first + local)[:, None], b, nk, 1)
         key_acc = tl.zeros([BLOCK_N, PAD_D], tl.float32)
         value_acc = tl.zeros([BLOCK_N, PAD_DV], tl.float32)
@@ -237,7 +237,7 @@ def backward_kv(
                     queries = tl.where(alive_rows[:, None], queries, 0.0).to(queries.dtype)
                     slopes = tl.where(alive_rows[:, None], slopes, 0.0).to(slopes.dtype)
                 scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
-                if EXTRAS:
+                if SCORED:
                     head_at = tl.load(places[0] + h)
                     row_at, query_at = standing(places[1], places[3], of[None, :], b, nq, 0)
                 if TERMS is None:
@@ -273,9 +273,9 @@ def backward_kv(
                 key_acc = tl.dot(score_slopes.to(queries.dtype), queries, key_acc, input_precision=PRECISION)
         if SPLIT:
             line = (slot * PARTS + part).to(tl.int64) * BLOCK_N
-            store(key_sums + line * D, local * D, key_acc * scale, mine & (slot >= 0), D, PAD_D)
-            store(value_sums + line * DV, local * DV, value_acc, mine & (slot >= 0), DV, PAD_DV)
+            store_rows(key_sums + line * D, local * D, key_acc * scale, mine & (slot >= 0), D, PAD_D)
+            store_rows(value_sums + line * DV, local * DV, value_acc, mine & (slot >= 0), DV, PAD_DV)
             mine = mine & (slot < 0)
         line = pair.to(tl.int64) * nk + k_first
-        store(dk + line * D, local * D, key_acc * scale, mine, D, PAD_D)
-        store(dv + line * DV, local * DV, value_acc, mine, DV, PAD_DV)
+        store_rows(dk + line * D, local * D, key_acc * scale, mine, D, PAD_D)
+        store_rows(dv + line * DV, local * DV, value_acc, mine, DV, PAD_DV)

@@ -22,7 +22,7 @@ from .loads import (
     rows,
     scales,
     spread,
-    store,
+    store_rows,
     strides,
     tile,
     within,
@@ -42,7 +42,7 @@ def forward(
     HEADS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     SPLIT: tl.constexpr, RESIDENT: tl.constexpr, MASKED: tl.constexpr, FOLDED: tl.constexpr, WIDE: tl.constexpr,
     STEP: tl.constexpr, RAGGED: tl.constexpr, DESCRIBED: tl.constexpr,
-    PRECISION: tl.constexpr, TERMS: tl.constexpr, EXTRAS: tl.constexpr, PAGE: tl.constexpr,
+    PRECISION: tl.constexpr, TERMS: tl.constexpr, SCORED: tl.constexpr, PAGE: tl.constexpr,
     BRANCHED: tl.constexpr, DEAD: tl.constexpr,
 ):  # fmt: skip
     """Compute out and lse of HEADS x ROWS queries.
@@ -80,7 +80,7 @@ def forward(
         if PAGE:
             pages = table + b * columns
             end_n = tl.load(lengths + b)
-        if EXTRAS:
+        if SCORED:
             head_at = query_heads(places[0], head, local, mine, HEADS, ROWS)
             token = (q_first + (local % ROWS if HEADS > 1 else local))[:, None]
             row_at, query_at = standing(places[1], places[3], token, b, nq, 0)
@@ -111,7 +111,7 @@ def forward(
                 scores *= of[None, :]
             if not FOLDED:
                 scores *= scale
-            if EXTRAS:
+            if SCORED:
                 column_at, key_at = standing(places[2], places[3], first + tl.arange(0, BLOCK_N)[None, :], b, nk, 1)
             if TERMS is not None:
                 distance, has = key_at - query_at, mine[:, None] & inside[None, :]
@@ -156,11 +156,11 @@ def forward(
         row_lse = tl.where(empty, float("-inf"), (top + tl.math.log2(total)) * LN_2)
         if SPLIT:
             line = (slot * PARTS + part).to(tl.int64) * BLOCK_M
-            store(sums + line * DV, local * DV, acc, mine & (slot >= 0), DV, PAD_DV)
+            store_rows(sums + line * DV, local * DV, acc, mine & (slot >= 0), DV, PAD_DV)
             tl.store(tops + line + local, row_lse, mask=mine & (slot >= 0))
             mine = mine & (slot < 0)
         line, lines = pair.to(tl.int64) * nq + q_first, spread(local, nq, 1, HEADS, ROWS, False)
-        store(out + line * DV, lines * DV, acc, mine, DV, PAD_DV)
+        store_rows(out + line * DV, lines * DV, acc, mine, DV, PAD_DV)
         tl.store(lse + line + lines, row_lse, mask=mine)
 
 
@@ -205,4 +205,4 @@ def join(
         total = tl.where(empty, 1.0, total)
         acc = acc / total[:, None]
         tl.store(lse + line + lines, tl.where(empty, float("-inf"), (top + tl.math.log2(total)) * LN_2), mask=mine)
-    store(result + line * DIM, lines * DIM, acc, mine, DIM, PADDED)
+    store_rows(result + line * DIM, lines * DIM, acc, mine, DIM, PADDED)

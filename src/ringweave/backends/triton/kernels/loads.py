@@ -230,7 +230,7 @@ def rows(base, at, inside, DIM: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def store(base, at, values, inside, DIM: tl.constexpr, PADDED: tl.constexpr):
+def store_rows(base, at, values, inside, DIM: tl.constexpr, PADDED: tl.constexpr):
     """Store (rows, PADDED) where ``rows`` would load it, converted to the destination's type."""
     channel = tl.arange(0, PADDED)[None, :]
     tl.store(base + at[:, None] + channel, values.to(base.dtype.element_ty), mask=inside[:, None] & (channel < DIM))

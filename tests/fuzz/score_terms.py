@@ -111,7 +111,7 @@ def bucket(distance: Tensor, buckets: float, far: float, both: bool) -> Tensor:
 
 
 @dataclass(frozen=True)
-class TermOperands:
+class ScoreTerms:
     """The changes of a call to scores and weights besides scale and mask; ``dropped`` of 2 ** 16 weights are dropped."""
 
     terms: tuple[Term, ...] = ()
@@ -144,7 +144,7 @@ class TermOperands:
         return text + (f", dropout={self.dropped} / {STEPS}" if self.dropped else "")
 
 
-def draw(r: Random, s: Sizes, dtype: str, *, sinks: bool, dropout: bool) -> TermOperands:
+def draw(r: Random, s: Sizes, dtype: str, *, sinks: bool, dropout: bool) -> ScoreTerms:
     """Draw terms, sinks and dropout; without the latter two where a call cannot have them."""
     wide = ["float64"] * (dtype == "float64")
     while True:
@@ -156,7 +156,7 @@ def draw(r: Random, s: Sizes, dtype: str, *, sinks: bool, dropout: bool) -> Term
         if dropout and r.random() < 0.35:
             dropped = r.choice([1, 6554, STEPS // 4, STEPS // 2, STEPS // 2, 60000, r.randint(1, 65000)])
         if terms or logits or dropped:
-            return TermOperands(terms, logits, dropped)
+            return ScoreTerms(terms, logits, dropped)
 
 
 def _term(r: Random, s: Sizes, dtype: str) -> Term:

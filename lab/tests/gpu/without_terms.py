@@ -23,15 +23,15 @@ from ringweave.backends.triton.kernels import score_terms as compiled
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import kernel_resources
-from kernel_shapes import Extras, Shape
+from kernel_shapes import ScoreTerms, Shape
 
-SWITCHES = {"EXTRAS", "TERMS", "LEARNS", "HOLES", "drop", "k_scale", "v_scale"}
+SWITCHES = {"SCORED", "TERMS", "LEARNS", "HOLES", "drop", "k_scale", "v_scale"}
 ARGUMENTS = SWITCHES | {"places", "tables", "numbers"}
 SHAPE = Shape((64, 64), heads=4, split=True)
 
 
 class Without(ast.NodeTransformer):
-    """Remove the branches for calls with extras, and their arguments, from a kernel's source."""
+    """Remove the branches for calls with terms, and their arguments, from a kernel's source."""
 
     def visit_If(self, node: ast.If) -> Any:
         node = self.generic_visit(node)  # type: ignore[assignment]
@@ -48,7 +48,7 @@ class Without(ast.NodeTransformer):
         return node
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom | None:
-        if node.module == "terms":
+        if node.module == "score_terms":
             return None
         # the new module is imported alone, so relative imports become absolute
         node.module, node.level = f"{kernels.__name__}.{node.module}" if node.level else node.module, 0
@@ -107,7 +107,7 @@ def test_a_plain_call_has_nothing_of_terms(name: str, tmp_path: Path, monkeypatc
             kernel_resources.compile_kernel(name, 64, "sm_90", SHAPE, **given)
 
     lower()
-    lower(extras=Extras((compiled.SOFTCAP.value,)))
+    lower(terms=ScoreTerms((compiled.SOFTCAP.value,)))
     monkeypatch.setattr(kernels, name, plain)
     lower()
     now, softcap, before = found

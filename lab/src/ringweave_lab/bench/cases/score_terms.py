@@ -48,7 +48,7 @@ def measure(options: Options, say: Say) -> Measuring:
         for direction in DIRECTIONS:
             name = str(dtype).removeprefix("torch.")
             say(f"terms, {name}, {direction}")
-            calls = {kind: _call(problem, inputs, direction, extras) for kind, extras in kinds.items()}
+            calls = {kind: _call(problem, inputs, direction, options) for kind, options in kinds.items()}
             timings = interleaved(calls, rounds=options.rounds or (3 if options.quick else 7), device=problem.device)
             for kind in list(kinds)[1:]:
                 bound = _BOUNDS.get(kind) if direction == FORWARD and not options.sized else None
@@ -59,15 +59,17 @@ def measure(options: Options, say: Say) -> Measuring:
     return f"Forward time over that without: {', '.join(said)}."
 
 
-def _call(problem: Problem, inputs: tuple[Tensor, ...], direction: str, extras: dict[str, Any]) -> Callable[[], object]:
+def _call(
+    problem: Problem, inputs: tuple[Tensor, ...], direction: str, options: dict[str, Any]
+) -> Callable[[], object]:
     q, k, v, dout = inputs
     if direction == FORWARD:
-        return lambda: rw.attention(q, k, v, problem.pattern, **extras)
+        return lambda: rw.attention(q, k, v, problem.pattern, **options)
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    tables = [x for term in (extras["terms"],) for x in term.tables if x.requires_grad] if "terms" in extras else []
+    tables = [x for term in (options["terms"],) for x in term.tables if x.requires_grad] if "terms" in options else []
 
     def both() -> object:
-        return torch.autograd.grad(rw.attention(q, k, v, problem.pattern, **extras), [q, k, v, *tables], dout)
+        return torch.autograd.grad(rw.attention(q, k, v, problem.pattern, **options), [q, k, v, *tables], dout)
 
     return both
 
@@ -75,11 +77,11 @@ def _call(problem: Problem, inputs: tuple[Tensor, ...], direction: str, extras: 
 def _check(problem: Problem, kinds: dict[str, dict[str, Any]]) -> None:
     """Raise UnsupportedError unless the results equal the reference's, which drops the same pairs."""
     q, k, v, _ = (x[:, :, :_CHECKED] for x in problem.inputs())
-    for kind, extras in kinds.items():
+    for kind, options in kinds.items():
         results = []
         for backend in ("auto", "reference"):
             torch.manual_seed(0)
-            results.append(rw.attention(q, k, v, problem.pattern, backend=backend, **extras).detach().float())
+            results.append(rw.attention(q, k, v, problem.pattern, backend=backend, **options).detach().float())
         got, wanted = results
         error = float((got - wanted).norm() / wanted.norm())
         if not error <= 8 * torch.finfo(problem.dtype).eps:
