@@ -2,6 +2,7 @@
 #include "backward.h"
 #include "mass.h"
 #include "decode.h"
+#include "indexer.h"
 
 #define RW_TEXT_(x) #x
 #define RW_TEXT(x) RW_TEXT_(x)
@@ -49,6 +50,12 @@ void run_mass(const Problem &pb, const Unit &u, const Piece &p, const Mass &mass
 void run_backward(const Problem &pb, const Unit &u, const Piece &p, const Turns &turns, char *m, float *partial) {
   RW_OTHERS(pb.q.dtype != BF16, backward(pb, u, p, turns, m, partial));
   RW_CALL(backward_piece, pb, u, p, turns, m, partial);
+}
+
+// all types are widened, so that 16-bit inputs have the scores of equal float32 inputs
+void run_index(const Problem &pb, int64_t b, int64_t tile, const Choice &choice, char *m) {
+  RW_OTHERS(true, index(pb, b, tile, choice, m));
+  index_tile(pb, b, tile, choice, m);
 }
 
 // delta = rowsum(dout * out) - dlse
@@ -122,6 +129,8 @@ const Kernel RW_JOIN(kernel_, RINGWEAVE_VARIANT) = {RW_TEXT(RINGWEAVE_VARIANT),
                                                     run_delta,
                                                     run_merge,
                                                     longest,
+                                                    index_bytes,
+                                                    run_index,
                                                     kTermKinds,
                                                     agrees};
 

@@ -395,6 +395,25 @@ void bind_tile_mass(const nb::kwargs &named) {
   tile_mass(pb, {(float *)values.data(), first.data(), width}, kernel, threads);
 }
 
+void bind_choose(const nb::kwargs &named) {
+  Arguments given(named);
+  const Kernel &kernel = pick(given);
+  const int threads = threads_of(given);
+  Problem pb = inputs(given, "k");
+  pb.dv_dim = 0;  // there are no values
+  if (pb.kv_heads != 1) refuse("k", "wanted one head, which all heads of q share");
+  if (pb.scale != 1 && pb.scale != -1) refuse("scale", "wanted 1 or -1; its size is a factor of the weights");
+  Choice choice;
+  choice.weights = floats("weights", given.array("weights"), pb, false);
+  rows_of_plan(pb, given);
+  const Array index = given.array("index");
+  choice.index = const_cast<int32_t *>(ints("index", index, {pb.batch, pb.nq, -1}));
+  choice.top_k = index.shape(2);
+  given.end();
+  nb::gil_scoped_release release;
+  choose(pb, choice, kernel, threads);
+}
+
 View gradient(const char *name, const Array &a, std::initializer_list<int64_t> shape, Dtype input) {
   View v = view_of(name, a, shape, true);
   if (v.dtype != input && v.dtype != F32) refuse(name, "wanted the dtype of q, or float32");
@@ -609,6 +628,7 @@ NB_MODULE(_cpu, m) {
   m.def("forward", &bind_forward, "Whether an allowed score is -inf: a sum that overflowed, or an infinite input.");
   m.def("tile_mass", &bind_tile_mass,
         "Sums of weights by tile, in the order of batch, head and list; in one column, or a column for each query.");
+  m.def("choose", &bind_choose, "The keys with the best scores of each query, by the lightning indexer.");
   m.def("backward", &bind_backward, "Gradients of q, k, v and of the tables of terms.");
   m.def("delta", &bind_delta, "dout"_a, "out"_a, "dlse"_a.none(), "delta"_a, "threads"_a, "variant"_a = "",
         "Compute delta = rowsum(dout * out) - dlse, an argument of backward; dlse may be None.");

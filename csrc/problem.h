@@ -160,6 +160,13 @@ struct Mass {
   int width;
 };
 
+// The lightning indexer's weights of queries and heads, float32, and the chosen keys: (batch, query, top_k).
+struct Choice {
+  View weights;
+  int32_t *index;
+  int64_t top_k;
+};
+
 // The functions of one instruction-set build. Each processes one piece with separate scratch memory.
 struct Kernel {
   const char *name;
@@ -179,6 +186,9 @@ struct Kernel {
   void (*merge)(const Problem &, int64_t batch, int64_t head, int64_t first, int64_t last);
   // returns the largest squared length of the finite rows of a tensor
   double (*longest)(const View &, int width, int64_t batch, int64_t head, int64_t first, int64_t last);
+  size_t (*index_bytes)(const Problem &, int64_t entries);
+  // chooses the keys of the queries of one tile
+  void (*index)(const Problem &, int64_t batch, int64_t tile, const Choice &, char *memory);
   const TermKind *term_kinds;  // the last element has no name
   bool (*agrees)();  // whether the build's two ways of summing have the same bits on this processor; null if it has one
 };

@@ -141,12 +141,13 @@ class TableSums {
   std::unique_ptr<char, Free> memory;
 };
 
+constexpr double kLeastFlop = 1 << 19;  // of a thread
+
 // Number of threads that have enough work, since starting a thread takes some microseconds. It changes no bits.
 int worth(const Problem &pb, const Work &work, int64_t queries, int64_t keys, int threads) {
-  constexpr double least = 1 << 19;  // minimum FLOP of a thread
   const double flop = 2. * (double)work.tiles * (double)(queries * keys * (pb.d + pb.dv_dim));
   const auto pieces = (double)work.pieces.size();
-  return (int)std::fmax(1, std::fmin(threads, std::fmin(pieces, flop / least)));
+  return (int)std::fmax(1, std::fmin(threads, std::fmin(pieces, flop / kLeastFlop)));
 }
 
 size_t padded(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }  // gives each thread separate pages
@@ -202,6 +203,30 @@ void tile_mass(const Problem &pb, const Mass &mass, const Kernel &kernel, int th
     const Piece &p = work.pieces[i];
     kernel.mass(pb, work.units[p.unit], p, mass, memory.get() + bytes * thread_index());
   }
+}
+
+void choose(const Problem &pb, const Choice &choice, const Kernel &kernel, int threads) {
+  struct Task {
+    int64_t batch, tile, entries;
+  };
+  std::vector<Task> tasks;
+  int64_t total = 0;
+  for (int64_t b = 0; b < pb.batch; ++b)
+    for (int64_t tile = 0; tile < pb.plan.q_tiles; ++tile) {
+      const int32_t *ends = pb.plan.row_ptr + pb.plan.row_set[b * pb.q_heads] * (pb.plan.q_tiles + 1) + tile;
+      if (ends[0] < ends[1]) tasks.push_back({b, tile, ends[1] - ends[0]}), total += ends[1] - ends[0];
+    }
+  if (tasks.empty()) return;
+  // the longest first, so that threads end together
+  std::stable_sort(tasks.begin(), tasks.end(), [](const Task &x, const Task &y) { return x.entries > y.entries; });
+  const size_t bytes = padded(kernel.index_bytes(pb, tasks[0].entries));
+  const int64_t pieces = (int64_t)tasks.size(), queries = smaller(pb.plan.q_tile, pb.nq);
+  const double flop = 2. * (double)total * (double)(queries * pb.plan.kv_tile * pb.q_heads * pb.d);
+  threads = (int)std::fmax(1, std::fmin(smaller(threads, pieces), flop / kLeastFlop));
+  const auto memory = block<char>(bytes * threads);
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+  for (int64_t i = 0; i < pieces; ++i)
+    kernel.index(pb, tasks[i].batch, tasks[i].tile, choice, memory.get() + bytes * thread_index());
 }
 
 void backward(const Problem &given, const Work &work, const Kernel &kernel, int threads) {

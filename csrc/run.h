@@ -10,6 +10,7 @@ namespace ringweave {
 void forward(const Problem &pb, const Work &work, const Kernel &kernel, int threads);
 void backward(const Problem &pb, const Work &work, const Kernel &kernel, int threads);
 void tile_mass(const Problem &pb, const Mass &mass, const Kernel &kernel, int threads);
+void choose(const Problem &pb, const Choice &choice, const Kernel &kernel, int threads);
 void delta(const Problem &pb, const Kernel &kernel, int threads);
 // Merges the part (pb.v, pb.delta) into (pb.out, pb.lse).
 void merge(const Problem &pb, const Kernel &kernel, int threads);

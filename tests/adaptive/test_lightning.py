@@ -10,9 +10,20 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave.adaptive import lightning, lightning_indexer, lightning_scores
+from ringweave.backends import cpu
+from ringweave.environment import CPU_VARIANT
 from ringweave.errors import PatternError, ShapeError, UnsupportedError
 
 from ..parallel.processes import forked
+
+VARIANTS = [] if cpu.module() is None else cpu.module().variants()  # type: ignore[union-attr]
+
+
+@pytest.fixture(params=["kernel", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose keys by the native kernel, where it takes the inputs, or by operations of torch."""
+    if request.param == "torch":
+        monkeypatch.setattr(cpu, "can_choose", lambda *_: False)
 
 
 class Index(NamedTuple):
@@ -89,6 +100,7 @@ PATTERNS = {
 @pytest.mark.parametrize("chunk", [None, 1])
 @pytest.mark.parametrize("top_k", [1, 8, 400])
 @pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.usefixtures("way")
 def test_chooses_as_the_definition(name: str, top_k: int, chunk: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pattern, with exact scores that often tie, and chunks of any size; 400 is more than any row has."""
     pattern, nq, nk, q_offset = PATTERNS[name]
@@ -116,6 +128,7 @@ def check_scores(x: Index, got: Tensor, scores: Tensor, allowed: Tensor) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "dim"), [(4, 64), (1, 128), (5, 7), (2, 33)])
+@pytest.mark.usefixtures("way")
 def test_dtypes_and_sizes(dtype: torch.dtype, heads: int, dim: int) -> None:
     """Scores of 16-bit inputs are those of their rounded values, computed in float32."""
     x = inputs(150, heads=heads, dim=dim).to(dtype)
@@ -126,7 +139,25 @@ def test_dtypes_and_sizes(dtype: torch.dtype, heads: int, dim: int) -> None:
         assert torch.equal(got, lightning_indexer(*x.to(torch.float32), 20, scale=-0.3))
 
 
+@pytest.mark.parametrize("queries", [1, 7, 150])
+@pytest.mark.parametrize("dim", [8, 64])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_instruction_set(variant: str, dim: int, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few queries and many have the same scores, and keys at the end of a tile those of other keys."""
+    monkeypatch.setenv(CPU_VARIANT, variant)
+    pattern = (rw.SlidingWindow(90) | rw.Sinks(9)) & rw.Causal()
+    for nk in (150, 257):
+        x = inputs(queries, nk, whole=True, dim=dim, heads=5)
+        got = lightning_indexer(*x, 13, pattern, scale=0.5, q_offset="end")
+        assert torch.equal(got, best(dense_scores(x, 0.5), allowed_pairs(x, pattern, nk - queries), 13))
+        same = inputs(queries, nk, dim=dim, heads=5)
+        same.k[:] = same.k[:, :1]
+        got = lightning_indexer(*same, 13, rw.Full())
+        assert torch.equal(got, torch.arange(13, dtype=torch.int32).expand(got.shape))
+
+
 @pytest.mark.parametrize("q_offset", ["end", 100, torch.tensor(100), torch.tensor([100, 57])], ids=str)
+@pytest.mark.usefixtures("way")
 def test_offsets(q_offset: int | str | Tensor) -> None:
     x = inputs(50, 150, whole=True)
     got = lightning_indexer(*x, 9, q_offset=q_offset)
@@ -134,6 +165,7 @@ def test_offsets(q_offset: int | str | Tensor) -> None:
     assert torch.equal(got, best(dense_scores(x), allowed_pairs(x, rw.Causal(), first), 9))
 
 
+@pytest.mark.usefixtures("way")
 def test_the_end_of_padded_keys() -> None:
     """With padding, ``"end"`` counts from the last key of each batch element."""
     x = inputs(3, 40, whole=True)
@@ -143,6 +175,7 @@ def test_the_end_of_padded_keys() -> None:
     assert torch.equal(got, best(dense_scores(x), allowed_pairs(x, pattern, stop - 3), 6))
 
 
+@pytest.mark.usefixtures("way")
 def test_equal_keys_and_rows_without_products() -> None:
     """All scores of a row are equal: the first keys are chosen."""
     x = inputs(140, heads=2)
@@ -154,6 +187,7 @@ def test_equal_keys_and_rows_without_products() -> None:
         assert torch.equal(got, want.expand(2, 140, 5).int())
 
 
+@pytest.mark.usefixtures("way")
 def test_zeros_of_either_sign_are_equal() -> None:
     """A weight of -1 makes -0.0 of a product that the relu cuts, and a weight of 1 makes 0.0."""
     q, k = torch.ones(1, 1, 1, 4), -torch.ones(1, 6, 4)
@@ -163,6 +197,7 @@ def test_zeros_of_either_sign_are_equal() -> None:
         assert got.tolist() == [[[0, 1]]]
 
 
+@pytest.mark.usefixtures("way")
 def test_nan_and_infinite_scores() -> None:
     """NaN is never chosen and reaches no other row; inf is first, -inf last but before no key."""
     x = inputs(150, whole=True)
@@ -180,6 +215,7 @@ def test_nan_and_infinite_scores() -> None:
     assert (got[0, 60] == -1).all()
 
 
+@pytest.mark.usefixtures("way")
 def test_keys_that_are_not_allowed_are_not_read() -> None:
     x = inputs(300)
     want = lightning_indexer(*x, 7, rw.SlidingWindow(30) & rw.Causal())
@@ -188,6 +224,7 @@ def test_keys_that_are_not_allowed_are_not_read() -> None:
     assert torch.equal(got[:, :290], want[:, :290])
 
 
+@pytest.mark.usefixtures("way")
 def test_strides_do_not_matter() -> None:
     x = inputs(140, 200, heads=4)
     want = lightning_indexer(*x, 9, rw.Full())
@@ -200,6 +237,7 @@ def test_strides_do_not_matter() -> None:
         assert torch.equal(lightning_indexer(*each, 9, rw.Full()), want)
 
 
+@pytest.mark.usefixtures("way")
 def test_the_number_of_threads_changes_nothing() -> None:
     x = inputs(500, heads=4, dim=32)
     threads = torch.get_num_threads()
@@ -213,6 +251,7 @@ def test_the_number_of_threads_changes_nothing() -> None:
     assert all(torch.equal(each, found[0]) for each in found)
 
 
+@pytest.mark.usefixtures("way")
 def test_a_batch_is_its_elements_and_chunks() -> None:
     """A row's choice depends on nothing else in the call."""
     x = inputs(260, batch=3, heads=2)
@@ -230,6 +269,7 @@ def test_no_gradient_reaches_the_choice() -> None:
     assert torch.equal(got, lightning_indexer(*(each.detach() for each in x), 4))
 
 
+@pytest.mark.usefixtures("way")
 def test_autocast_does_not_round() -> None:
     x = inputs(140, heads=4, dim=64)
     with torch.autocast("cpu", torch.bfloat16):

@@ -148,3 +148,27 @@ def test_a_missing_and_an_unknown_argument_are_named(name: str, good: dict[str, 
         function(**args, q_tiles=4)
     with pytest.raises(ShapeError, match="^kv_tile: has a wrong type"):
         function(**args | {"kv_tile": "64"})
+
+
+def test_the_indexer_refuses(good: dict[str, object]) -> None:
+    """The choice of keys names arguments that do not fit; its keys have one head, and its scale is 1 or -1."""
+    plan = {name: good[name] for name in (*ROWS, "mask_words", "row_set", "q_tile", "kv_tile", "threads", "variant")}
+    q, k, weights = good["q"], good["k"][:, :1], good["lse"]  # type: ignore[index]
+    index = torch.full((2, 100, 8), -1, dtype=torch.int32)
+    args = {"q": q, "k": k, "weights": weights, "scale": 1.0, "index": index, **plan}
+    _cpu.choose(**args)
+    assert ((index >= -1) & (index < 90)).all()
+    assert (index >= 0).any()
+    changes: list[tuple[str, object]] = [
+        ("k", good["k"]),
+        ("weights", weights.half()),  # type: ignore[attr-defined]
+        ("weights", weights[:, :3]),  # type: ignore[index]
+        ("scale", 0.5),
+        ("index", index[:, :99]),
+        ("index", index.long()),
+        ("index", index.mT.contiguous().mT),
+        ("threads", 0),
+    ]
+    for name, value in changes:
+        with pytest.raises(ShapeError, match=f"^{name}: "):
+            _cpu.choose(**args | {name: value})

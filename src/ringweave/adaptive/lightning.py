@@ -2,7 +2,7 @@
 
 A plan of the pattern says which tiles of keys a query tile may choose from. Scores exist for one chunk of queries at a
 time, and become integers of the same order before the choice, so that pairs that may not be chosen have a value of
-their own and -0.0 equals 0.0.
+their own and -0.0 equals 0.0. The native CPU kernel does the same where it can (``csrc/indexer.h``).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ..backends import cpu
 from ..checks import whole
 from ..errors import PatternError, ShapeError, UnsupportedError, shown
 from ..patterns import Causal, LongNet, Pattern, check_extents
@@ -146,9 +147,18 @@ def lightning_indexer_of_text(
 @torch.no_grad()
 def _chosen(q: Tensor, k: Tensor, weights: Tensor, pattern: Pattern, scale: float, q_offset: int, top_k: int) -> Tensor:
     batch, nq, nk = len(q), q.shape[1], k.shape[1]
-    side = max(_LEAST_TILE, min(_TILE, _MOST_PAIRS // nk // _LEAST_TILE * _LEAST_TILE))
+    native = cpu.can_choose(q, k, weights)
+    side = _MOST_PAIRS // nk
+    if native:
+        # every thread holds the scores of a tile, and takes several tiles
+        threads = torch.get_num_threads()
+        side = min(side // threads, batch * nq // (4 * threads))
+    side = max(_LEAST_TILE, min(_TILE, side // _LEAST_TILE * _LEAST_TILE))
     planned = plan(pattern, nq, nk, batch=batch, q_offset=q_offset, tile=(side, _TILE))
     index = torch.full((batch, nq, top_k), -1, dtype=torch.int32, device=q.device)
+    if native:
+        cpu.choose(q, k, weights, scale, planned, index)
+        return index
     with torch.autocast(q.device.type, enabled=False):
         for chunk in _chunks(planned, q.device):
             key = _ordered(_scores(q, k, weights, scale, chunk))
@@ -338,31 +348,35 @@ def _check_indices(indices: Tensor, q: Tensor, k: Tensor) -> None:
 
 
 class _Pairs:
-    """The chosen pairs of some queries of a batch element, and their products before the relu."""
+    """The chosen pairs of some queries of a batch element, and the relu of their products without the scale's size."""
 
     def __init__(self, tensors: Sequence[Tensor], scale: float, b: int, queries: slice):
         q, k, weights, indices = tensors
         acc = acc_dtype(q.dtype)
-        self.scale, index = scale, indices[b, queries]
+        index = indices[b, queries]
         self.pad = index < 0
-        # keys that are not chosen must not reach a sum, since 0 * NaN is NaN; pads refer to a row after the keys
+        # pads refer to a row after the keys, and their keys are 0, since 0 * NaN is NaN
         self.place = torch.where(self.pad, k.shape[1], index).flatten()
-        rows = k[b].index_select(0, index.clamp(min=0).flatten()).to(acc).unflatten(0, index.shape)
-        self.k = rows.masked_fill_(self.pad[..., None], 0)
+        self.k = k[b].index_select(0, index.clamp(min=0).flatten()).to(acc).unflatten(0, index.shape)
+        if self.k.device.type != "cpu" or bool(self.pad.any()):
+            self.k = self.k.masked_fill(self.pad[..., None], 0)
         self.q, self.weights = q[b, queries].to(acc), weights[b, queries].to(acc)
-        self.products = (self.q @ self.k.mT) * scale  # (queries, H, n)
+        self.sign, self.size = math.copysign(1.0, scale), abs(scale)
+        self.products = ((self.q * self.sign) @ self.k.mT).relu_()  # (queries, H, n)
 
     def scores(self) -> Tensor:
         """Return the scores, (queries, n)."""
-        scores: Tensor = (self.weights[:, None] @ self.products.relu())[:, 0]
+        scores: Tensor = ((self.weights * self.size)[:, None] @ self.products)[:, 0]
         return scores.masked_fill_(self.pad, -torch.inf)
 
     def gradients(self, dscores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of the queries, of their weights, and of the chosen keys, (queries, n, D)."""
         dscores = dscores.masked_fill(self.pad, 0)
-        dweights = (self.products.relu() @ dscores[..., None])[..., 0]
-        dproducts = dscores[:, None] * self.weights[..., None] * (self.scale * (self.products > 0))
-        return dproducts @ self.k, dweights, dproducts.mT @ self.q
+        dweights = (self.products @ dscores[..., None])[..., 0] * self.size
+        # the gradient of the products before the weights and the scale, which are factors of small tensors
+        dproducts = self.products.sign_().mul_(dscores[:, None])
+        factor = (self.weights * (self.sign * self.size))[..., None]
+        return (dproducts @ self.k) * factor, dweights, dproducts.mT @ (self.q * factor)
 
 
 def lightning_scores_of_pairs(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, scale: float) -> Tensor:

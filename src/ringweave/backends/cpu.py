@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
@@ -20,6 +21,7 @@ from ..plan import BlockPlan, Branch, Spacing
 from ..precision import STORED, Scales
 from ..terms import KINDS, Term
 from ..terms.operands import TermOperands
+from ..torch_compat import are_plain_cpu
 from ..types import Pages
 from . import forks
 from .backend import Backend, Part, Prepared, Upstream, readable
@@ -142,6 +144,29 @@ def tile_mass(operands: Operands, lse: Tensor, plan: BlockPlan, per_row: bool) -
     values = torch.empty(plan.tiles, plan.q_tile if per_row else 1, dtype=torch.float32, device="cpu")
     native.tile_mass(q=q, k=k, scale=scale, lse=lse.contiguous(), values=values, **_plan(plan), **_processor())
     return values if per_row else values[:, 0]
+
+
+def can_choose(q: Tensor, k: Tensor, weights: Tensor) -> bool:
+    """Whether the kernel can choose keys for these inputs of the lightning indexer."""
+    dim = q.shape[3]
+    fits = q.dtype in _DTYPES and dim % 8 == 0 and dim <= _MOST_CHANNELS
+    return fits and q.device.type == "cpu" and module() is not None and are_plain_cpu((q, k, weights))
+
+
+def choose(q: Tensor, k: Tensor, weights: Tensor, scale: float, plan: BlockPlan, index: Tensor) -> None:
+    """Write the best keys of each query to ``index``; arguments as in :func:`ringweave.adaptive.lightning_indexer`.
+
+    Rows of query tiles without keys are not written.
+    """
+    native = module()
+    assert native is not None
+    # the kernel takes the sign of the scale; its size is a factor of the weights
+    weights, rows = weights.float() * abs(scale), _plan(plan)
+    rows["row_set"] = plan.row_set.expand(q.shape[0], q.shape[2]).contiguous()
+    native.choose(
+        q=readable(q.transpose(1, 2)), k=readable(k[:, None]), weights=weights.transpose(1, 2),
+        scale=math.copysign(1.0, scale), index=index, **rows, **_processor(),
+    )  # fmt: skip
 
 
 # the kernel computes distances in 32 bits
