@@ -356,19 +356,32 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
   const int64_t nk = keys_of(pb, u.batch);
   Rows k[2], v;
   Rows *keys_now = &k[0], *keys_next = &k[1];
-  // one past the panel of row k0 of a tile
-  auto panel_end = [&](int k0, int keys) {
-    return pb.spacing.apart() ? panel_cut(pb.spacing, k0, keys) : (int)smaller(keys, k0 + kPanelRows);
+  Places of_entries[2];  // of even and of odd entries
+  const auto places_of = [&](int64_t e) {
+    return entry_places<Op>(pb, u.batch, e, lanes.rows, true, of_entries[e & 1]);
   };
-  auto set_next = [&](int64_t tile, int k0, int keys) {
-    keys_next->set(pb.k, u, tile + k0, k0 < keys ? panel_end(k0, keys) - k0 : 0, pb.d);
+  // one past the panel of row k0 of a tile
+  auto panel_end = [&](const Places *places, int k0, int keys) {
+    return pb.spacing.apart() ? panel_cut(pb.spacing, k0, keys) : chunk_end(pb.spacing, places, k0, keys);
+  };
+  auto set_rows = [&](Rows &rows, const View &t, const Places *places, int64_t tile, int k0, int n, int width) {
+    rows.set(t, u, places ? tile : tile + k0, n, width, places ? places->row + k0 : nullptr);
+  };
+  auto set_next = [&](const Places *places, int64_t tile, int k0, int keys) {
+    set_rows(*keys_next, pb.k, places, tile, k0, k0 < keys ? panel_end(places, k0, keys) - k0 : 0, pb.d);
   };
   auto tile_keys = [&](int64_t e) { return (int)smaller(plan.kv_tile, nk - (int64_t)plan.col[e] * plan.kv_tile); };
-  if (begin < end) set_next((int64_t)plan.col[begin] * plan.kv_tile, 0, tile_keys(begin));
+  const Places *places, *places_ahead = nullptr;
+  auto set_first = [&](int64_t e) {
+    places_ahead = places_of(e);
+    set_next(places_ahead, (int64_t)plan.col[e] * plan.kv_tile, 0, places_ahead ? places_ahead->count : tile_keys(e));
+  };
+  if (begin < end) set_first(begin);
   for (int64_t e = begin; e < end; ++e) {
     const int64_t first = (int64_t)plan.col[e] * plan.kv_tile;
-    const int keys = tile_keys(e);
+    int keys = tile_keys(e);
     if (keys <= 0) continue;  // past the last page
+    places = places_ahead;
     TileMask mask;
     if (plan.mask_id[e] >= 0)
       mask = turn_mask((const uint32_t *)plan.mask_words + (ptrdiff_t)plan.mask_id[e] * plan.q_tile * plan.words, plan.words,
@@ -376,9 +389,16 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
     if (Scored && pb.score_terms.count) pairs.set_lanes(first, keys, pad_lanes(keys));
     TileMask kept;
     if (Scored && pb.score_terms.drop) kept = kept_pairs(pb, lanes, first, keys, m.dropout);
+    if (places) keys = keep_places(*places, mask, kept, m);
+    const auto set_scales = [&](const View &t, int k0, int n, Dead dead) {
+      if (places)
+        row_scales(t, u.batch, u.kv_head, first, n, dead, unit<T>, scales, places->row + k0);
+      else
+        row_scales(t, u.batch, u.kv_head, first + k0, n, dead, unit<T>, scales);
+    };
     int counted = 0;  // `blocks` has counted the tiles of the whole up to this key
     for (int k0 = 0, n; k0 < keys; k0 += n) {
-      n = panel_end(k0, keys) - k0;
+      n = panel_end(places, k0, keys) - k0;
       const TileMask allowed = mask.from(k0);
       if (k0 == counted) {
         uint32_t full[1];
@@ -390,7 +410,7 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
       }
       Rows *const done = keys_now;
       keys_now = keys_next, keys_next = done;
-      v.set(pb.v, u, first + k0, n, pb.dv_dim);
+      set_rows(v, pb.v, places, first, k0, n, pb.dv_dim);
       for (int r = 0; allowed.dead && r < n; ++r)
         if (allowed.dead[r]) v.row[r] = kZeros;
       if (n % 2) v.row[n] = kZeros;
@@ -398,7 +418,7 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
       // added, the next panel's keys.
       Fetch values(v);
       few_products<Op, T>(f, *keys_now, m.q, pw, values);
-      if (pb.k.scales) row_scales(pb.k, u.batch, u.kv_head, first + k0, n, allowed.dead, unit<T>, scales);
+      if (pb.k.scales) set_scales(pb.k, k0, n, allowed.dead);
       few_scores<Scored>(pb, f, n, allowed, pb.k.scales ? scales : nullptr);
       if (Scored && pb.score_terms.count) few_terms(pairs, f, lanes, k0, n, allowed);
       const int apart = Op::depth == 2 && pb.spacing.apart() ? 2 : 1;
@@ -408,7 +428,7 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
         for (int r = 0; r < n; ++r)
           if (!(kept.rows[(ptrdiff_t)(k0 + r) * kept.words] >> l & 1)) f.s[l * kPanelRows + r * apart] = 0;
       if (pb.v.scales) {
-        row_scales(pb.v, u.batch, u.kv_head, first + k0, n, allowed.dead, unit<T>, scales);
+        set_scales(pb.v, k0, n, allowed.dead);
         for (int l = 0; l < f.count; ++l) {
           float *p = f.s + l * kPanelRows;
           for (int r = 0; r < n; r += W) store(p + r, load(p + r) * load(scales + r));
@@ -420,11 +440,11 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
           store_narrow(f.pairs + l * kPanelRows + r, load(f.s + l * kPanelRows + r));
 #endif
       if (k0 + n < keys)
-        set_next(first, k0 + n, keys);
+        set_next(places, first, k0 + n, keys);
       else if (e + 1 < last)
-        set_next((int64_t)plan.col[e + 1] * plan.kv_tile, 0, tile_keys(e + 1));
+        set_first(e + 1);
       else
-        set_next(0, 0, 0);
+        set_next(nullptr, 0, 0, 0);
       Fetch keys_ahead(*keys_next);
       few_values<Op, T>(f, v, keys_ahead);
     }

@@ -114,8 +114,14 @@ inline int panel_cut(const Spacing &s, int row, int end) {
   return cut_after(s, row, end, smaller(kPanelRows - at % kPanelRows, s.side - at));
 }
 // One past the last row that is computed together with `row`: at most a panel, so that S^T stays in L1, and no part of
-// a panel of the whole.
-inline int chunk_end(const Spacing &s, int row, int end) {
+// a panel of the whole. With places, the rows of a panel are those with places in it.
+inline int chunk_end(const Spacing &s, const Places *places, int row, int end) {
+  if (places) {
+    const int panel = places->row[row] / kPanelRows;
+    while (++row < end && places->row[row] / kPanelRows == panel) {
+    }
+    return row;
+  }
   if (!s.apart()) return (int)smaller(end, row + kPanelRows);
   int last = panel_cut(s, row, end);
   for (int next = last; next < end && (next = panel_cut(s, last, end)) <= row + kPanelRows;) last = next;
@@ -355,15 +361,15 @@ inline void forward_chunk(const Problem &pb, const ForwardMemory &m, const Runni
   }
 }
 
-// Processes the keys [from, to) of a tile for one panel of lanes. Keys at both ends of the mask that no lane attends are
-// skipped, for each half of the panel separately if that saves enough. Skipping changes no bit, since a key that a lane
-// does not attend adds 0.
+// Processes the keys [from, to) of a tile, or of its places, for one panel of lanes. Keys at both ends of the mask that
+// no lane attends are skipped, for each half of the panel separately if that saves enough. Skipping changes no bit,
+// since a key that a lane does not attend adds 0.
 template <class Op, int N, bool Scored>
 inline void forward_panel(const Problem &pb, const ForwardMemory &m, const Running &state, const Scale &scale, int lane,
-                          Tile k, Tile v, int from, int to, const TileMask &mask, const Ahead &ahead,
-                          const Pairs &pairs) {
+                          Tile k, Tile v, const Places *places, int from, int to, const TileMask &mask,
+                          const Ahead &ahead, const Pairs &pairs) {
   for (int k0 = from, n; k0 < to; k0 += n) {
-    n = chunk_end(pb.spacing, k0, to) - k0;
+    n = chunk_end(pb.spacing, places, k0, to) - k0;
     const Live all = live_rows<Op>(mask, k0, n, lane, N * W);
     ahead.fetch(k0, all.first);
     ahead.fetch(all.last, k0 + n);
@@ -385,6 +391,7 @@ inline void forward_panel(const Problem &pb, const ForwardMemory &m, const Runni
     }
     forward_chunk<Op, N, N, Scored>(pb, m, state, scale, lane, 0, k, v, all, mask, ahead, pairs);
   }
+  if (places) ahead.fetch(to, kMostTile);
 }
 
 // Normalises and writes the results. A row's lse is its maximum, rounded as backward rounds scores, plus the logarithm
@@ -458,6 +465,32 @@ inline Ahead rows_ahead(const Problem &pb, const Lanes &lanes, const Next &next,
   return rows;
 }
 
+// The keys of an entry that `rows` queries attend, if only they are read and computed; null if all keys are. A view
+// counts its keys by tiles of the whole, and terms with a table take their values by diagonals of the tile, so these
+// read all keys.
+template <class Op>
+inline const Places *entry_places(const Problem &pb, int64_t b, int64_t entry, int rows, bool few, Places &to) {
+  const Plan &plan = pb.plan;
+  if (plan.mask_id[entry] < 0 || pb.spacing.apart()) return nullptr;
+  for (int i = 0; i < pb.score_terms.count; ++i)
+    if (pb.score_terms.terms[i].kind != Term::pointwise) return nullptr;
+  const int keys = (int)smaller(plan.kv_tile, keys_of(pb, b) - (int64_t)plan.col[entry] * plan.kv_tile);
+  const uint32_t *mask = (const uint32_t *)plan.mask_words + (ptrdiff_t)plan.mask_id[entry] * plan.q_tile * plan.words;
+  find_places(mask, rows, plan.words, keys, Op::step, to);
+  if (!to.count) return nullptr;
+  // Measured: few queries read adjacent keys twice as fast as single keys. For many, a copy of the keys takes as long as
+  // computing a sixteenth of them, and keys at both ends are skipped in any case.
+  if (few) return 2 * to.count <= keys ? &to : nullptr;
+  return 16 * to.count <= 15 * (to.row[to.count - 1] - to.row[0] + 1) ? &to : nullptr;
+}
+
+// Moves the rows at the places to the front of a tile's mask and of dropout's bits. Returns the number of places.
+inline int keep_places(const Places &places, const TileMask &mask, const TileMask &kept, const ForwardMemory &m) {
+  move_to_front(m.mask, places, mask.words), move_to_front(m.dead, places, 1);
+  if (kept.rows) move_to_front(m.dropout.bits, places, kept.words);
+  return places.count;
+}
+
 // An AddEntries function for packed queries.
 template <class Op, bool Scored>
 inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes, const ForwardMemory &m,
@@ -472,9 +505,15 @@ inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes
   pairs.head = lanes.head, pairs.heads = lanes.heads;
   if (Scored) pairs.set_lanes(lanes.first, lanes.rows, lanes.count);
   const int64_t nk = keys_of(pb, u.batch);
+  Places of_entries[2];  // of even and of odd entries
+  const auto places_of = [&](int64_t e) {
+    return entry_places<Op>(pb, u.batch, e, lanes.rows, false, of_entries[e & 1]);
+  };
+  const Places *places, *places_ahead = begin < end ? places_of(begin) : nullptr;
   for (int64_t e = begin; e < end; ++e) {
     const int64_t first = (int64_t)plan.col[e] * plan.kv_tile;
-    const int keys = (int)smaller(plan.kv_tile, nk - first);
+    int keys = (int)smaller(plan.kv_tile, nk - first);
+    places = places_ahead, places_ahead = e + 1 < last ? places_of(e + 1) : nullptr;
     if (keys <= 0) continue;  // past the last page
     if (Scored) pairs.set_rows(first, keys);
     if (Scored && pb.score_terms.drop) pairs.kept = kept_pairs(pb, lanes, first, keys, m.dropout);
@@ -483,23 +522,25 @@ inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes
       mask = turn_mask((const uint32_t *)plan.mask_words + (ptrdiff_t)plan.mask_id[e] * plan.q_tile * plan.words, plan.words,
                        lanes, keys, m.mask, m.dead);
     const auto ahead = [&](int lane) {
-      if (e + 1 < last) return lane ? Ahead() : keys_ahead(pb, u, e + 1);
+      if (e + 1 < last) return lane ? Ahead() : keys_ahead(pb, u, e + 1).of(places_ahead);
       const int h = (lane - 1) / (kWide * W);
       if (lane) return h < lanes.heads ? rows_ahead(pb, lanes, next, h) : Ahead();
       return next.piece ? keys_ahead(pb, *next.unit, first_entry(pb, *next.unit, next.piece->tile) + next.piece->begin)
                         : Ahead();
     };
+    if (places) keys = keep_places(*places, mask, pairs.kept, m);
     if (Scored && pb.k.scales) {
-      row_scales(pb.k, u.batch, u.kv_head, first, keys, mask.dead, 1, m.k_scales);
-      row_scales(pb.v, u.batch, u.kv_head, first, keys, mask.dead, 1, m.v_scales);
+      row_scales(pb.k, u.batch, u.kv_head, first, keys, mask.dead, 1, m.k_scales, places ? places->row : nullptr);
+      row_scales(pb.v, u.batch, u.kv_head, first, keys, mask.dead, 1, m.v_scales, places ? places->row : nullptr);
     }
     Dead dead = mask.dead;
     const Live live = live_rows<Op>(keys, dead);
     if (!live.count()) continue;
     const int64_t start = first + live.first;
-    const Tile k = tile_rows<Op>(pb.k, u.batch, u.kv_head, start, live.count(), pb.d, nullptr, m.k).from(live.first);
+    const Tile k =
+        tile_rows<Op>(pb.k, u.batch, u.kv_head, start, live.count(), pb.d, nullptr, m.k, places).from(live.first);
     const bool apart = pb.spacing.apart();
-    Tile v = tile_columns<Op>(pb.v, u.batch, u.kv_head, start, live.count(), pb.dv_dim, dead, m.v, apart);
+    Tile v = tile_columns<Op>(pb.v, u.batch, u.kv_head, start, live.count(), pb.dv_dim, dead, m.v, apart, places);
     v = v.from(live.first / (apart ? 1 : Op::step));
     for (int from = 0, to; from < keys; from = to) {
       uint32_t full[kMostLanes / 32];
@@ -514,11 +555,11 @@ inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes
         const int n = panel_width(lane, lanes.count) / W;
         const Ahead next_rows = from ? Ahead() : ahead(lane);
         if (kWide == 4 && n == 4)
-          forward_panel<Op, kWide, Scored>(pb, m, state, scale, lane, k, v, from, to, mask, next_rows, pairs);
+          forward_panel<Op, kWide, Scored>(pb, m, state, scale, lane, k, v, places, from, to, mask, next_rows, pairs);
         else if (n == 2)
-          forward_panel<Op, 2, Scored>(pb, m, state, scale, lane, k, v, from, to, mask, next_rows, pairs);
+          forward_panel<Op, 2, Scored>(pb, m, state, scale, lane, k, v, places, from, to, mask, next_rows, pairs);
         else
-          forward_panel<Op, 1, Scored>(pb, m, state, scale, lane, k, v, from, to, mask, next_rows, pairs);
+          forward_panel<Op, 1, Scored>(pb, m, state, scale, lane, k, v, places, from, to, mask, next_rows, pairs);
       }
     }
   }

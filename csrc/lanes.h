@@ -152,6 +152,34 @@ inline Live live_rows(int n, Dead &dead) {
   return live;
 }
 
+// Finds the places of the first `rows` rows of a tile that any of n lanes attends, from a mask with a row per lane; with
+// step 2, of whole pairs of rows.
+inline void find_places(const uint32_t *mask, int n, int words, int rows, int step, Places &to) {
+  uint32_t some[kMostTile / 32] = {};
+  constexpr int all = kMostTile / 32;
+  int i = 0;
+  if (all % words == 0)  // a loop of vectors
+    for (; i + all <= n * words; i += all)
+      for (int w = 0; w < all; ++w) some[w] |= mask[i + w];
+  for (int w = words; i && w < all; ++w) some[w % words] |= some[w];
+  for (; i < n * words; ++i) some[i % words] |= mask[i];
+  to.count = 0;
+  for (int w = 0; w < words; ++w) {
+    if (step == 2) some[w] |= (some[w] & 0x55555555u) << 1 | (some[w] >> 1 & 0x55555555u);
+    for (uint32_t left = some[w]; left; left &= left - 1) {
+      const int row = 32 * w + __builtin_ctz(left);
+      if (row < rows) to.row[to.count++] = (uint8_t)row;
+    }
+  }
+}
+
+// Moves the elements at the places to the front, `width` elements for each row.
+template <class T>
+inline void move_to_front(T *rows, const Places &places, int width) {
+  for (int i = 0; i < places.count; ++i)
+    for (int j = 0; j < width; ++j) rows[(ptrdiff_t)i * width + j] = rows[(ptrdiff_t)places.row[i] * width + j];
+}
+
 // Whether computing two halves of a panel, each with its own live rows, is faster than the whole panel. A half takes
 // more time per pair.
 inline bool apart(Live whole, Live low, Live high) { return 9 * (low.count() + high.count()) < 16 * whole.count(); }

@@ -133,11 +133,13 @@ RW_INLINE int run_of(const View &v, int64_t first, int n) {
   return (int)smaller(n, page - (first & (page - 1)));
 }
 
-// Loads the scales of n rows, times `unit`; 0 for dead rows, and for rows up to a whole vector.
+// Loads the scales of n rows, or of the rows at n places, times `unit`; 0 for dead rows, and for rows up to a whole
+// vector.
 inline void row_scales(const View &t, int64_t b, int64_t h, int64_t first, int n, const uint8_t *dead, float unit,
-                       float *to) {
+                       float *to, const uint8_t *places = nullptr) {
   const View &scales = *t.scales;
-  for (int r = 0, end; r < n; r = end) {
+  for (int r = 0; places && r < n; ++r) to[r] = load1(token_at(scales, b, h, first + places[r])) * unit;
+  for (int r = places ? n : 0, end; r < n; r = end) {
     end = r + run_of(scales, first + r, n - r);
     const char *from = token_at(scales, b, h, first + r);
     if (scales.token == 4)  // a loop of vectors
@@ -150,10 +152,17 @@ inline void row_scales(const View &t, int64_t b, int64_t h, int64_t first, int n
   for (int r = n; r % W; ++r) to[r] = 0;
 }
 
+// Places of the rows of a tile that are processed, ascending; the other rows are skipped.
+struct Places {
+  uint8_t row[kMostTile];
+  int count = 0;
+};
+
 // Prefetches the rows of the next tile of two tensors while the current one is processed. Sparse lists jump in memory,
 // which hardware prefetchers do not predict. If a tile has several pages, only the first one is prefetched.
 struct Ahead {
   const char *x = nullptr, *y = nullptr;
+  const Places *places = nullptr;  // null: all rows
   ptrdiff_t x_step = 0, y_step = 0;
   int x_bytes = 0, y_bytes = 0, rows = 0;
   Ahead() {}
@@ -166,8 +175,17 @@ struct Ahead {
         y_bytes(y_width * bytes_of(ty.dtype)),
         rows(run_of(tx, first, n)) {}
   Ahead(const View &t, int64_t b, int64_t h, int64_t first, int n, int width) : Ahead(t, t, b, h, first, n, width, 0) {}
+  // Prefetches only some rows of the tile.
+  Ahead of(const Places *some) const {
+    Ahead ahead = *this;
+    ahead.places = some;
+    if (some) ahead.rows = (int)smaller(rows, some->count);
+    while (some && ahead.rows && some->row[ahead.rows - 1] >= rows) --ahead.rows;
+    return ahead;
+  }
   RW_INLINE void fetch(int from, int to) const {
-    for (int r = from; r < to && r < rows; ++r) {
+    for (int i = from; i < to && i < rows; ++i) {
+      const ptrdiff_t r = places ? places->row[i] : i;
       for (int i = 0; i < x_bytes; i += 64) __builtin_prefetch(x + r * x_step + i, 0, 2);
       for (int i = 0; i < y_bytes; i += 64) __builtin_prefetch(y + r * y_step + i, 0, 2);
     }
@@ -185,18 +203,22 @@ struct Tile {
 // Which rows of a tile no query may attend; null if there are none. They are read as 0, so that a NaN does not spread.
 typedef const uint8_t *Dead;
 
-// A tile's rows for a contraction over channels, without their scales.
+// A tile's rows for a contraction over channels, without their scales. With places, row i is the one at place i.
 template <class Op>
-inline Tile tile_rows(const View &t, int64_t b, int64_t h, int64_t first, int n, int width, Dead dead, char *memory) {
+inline Tile tile_rows(const View &t, int64_t b, int64_t h, int64_t first, int n, int width, Dead dead, char *memory,
+                      const Places *places = nullptr) {
   const char *from = token_at(t, b, h, first);
   int run = run_of(t, first, n);
   const bool raw = Op::depth == 2 || t.dtype == F32;
   const ptrdiff_t size = (Op::depth == 2 ? 2 : 4) * (ptrdiff_t)width;
   // Contiguous rows are used in place, if nothing reads past the last one. Rows that are far apart are copied, since
   // they would compete for a few cache sets and TLB entries.
-  if (raw && !dead && t.token == size && run == n) return {from, size};
+  if (raw && !dead && !places && t.token == size && run == n) return {from, size};
   for (int i = 0; i < n; ++i, from += t.token) {
-    if (i == run) from = token_at(t, b, h, first + i), run += run_of(t, first + i, n - i);
+    if (places)
+      from = token_at(t, b, h, first + places->row[i]);
+    else if (i == run)
+      from = token_at(t, b, h, first + i), run += run_of(t, first + i, n - i);
     char *to = memory + i * size;
     if (dead && dead[i])
       memset(to, 0, (size_t)size);
@@ -209,16 +231,19 @@ inline Tile tile_rows(const View &t, int64_t b, int64_t h, int64_t first, int n,
 }
 
 // A tile's rows for a contraction over rows. With pairs, rows 2i and 2i+1 are interleaved channel by channel; if
-// `apart`, each row is interleaved with zeros.
+// `apart`, each row is interleaved with zeros. Places hold whole pairs.
 template <class Op>
 inline Tile tile_columns(const View &t, int64_t b, int64_t h, int64_t first, int n, int width, Dead dead,
-                         char *memory, bool apart = false) {
-  if (Op::depth == 1) return tile_rows<Op>(t, b, h, first, n, width, dead, memory);
+                         char *memory, bool apart = false, const Places *places = nullptr) {
+  if (Op::depth == 1) return tile_rows<Op>(t, b, h, first, n, width, dead, memory, places);
   const char *from = token_at(t, b, h, first);
   const int step = apart ? 1 : 2;
   int run = run_of(t, first, n);  // even, if rows are paired: pages have 16 rows or more, and `first` is even
   for (int i = 0; i < n; i += step, from += step * t.token) {
-    if (i == run) from = token_at(t, b, h, first + i), run += run_of(t, first + i, n - i);
+    if (places)
+      from = token_at(t, b, h, first + places->row[i]);
+    else if (i == run)
+      from = token_at(t, b, h, first + i), run += run_of(t, first + i, n - i);
     const bool low = !(dead && dead[i]), high = !apart && i + 1 < n && !(dead && dead[i + 1]);
     char *to = memory + (ptrdiff_t)i * width * (4 / step);
     for (int c = 0; c < width; c += 8) {

@@ -17,18 +17,21 @@ struct Rows {
     const char *begin, *end;
   } range[2 * kPanelRows];
   int ranges = 0;
-  // After the last row, its address is repeated; the products there are not used.
-  void set(const View &t, const Unit &u, int64_t first, int count, int width) {
+  // Sets `count` rows, those from `first` on, or those at places counted from it. After the last row, its address is
+  // repeated; the products there are not used.
+  void set(const View &t, const Unit &u, int64_t first, int count, int width, const uint8_t *places) {
     n = count, ranges = 0;
     for (int r = 0; !count && r < kPanelRows; ++r) row[r] = kZeros;
     for (int r = 0, end; r < count; r = end) {
-      end = r + run_of(t, first + r, count - r);
-      const char *from = token_at(t, u.batch, u.kv_head, first + r);
+      const int64_t token = first + (places ? places[r] : r);
+      for (end = places ? r + 1 : count; end < count && places[end] - places[r] == end - r;) ++end;
+      end = r + run_of(t, token, end - r);
+      const char *from = token_at(t, u.batch, u.kv_head, token);
       const ptrdiff_t step = t.token;
       const char *at = from;  // a sum, since the compiler would make vectors of slow products
       for (int i = r; i < end; ++i, at += step) row[i] = at;
       add(from, step, width * bytes_of(t.dtype), end - r);
-      if (t.scales) add(token_at(*t.scales, u.batch, u.kv_head, first + r), t.scales->token, 4, end - r);
+      if (t.scales) add(token_at(*t.scales, u.batch, u.kv_head, token), t.scales->token, 4, end - r);
     }
     for (int r = count; count && r < kPanelRows; ++r) row[r] = row[count - 1];
   }

@@ -1,7 +1,8 @@
 """Make calls on tensors that border on a protected page; test_guarded.py runs this in its own process.
 
 Inputs, the plan's arrays and the library's allocations for the native kernel border on a page, so that one byte read or
-written beyond them ends the process; each call is named before it runs. ``python -m tests.native.guarded cpu|torch|beyond``.
+written beyond them ends the process; each call is named before it runs. Memory of keys that no query attends is protected
+too. ``python -m tests.native.guarded cpu|torch|dead|beyond``.
 """
 
 from __future__ import annotations
@@ -140,6 +141,27 @@ def run(backend: str, to: Torch) -> int:
     return number
 
 
+def run_with_dead_keys(queries: int) -> int:
+    """Run forward where the pages of keys that no query attends, between attended ones, are protected."""
+    number, tokens = 0, 16  # keys of a page
+    page = torch.arange(512) // tokens
+    alive = (page % 8 == 0) | (page % 8 == 3) | (page % 8 == 7)
+    for dtype in DTYPES:
+        print("dead keys", os.environ.get(CPU_VARIANT, ""), queries, dtype, flush=True)
+        dim = PAGE // tokens // dtype.itemsize
+        q, *plain = (torch.randn(1, 1, n, dim).to(dtype) for n in (queries, 512, 512))
+        keys = [copied(x, "end") for x in plain]
+        for x in keys:
+            for dead in page[~alive].unique().tolist():
+                if _mprotect(x.data_ptr() + dead * PAGE, PAGE, 0):
+                    raise OSError(ctypes.get_errno(), "mprotect")
+        pattern = rw.Sinks(alive)
+        found, wanted = (rw.attention(q, *some, pattern, backend="cpu") for some in (keys, plain))
+        assert torch.equal(found, wanted)
+        number += 1
+    return number
+
+
 def main(what: str) -> None:
     if what == "beyond":
         # the tests rely on this: three elements can be read, and reading a fourth ends the process
@@ -154,6 +176,10 @@ def main(what: str) -> None:
         assert native is not None
         for os.environ[CPU_VARIANT] in native.variants():
             total += run("cpu", to)
+    elif what == "dead":
+        assert native is not None
+        for os.environ[CPU_VARIANT] in native.variants():
+            total += sum(map(run_with_dead_keys, (1, 40)))
     else:
         total += run("dense_batched", to) + run("sdpa", to)
     print(f"{total} calls")

@@ -23,16 +23,28 @@ def run(what: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=240)
 
 
-@pytest.mark.parametrize(
-    "what", ["torch", pytest.param("cpu", marks=pytest.mark.skipif(not cpu.module(), reason="no kernel"))]
-)
+native = pytest.mark.skipif(not cpu.module(), reason="no kernel")
+
+
+@pytest.mark.parametrize("what", ["torch", pytest.param("cpu", marks=native)])
 def test_nothing_beyond_a_tensor(what: str) -> None:
+    assert calls_of(what) > 100
+
+
+@native
+def test_no_dead_key_between_live_ones_is_read() -> None:
+    """Forward skips keys that no query of a tile attends, wherever they are in the tile, and does not read them."""
+    assert calls_of("dead") >= 6
+
+
+def calls_of(what: str) -> int:
+    """Run the calls in another process, and return their number."""
     done = run(what)
     if done.returncode:
         *_, last = done.stdout.splitlines() or ["nothing"]
         ended = f"died of {signal.Signals(-done.returncode).name}" if done.returncode < 0 else "failed"
         pytest.fail(f"{ended} at: {last}\n{done.stderr[-3000:]}")
-    assert int(done.stdout.splitlines()[-1].split()[0]) > 100
+    return int(done.stdout.splitlines()[-1].split()[0])
 
 
 def test_a_protected_page_ends_the_process() -> None:
