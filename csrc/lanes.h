@@ -196,18 +196,40 @@ inline Dead find_dead(const uint32_t *rows, int n, int words, uint8_t *dead) {
   return any ? dead : nullptr;
 }
 
-// Transposes a 32x32 block of bits in place (Hacker's Delight, 7-3, mirrored for least-bit-first words).
+// The lower or the upper lanes of two vectors, in turn.
+RW_INLINE U zip(U x, U y, int upper) {
+#if defined(__AVX512F__)
+  return upper ? __builtin_shufflevector(x, y, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+               : __builtin_shufflevector(x, y, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+#elif defined(__AVX2__)
+  return upper ? __builtin_shufflevector(x, y, 4, 12, 5, 13, 6, 14, 7, 15)
+               : __builtin_shufflevector(x, y, 0, 8, 1, 9, 2, 10, 3, 11);
+#else
+  return upper ? __builtin_shufflevector(x, y, 2, 6, 3, 7) : __builtin_shufflevector(x, y, 0, 4, 1, 5);
+#endif
+}
+
+// Transposes a 32x32 block of bits in place (Hacker's Delight, 7-3, mirrored for least-bit-first words). Each step swaps
+// bits of rows i and 16 + i, and then makes them rows 2i and 2i + 1, so that all steps work on whole vectors.
 inline void turn_bits(uint32_t *a) {
-  uint32_t any = 0, all = ~0u;
-  for (int k = 0; k < 32; ++k) any |= a[k], all &= a[k];
-  if (any == 0 || all == ~0u) return;
-  uint32_t m = 0x0000ffff;
-  for (int j = 16; j != 0; j >>= 1, m ^= m << j)
-    for (int k = 0; k < 32; k = (k + j + 1) & ~j) {
-      uint32_t t = ((a[k] >> j) ^ a[k + j]) & m;
-      a[k] ^= t << j;
-      a[k + j] ^= t;
+  constexpr int half = 16 / W;
+  static_assert(half * W == 16, "a vector has 4, 8 or 16 lanes");
+  constexpr uint32_t masks[] = {0x0000ffff, 0x00ff00ff, 0x0f0f0f0f, 0x33333333, 0x55555555};
+  U x[2 * half], y[2 * half];
+  memcpy(x, a, sizeof x);
+#pragma GCC unroll 5
+  for (int step = 0; step < 5; ++step) {
+    const int shift = 16 >> step;
+#pragma GCC unroll 4
+    for (int i = 0; i < half; ++i) {
+      const U t = ((x[i] >> shift) ^ x[half + i]) & masks[step];
+      const U low = x[i] ^ t << shift, high = x[half + i] ^ t;
+      y[2 * i] = zip(low, high, 0), y[2 * i + 1] = zip(low, high, 1);
     }
+#pragma GCC unroll 8
+    for (int i = 0; i < 2 * half; ++i) x[i] = y[i];
+  }
+  memcpy(a, x, sizeof x);
 }
 
 // Transposes a mask with a row per query to one with a row per key and queries as lanes, repeated for each head of the
@@ -218,11 +240,12 @@ inline TileMask turn_mask(const uint32_t *mask, int mask_words, const Lanes &lan
   memset(to, 0, 4 * (size_t)words * keys);
   for (int k0 = 0; k0 < keys; k0 += 32)
     for (int w = 0; w < one; ++w) {
-      uint32_t block[32];
+      uint32_t block[32], any = 0;
       for (int i = 0; i < 32; ++i) {
         int r = 32 * w + i;
-        block[i] = r < lanes.rows ? mask[(ptrdiff_t)r * mask_words + k0 / 32] : 0;
+        any |= block[i] = r < lanes.rows ? mask[(ptrdiff_t)r * mask_words + k0 / 32] : 0;
       }
+      if (!any) continue;
       turn_bits(block);
       for (int i = 0; i < 32 && k0 + i < keys; ++i) {
         uint32_t *row = to + (ptrdiff_t)(k0 + i) * words;
