@@ -152,8 +152,7 @@ View floats(const char *name, const Array &a, const Problem &pb, bool written) {
 // The rows of the plan, from which forward starts.
 void rows_of_plan(Problem &pb, Arguments &given) {
   const int q_tile = given.get<int>("q_tile"), kv_tile = given.get<int>("kv_tile");
-  if (q_tile < 16 || q_tile > kMostTile || q_tile % 16)
-    refuse("q_tile", "wanted 16, 32, ... 256, got " + std::to_string(q_tile));
+  if (q_tile < 1 || q_tile > kMostTile) refuse("q_tile", "wanted 1 to 256, got " + std::to_string(q_tile));
   if (kv_tile < 16 || kv_tile > kMostTile || kv_tile % 16)
     refuse("kv_tile", "wanted 16, 32, ... 256, got " + std::to_string(kv_tile));
   Plan &p = pb.plan;
@@ -172,6 +171,32 @@ void rows_of_plan(Problem &pb, Arguments &given) {
   check_range("col", p.col, nnz, 0, p.k_tiles);
   check_range("mask_id", p.mask_id, nnz, -1, p.masks);
   check_range("row_set", p.row_set, pb.batch * pb.q_heads, 0, p.row_sets);
+}
+
+// The keys that the plan's key tiles list, where they are not all keys in order (see View::chosen).
+void choose(Problem &pb, Arguments &given) {
+  const Maybe chosen = given.maybe("chosen");
+  if (!chosen) return;
+  const int64_t keys = pb.nk;
+  pb.k.chosen = pb.v.chosen = ints("chosen", *chosen, {-1});
+  pb.nk = (int64_t)chosen->shape(0);
+  if (!pb.nk) refuse("chosen", "has no elements");
+  check_range("chosen", pb.k.chosen, pb.nk, 0, keys);
+}
+
+// Checks that no batch element reads chosen keys past the end of its pages.
+void check_chosen(const Problem &pb) {
+  const Plan &p = pb.plan;
+  std::vector<int32_t> most(p.row_sets, -1);
+  for (int64_t g = 0; g < p.row_sets; ++g) {
+    const int32_t *ends = p.row_ptr + g * (p.q_tiles + 1);
+    for (int64_t e = ends[0]; e < ends[p.q_tiles]; ++e) {
+      const int64_t first = (int64_t)p.col[e] * p.kv_tile, last = smaller(first + p.kv_tile, pb.nk);
+      for (int64_t n = first; n < last; ++n) most[g] = most[g] > pb.k.chosen[n] ? most[g] : pb.k.chosen[n];
+    }
+  }
+  for (int64_t i = 0; i < pb.batch * pb.q_heads; ++i)
+    if (most[p.row_set[i]] >= pb.k.pages->lengths[i / pb.q_heads]) refuse("chosen", "a key is past the last page");
 }
 
 // The columns of the plan, over which backward runs.
@@ -338,14 +363,17 @@ bool bind_forward(const nb::kwargs &named) {
   pb.out = view_of("out", given.array("out"), {pb.batch, pb.q_heads, pb.nq, pb.dv_dim}, true);
   if (pb.out.dtype != pb.q.dtype && pb.out.dtype != F32) refuse("out", "wanted the dtype of q, or float32");
   pb.lse = floats("lse", given.array("lse"), pb, true);
+  choose(pb, given);
   rows_of_plan(pb, given);
   space(pb, given);
+  if (pb.k.chosen && pb.spacing.step) refuse("chosen", "wanted no relation by residue");
   Pages pages;
   if (table) {
     const Array k = given.array("k");
     if (!lengths) refuse("lengths", "wanted with a table");
     pages = pages_of(*table, *lengths, pb.batch, (int64_t)k.shape(2), (int64_t)k.shape(0));
     pb.k.pages = pb.v.pages = &pages;
+    if (pb.k.chosen) check_chosen(pb);
   }
   View scales[2];
   if (scaled) {
@@ -353,7 +381,7 @@ bool bind_forward(const nb::kwargs &named) {
     auto scales_of = [&](const char *name, const Array &a, View &of, View &to) {
       to = view_of(name, a, {(int64_t)k.shape(0), pb.kv_heads, (int64_t)k.shape(2)}, false);
       if (to.dtype != F32) refuse(name, "wanted float32");
-      to.pages = of.pages, of.scales = &to;
+      to.pages = of.pages, to.chosen = of.chosen, of.scales = &to;
     };
     scales_of("k_scale", *k_scale, pb.k, scales[0]);
     scales_of("v_scale", *v_scale, pb.v, scales[1]);

@@ -30,6 +30,7 @@ struct View {
   Dtype dtype = F32;
   const Pages *pages = nullptr;
   const View *scales = nullptr;
+  const int32_t *chosen = nullptr;  // token n of the kernel is token chosen[n]; null: all tokens, in order
 };
 
 struct Plan {
@@ -198,7 +199,9 @@ static inline void mark_below(const Problem &pb) { __atomic_store_n(pb.below, 1,
 static inline constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 // Number of keys of a batch element.
-static inline int64_t keys_of(const Problem &pb, int64_t b) { return pb.k.pages ? pb.k.pages->lengths[b] : pb.nk; }
+static inline int64_t keys_of(const Problem &pb, int64_t b) {
+  return pb.k.pages && !pb.k.chosen ? pb.k.pages->lengths[b] : pb.nk;
+}
 static inline int pad_lanes(int64_t n) { return (int)((n + 15) / 16 * 16); }
 
 // Number of queries in one tile, over all heads that share its keys.

@@ -122,12 +122,18 @@ RW_INLINE void turn4(const char *r0, const char *r1, const char *r2, const char 
 
 // Address of a token of keys or values, which may be paged.
 RW_INLINE const char *token_at(const View &v, int64_t b, int64_t h, int64_t n) {
+  if (v.chosen) n = v.chosen[n];
   if (!v.pages) return row_at(v, b, h, n);
   const Pages &p = *v.pages;
   return row_at(v, p.numbers[b * p.columns + (n >> p.shift)], h, n & ((1 << p.shift) - 1));
 }
 // Number of rows from `first` on, at most n, that are adjacent in memory: with pages, those in the same page.
 RW_INLINE int run_of(const View &v, int64_t first, int n) {
+  if (v.chosen) {
+    int run = 1;
+    while (run < n && v.chosen[first + run] == v.chosen[first] + run) ++run;
+    n = run, first = v.chosen[first];
+  }
   if (!v.pages) return n;
   const int64_t page = 1 << v.pages->shift;
   return (int)smaller(n, page - (first & (page - 1)));

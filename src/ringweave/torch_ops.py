@@ -472,4 +472,11 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor
         refuse_forward_mode()
     elif forward_mode() or transforming(q, k, v, *tensors):
         return _Attention.apply(q, k, v, program_of(call, q, k), *tensors)  # type: ignore[no-any-return, no-untyped-call]
+    elif not call.needs_grad and not call.pattern.has_function and no_interception():
+        # Nothing watches the call. A table that its pattern has sorted already is not sorted again.
+        inputs = q, k, v, *tensors
+        if are_plain_cpu(inputs) and not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+            program = Program(call)
+            if program.native:
+                return run(program, q, k, v, tensors)
     return attention_op(q, k, v, tensors, call.text, *call.numbers)  # type: ignore[no-any-return]

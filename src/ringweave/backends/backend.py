@@ -236,6 +236,8 @@ class Backend:
         tiled: Whether it uses the tile sizes that a branch requests. Other backends have fixed tile sizes or no tiles.
         prepare: Function that prepares the kernel arguments of a small call; None if the backend has none. A backend
             with this function calls no operators of PyTorch that a mode or a profiler would have to see.
+        by_query: Function that returns the plan of a branch that forward computes query by query, or None for other
+            branches; None if the backend has no such way.
     """
 
     name: str
@@ -255,6 +257,7 @@ class Backend:
     kv_dtypes: tuple[torch.dtype, ...] = ()
     experimental: bool = False
     prepare: Prepare | None = None
+    by_query: Callable[[Call, Branch], BlockPlan | None] | None = None
 
     def lacks(self, asked: frozenset[str], device: str) -> frozenset[str]:
         """Return the features (kinds of terms, "dropout") in ``asked`` that it does not compute on a device type."""

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from ..types import Pages
 from . import forks
 from .backend import Backend, Part, Prepared, Upstream, readable
 from .overflow import may_overflow, nan_rows_out_of_range
+
+if TYPE_CHECKING:
+    from .shared_lists import SharedLists
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # kMostChannels in csrc/problem.h
@@ -64,6 +67,42 @@ def forward(
 
     ``longest_first=False`` starts rows in plan order; only a benchmark uses it, to measure the gain of the default.
     """
+    shared = _shared(operands, branch)
+    if shared is not None:
+        return _of_shared(shared, operands, branch, dtype)
+    out, lse, overflows = _forward(operands, branch, dtype, longest_first=longest_first)
+    if overflows:
+        nan_rows_out_of_range(out, lse, operands, branch)
+    return out, lse
+
+
+def _shared(operands: Operands, branch: Branch, backward: bool = False) -> SharedLists | None:
+    """Return the rows of a call in which query heads share lists of keys, or None."""
+    if operands.q.shape[1] == operands.k.shape[1] or not branch.pattern.tables:
+        return None
+    # imported with the first list of keys
+    from .shared_lists import shared_lists
+
+    return shared_lists(operands, branch, backward)
+
+
+def _of_shared(shared: SharedLists, operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Compute a call in which query heads share lists, with these heads as rows."""
+    out, lse, overflows = _forward(shared.operands, shared.branch, dtype)
+    out, lse = shared.heads(out), shared.heads(lse)
+    if overflows:
+        nan_rows_out_of_range(out, lse, operands, branch)
+    return out, lse
+
+
+def _forward(
+    operands: Operands,
+    branch: Branch,
+    dtype: torch.dtype,
+    *,
+    longest_first: bool = True,
+) -> tuple[Tensor, Tensor, bool]:
+    """Compute (out, lse) in one kernel call, and whether a score may be out of range."""
     native = module()
     assert native is not None
     plan = branch.plan("cpu")
@@ -72,6 +111,10 @@ def forward(
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device="cpu")
     given, pages = _term_arguments(operands.terms), operands.pages
     stored = {} if pages is None else {"table": pages.table, "lengths": pages.lengths}
+    chosen = getattr(plan, "chosen", None)
+    if chosen is not None:
+        # a PackedPlan, of a module that is imported with the first list of keys
+        stored["chosen"] = chosen
     if operands.scales is not None:
         stored |= {"k_scale": operands.scales.k, "v_scale": operands.scales.v}
         k, v = _codes(k), _codes(v)
@@ -80,9 +123,7 @@ def forward(
         spacing=branch.spacing, longest_first=longest_first,
     )  # fmt: skip
     # a term may hide a score that is out of range, or move a score out of range, so the kernel's flag does not suffice
-    if may_overflow(operands, branch) if given else below:
-        nan_rows_out_of_range(out, lse, operands, branch)
-    return out, lse
+    return out, lse, may_overflow(operands, branch) if given else below
 
 
 def _codes(x: Tensor) -> Tensor:
@@ -121,6 +162,11 @@ def backward(
     dK and dV are computed by columns, and dQ is summed in a fixed order, so the bits do not depend on the number of
     threads.
     """
+    shared = _shared(operands, branch, backward=True)
+    if shared is not None:
+        rows = Upstream(*map(shared.rows, (upstream.dout, upstream.lse, upstream.delta)))
+        dq, dk, dv = backward(rows, shared.operands, shared.branch, dtype)
+        return shared.heads(dq), dk, dv
     native = module()
     assert native is not None
     plan = branch.plan("cpu")
@@ -465,6 +511,16 @@ def prepare(operands: Operands, parts: Sequence[Part]) -> Prepared:
     return PreparedUnion([PreparedCall(operands, part, dtype=torch.float32) for part in parts], operands.q.dtype)
 
 
+def by_query(call: Call, branch: Branch) -> BlockPlan | None:
+    """Return the plan of a call in which query heads share lists of keys; None for other calls."""
+    if call.heads == call.kv_heads or not branch.pattern.tables:
+        return None
+    from .shared_lists import plan_of, shares
+
+    group = call.heads // call.kv_heads
+    return plan_of(branch, group) if shares(branch, group, call.features) else None
+
+
 BACKEND = Backend(
     "cpu",
     forward,
@@ -478,4 +534,5 @@ BACKEND = Backend(
     paged=True,
     kv_dtypes=tuple(STORED),
     prepare=prepare,
+    by_query=by_query,
 )

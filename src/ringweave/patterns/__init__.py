@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from .presets import variable as variable
     from .reader import parse as parse
     from .reader import rebuild as rebuild
+    from .selected import Selected as Selected
     from .table import BlockTable as BlockTable
     from .tiles import StridedView as StridedView
     from .within import Within as Within
@@ -74,6 +75,7 @@ MODULES = {
         "sparse_transformer_fixed",
         "variable",
     ),
+    "selected": ("Selected",),
     "tiles": ("StridedView",),
     "table": ("BlockTable",),
     "within": ("Within",),

@@ -103,6 +103,8 @@ class Pattern(ABC):
     lists_tokens: ClassVar[bool] = False
     #: Whether it looks positions up in a grid or a function, which have no negative ones.
     looks_up: ClassVar[bool] = False
+    #: Whether it counts queries and keys by their places in a call, whatever positions the call gives them.
+    by_place: ClassVar[bool] = False
     #: Depth of its nested operators, and number of patterns that they combine.
     depth: int = 0
     leaves: int = 1

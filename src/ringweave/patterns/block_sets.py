@@ -244,6 +244,44 @@ class ListedBlocks(BlockSet):
         return (row * (self.key_blocks + 1) + listed).reshape(-1)
 
 
+class ChosenBlocks(BlockSet):
+    """Set blocks as the list that a model chose for every row: int32, in any order, repeated or not; -1 is no block.
+
+    The lists are sorted once, when they are first read, so that they can be passed around in compiled code.
+    """
+
+    def mask(self) -> Tensor:
+        return self._sorted.mask()
+
+    def listed(self) -> Tensor:
+        return self._sorted.listed()
+
+    def lines(self) -> tuple[Tensor, Tensor]:
+        return self._sorted.lines()
+
+    def runs(self, first: Int64, last: Int64) -> Runs:
+        return self._sorted.runs(first, last)
+
+    def held(self, row: Tensor, col: Tensor) -> Tensor:
+        return self._sorted.held(row, col)
+
+    def limits(self) -> tuple[int, int]:
+        """Return the least and the largest listed number of a table on a CPU, or (-1, -1) without any."""
+        return self._once(self._sort)[1]  # type: ignore[no-any-return]
+
+    @property
+    def _sorted(self) -> ListedBlocks:
+        return self._once(self._sort)[0]  # type: ignore[no-any-return]
+
+    def _sort(self) -> tuple[ListedBlocks, tuple[int, int]]:
+        table = self.table
+        counts = torch.full(table.shape[:-1], table.shape[-1], device=table.device)
+        limits = (-1, -1)
+        if table.device.type == "cpu" and table.numel():
+            limits = int(table.min()), int(table.max())
+        return ListedBlocks(ascending(table, counts, self.key_blocks), self.key_blocks), limits
+
+
 def ascending(indices: Tensor, counts: Tensor, key_blocks: int) -> Tensor:
     """Convert indices to the lists of :class:`ListedBlocks`, without those out of range; nothing is read back.
 

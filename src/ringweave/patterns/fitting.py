@@ -137,6 +137,11 @@ def fitting(
         refuse(pattern)
     sizes = check_sizes(nq, nk, heads, batch, q_offset)
     pattern = pattern.bound(sizes[2], kv_heads)
+    if sizes[4] and pattern.tables:
+        from .shifted import with_offsets
+
+        pattern, first = with_offsets(pattern, sizes[4], 0, sizes[3])
+        sizes = (*sizes[:4], first)
     check_extents(pattern, sizes[3], sizes[2])
     pattern.check(sizes[0], sizes[1], sizes[4])
     return pattern, *sizes

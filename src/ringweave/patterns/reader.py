@@ -33,7 +33,7 @@ _OPERATORS: dict[type[ast.operator], type[And] | type[Or]] = {ast.BitAnd: And, a
 _WORDS = ("and", "or", "not")
 # names that exist in Python only, by the argument that has no text
 _IN_PYTHON = {"from_mask_mod": "a function", "from_block_mask": "a BlockMask", "lambda": "a function"}
-_TAKES = {"TokenMask": "a function", "BlockTable": "a tensor"}
+_TAKES = {"TokenMask": "a function", "BlockTable": "a tensor", "Selected": "a tensor"}
 _NO_MODULE = "Write Causal() in place of rw.Causal()."
 # the methods that a text may call
 _METHODS = ("within",)

@@ -167,7 +167,7 @@ def with_offsets(pattern: Pattern, q_offset: int | Tensor, k_offset: int | Tenso
         refuse(pattern)
     sides = [checked_offset(*each, batch) for each in zip(_SIDES, (q_offset, k_offset), strict=True)]
     q, k = sides
-    if isinstance(q, int) and isinstance(k, int) and k == 0:
+    if isinstance(q, int) and isinstance(k, int) and k == 0 and (q == 0 or not places(pattern)):
         return pattern, q
     # the table is on the device of an offset, so that no device is waited for
     devices = [side.device for side in sides if isinstance(side, Tensor)]
@@ -178,7 +178,25 @@ def with_offsets(pattern: Pattern, q_offset: int | Tensor, k_offset: int | Tenso
         else torch.full((1,), side, dtype=torch.int64, device=device)
         for side in sides
     ]
-    return Shifted(pattern, Offsets(torch.stack(torch.broadcast_tensors(*rows), 1))), 0
+    offsets = Offsets(torch.stack(torch.broadcast_tensors(*rows), 1))
+    if not places(pattern):
+        return Shifted(pattern, offsets), 0
+    # the first part says where the call's positions begin
+    return Shifted(Full(), offsets) & _shifted(pattern, offsets), 0
+
+
+def places(pattern: Pattern) -> bool:
+    """Return whether a pattern, or a part of it, counts by places: see :attr:`Pattern.by_place`."""
+    return bool(pattern.tables) and (pattern.by_place or any(map(places, pattern.parts_within())))
+
+
+def _shifted(pattern: Pattern, offsets: Offsets) -> Pattern:
+    """Apply offsets to the parts of a pattern that count by positions."""
+    if not places(pattern):
+        return Shifted(pattern, offsets)
+    if not isinstance(pattern, Composite):
+        return pattern
+    return pattern.with_parts([_shifted(part, offsets) for part in pattern.parts_within()])
 
 
 def first_positions(pattern: Pattern, q_offset: int, batch: int, device: torch.device) -> Tensor:

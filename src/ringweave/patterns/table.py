@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
 import torch
@@ -86,7 +86,7 @@ class BlockTable(Pattern):
         self.__post_init__()
 
     @classmethod
-    def of(cls, blocks: BlockSet, block_size: tuple[int, int], group: int | None = 1) -> BlockTable:
+    def of(cls, blocks: BlockSet, block_size: tuple[int, int], group: int | None = 1) -> Self:
         """Build the pattern around blocks without copying them (a slice of another pattern's, or an op's argument)."""
         pattern = cls.__new__(cls)
         pattern.block_size, pattern.blocks, pattern.group = block_size, blocks, group
@@ -138,14 +138,14 @@ class BlockTable(Pattern):
             of_keys = "" if kv_heads is None else f" over {kv_heads} key heads"
             wanted = "a table for each key head, and query heads that are a multiple of them"
             got = f"tables of {made} key heads for {heads} query heads{of_keys}"
-            raise PatternError("BlockTable", got, wanted, "Make it for the call.")
-        return BlockTable.of(self.blocks, self.block_size, heads // made)
+            raise PatternError(type(self).__name__, got, wanted, "Make it for the call.")
+        return type(self).of(self.blocks, self.block_size, heads // made)
 
     def select(self, b: int, h: int) -> Pattern:
         if self.group is None:
-            raise PatternError("BlockTable", "tables per key head", "a call's heads", "Call bound(heads) first.")
+            raise PatternError(type(self).__name__, "tables per key head", "a call's heads", "Call bound(heads) first.")
         one = self.blocks.one(b, h // self.group)
-        return self if one is self.blocks else BlockTable.of(one, self.block_size)
+        return self if one is self.blocks else type(self).of(one, self.block_size)
 
     def _share(self, rank: int, ranks: int) -> Pattern:
         if self.extents()[1] is None:
@@ -153,10 +153,10 @@ class BlockTable(Pattern):
         count, rest = divmod(self.blocks.shape[-3], ranks)
         if rest:
             wanted = f"a multiple of {ranks}, so that each rank has whole tables"
-            raise PatternError("BlockTable", f"tables of {self.blocks.shape[-3]} heads", wanted, "Repeat them.")
+            raise PatternError(type(self).__name__, f"tables of {self.blocks.shape[-3]} heads", wanted, "Repeat them.")
         some = self.blocks.some(slice(rank * count, (rank + 1) * count))
         # a single table is for all heads of the rank
-        return BlockTable.of(some, self.block_size, self.group if count > 1 else 1)
+        return type(self).of(some, self.block_size, self.group if count > 1 else 1)
 
     def check(self, nq: int, nk: int, q_offset: int) -> None:
         wanted = (-(-(q_offset + nq) // self.block_size[0]), -(-nk // self.block_size[1]))

@@ -179,6 +179,8 @@ def summands(pattern: Pattern) -> tuple[Pattern, ...]:
 
 
 def _of_union(union: Or) -> tuple[Pattern, ...]:
+    if union.tables and (split := _of_lists(union)):
+        return split
     by_residue = [part for part in union.parts if part.residue_rate > 1]
     # a table or a function may be made for one length, and its tiles cannot be counted at another
     if not by_residue or not union.fixed:
@@ -194,6 +196,21 @@ def _of_union(union: Or) -> tuple[Pattern, ...]:
         parts = tuple(found) if _pays(union, found) else (union,)
         PROGRAMS.put(key, parts, _BRANCH_BYTES * len(parts))
     return parts
+
+
+def _of_lists(union: Or) -> tuple[Pattern, ...]:
+    """Split a union into its relations and its lists, without the keys of the parts before; empty without lists."""
+    from .from_lists import listed
+
+    lists = [part for part in union.parts if listed(part) is not None]
+    if not lists:
+        return ()
+    seen = [part for part in union.parts if listed(part) is None]
+    found = [functools.reduce(operator.or_, seen)] if seen else []
+    for part in lists:
+        found.append(part & ~functools.reduce(operator.or_, seen) if seen else part)
+        seen.append(part)
+    return tuple(each for part in found for each in summands(part))
 
 
 def _pays(union: Or, parts: Sequence[Pattern]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,8 @@ from .tile_size import check_tile_size
 
 # bytes of a plan besides its elements, for nine tensors in one piece and the cache entry; measured
 _PLAN_BYTES = 8 * 2**10
+# keys in a tile of packed lists
+_PACKED = 128
 
 
 class CacheStatistics(NamedTuple):
@@ -79,18 +81,61 @@ class PlanCache:
         nq, nk, heads, batch, q_offset = check_sizes(nq, nk, heads, batch, q_offset)
         pattern = pattern.bound(heads)._for_call()
         made_of, device, tile = pattern.key(), _place(device), check_tile_size(tile)
-        cache = self._decode_plans if nq <= tile[0] else self._plans
-        return self._found(cache, pattern, made_of, (nq, nk, heads, batch, q_offset, *tile), device)
+        cache, sizes = self._decode_plans if nq <= tile[0] else self._plans, (nq, nk, heads, batch, q_offset, *tile)
+
+        def make() -> BlockPlan:
+            step = _of_rows(pattern, sizes, device) if cache is self._decode_plans else None
+            return step or _built(pattern, sizes, device)
+
+        return self._found(cache, pattern, made_of, (*sizes, str(device)), device, make)
+
+    def by_query(
+        self,
+        pattern: Pattern,
+        nq: int,
+        nk: int,
+        *,
+        heads: int,
+        batch: int,
+        q_offset: int,
+        group: int,
+        side: int | None,
+    ) -> BlockPlan:
+        """Return the plan of lists in tiles of one query, a ``PackedPlan`` if keys are packed; see ``plan.from_lists``.
+
+        Args:
+            pattern: Lists of keys, filtered by other patterns.
+            nq: Number of queries.
+            nk: Number of keys.
+            heads: Number of query heads.
+            batch: Number of batch elements.
+            q_offset: Place of the first query in the lists.
+            group: Number of query heads that share each list.
+            side: Keys in a tile, which divides the blocks; None packs the keys.
+        """
+        from .from_lists import by_query, listed, packed
+
+        found = listed(pattern)
+        assert found is not None
+        extent = Extent(nq, nk, heads, batch, (1, side or _PACKED), q_offset, "cpu")
+
+        def make() -> BlockPlan:
+            return (packed if side is None else by_query)(*found, extent, group)
+
+        cache = self._decode_plans if nq == 1 else self._plans
+        sizes = nq, nk, heads, batch, q_offset, side, group
+        return self._found(cache, pattern, pattern.key(), sizes, torch.device("cpu"), make)
 
     def _found(
         self,
         cache: LRUCache[BlockPlan],
         pattern: Pattern,
         made_of: CacheKey,
-        sizes: tuple[int, ...],
+        sizes: tuple[Hashable, ...],
         device: torch.device,
+        make: Callable[[], BlockPlan],
     ) -> BlockPlan:
-        key = (made_of.value, *sizes, str(device))
+        key = (made_of.value, *sizes)
         plan = cache.get(key)
         if plan is not None:
             wait_for_stream(plan, device)
@@ -101,10 +146,7 @@ class PlanCache:
             if plan is not None:
                 wait_for_stream(plan, device)
                 return plan
-            if cache is self._decode_plans:
-                plan = _of_rows(pattern, sizes, device)
-            if plan is None:
-                plan = _built(pattern, sizes, device)
+            plan = make()
             ties = pattern._holders()
             if (ties or made_of.versions) and not pattern.key().same(made_of):
                 from ..patterns.function import changed

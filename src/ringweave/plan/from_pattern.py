@@ -59,10 +59,10 @@ def build(
     planned = _by_table(pattern, extent)
     if planned is not None:
         return planned
-    patterns, group = _distinct(pattern, extent)
+    patterns, group = distinct(pattern, extent)
     for each, _ in patterns:
         check_bounds(each, nq, nk, q_offset)
-    masks = _MaskIndex(tile)
+    masks = MaskIndex(tile)
     sets = [_rows(each, starts, nq, nk, q_offset, tile, masks) for each, starts in patterns]
     return assemble(sets, group, masks.packed(), nq, nk, q_offset, tile, device)
 
@@ -72,6 +72,11 @@ def _by_table(pattern: Pattern, extent: Extent) -> BlockPlan | None:
     if not pattern.tables:
         return None
     # imported with the first pattern that may contain a block table
+    from .from_lists import from_lists, listed
+
+    chosen = listed(pattern)
+    if chosen is not None and extent.device == "cpu":
+        return from_lists(*chosen, extent)
     from ..patterns.table import BlockTable
     from .from_table import fine, from_fine_table, from_table, split
 
@@ -92,7 +97,7 @@ def _by_table(pattern: Pattern, extent: Extent) -> BlockPlan | None:
     return None
 
 
-def _distinct(pattern: Pattern, extent: Extent) -> tuple[list[_Alike], NDArray[np.int32]]:
+def distinct(pattern: Pattern, extent: Extent) -> tuple[list[_Alike], NDArray[np.int32]]:
     """Return the distinct patterns of all batch elements and heads, and the row set that each uses, (B, Hq) int32."""
     heads, batch = extent.heads, extent.batch
     group = np.zeros((batch, heads), np.int32)
@@ -116,7 +121,7 @@ def _distinct(pattern: Pattern, extent: Extent) -> tuple[list[_Alike], NDArray[n
 
 
 def _one_by_one(pattern: Pattern, extent: Extent) -> tuple[list[_Alike], NDArray[np.int32]]:
-    """Compute :func:`_distinct` for a pattern that must be selected for one batch element at a time."""
+    """Compute :func:`distinct` for a pattern that must be selected for one batch element at a time."""
     # errors of the whole pattern name the batch element; those of a selected pattern cannot
     pattern.check(extent.nq, extent.nk, extent.q_offset)
     heads, batch = extent.heads, extent.batch
@@ -155,7 +160,7 @@ def _new_context(every: str, none: str, extent: Extent, table: tuple[int, ...], 
     require_no_capture(device)
     q_tiles, kv_tiles = extent.tiles
     step = max(1, _TILES_AT_ONCE // kv_tiles)
-    masks = _MaskIndex(tile)
+    masks = MaskIndex(tile)
 
     def listed(each: Pattern, starts: Int64) -> Iterator[CodeList]:
         # some rows at a time: adjacent tiles become runs, which are few even if the tiles are many
@@ -163,9 +168,9 @@ def _new_context(every: str, none: str, extent: Extent, table: tuple[int, ...], 
             tiles = _rows(each, starts, nq, nk, q_offset, tile, masks, slice(first, first + step))
             yield (first + tiles.row) * kv_tiles + tiles.col, tiles.mask_id
 
-    full, of_full = _distinct(rebuild(every, ()), extent)
+    full, of_full = distinct(rebuild(every, ()), extent)
     inside = [[runs_of(*part) for part in listed(*each)] for each in full]
-    empty, of_empty = _distinct(rebuild(none, ()), extent)
+    empty, of_empty = distinct(rebuild(none, ()), extent)
     outside = [list(listed(*each)) for each in empty]
     sets = of_sets(table, group, batch, heads, "cpu")
     of_inside, of_outside, words = (torch.from_numpy(each) for each in (of_full, of_empty, masks.packed()))
@@ -214,7 +219,7 @@ def rows_of_elements(
     each = batched(pattern, 0)
     assert each is not None
     starts, like = elements(each, batch)
-    return _rows(each, starts, nq, nk, 0, tile, _MaskIndex(tile, masks)), like
+    return _rows(each, starts, nq, nk, 0, tile, MaskIndex(tile, masks)), like
 
 
 def _rows(
@@ -224,7 +229,7 @@ def _rows(
     nk: int,
     q_offset: int,
     tile: tuple[int, int],
-    masks: _MaskIndex,
+    masks: MaskIndex,
     part: slice = slice(None),
 ) -> RowSet:
     """Return the row sets of distinct batch elements, which begin at ``starts`` on the pattern's axis."""
@@ -239,10 +244,15 @@ def _rows(
         base = np.repeat(starts, len(lo))[row]
         k_lo += base
         k_hi += base
-    tiles = Tiles(q_lo[row], q_hi[row], k_lo, k_hi)
+    return classified(pattern, row, col, Tiles(q_lo[row], q_hi[row], k_lo, k_hi), masks, len(starts))
+
+
+def classified(pattern: Pattern, row: Int64, col: Int64, tiles: Tiles, masks: MaskIndex, sets: int) -> RowSet:
+    """Return the row sets of the given tiles without those that are empty; new masks are added to ``masks``."""
+    q_tile, kv_tile = masks.tile
     keys = pattern.tile_classes(tiles)
-    bits = np.full(len(row), _MaskIndex.FULL, np.int32)
-    bits[keys == EMPTY] = _MaskIndex.EMPTY
+    bits = np.full(len(row), MaskIndex.FULL, np.int32)
+    bits[keys == EMPTY] = MaskIndex.EMPTY
     partial = (keys > FULL).nonzero()[0]
     if len(partial):
         some = Tiles(*(side[partial] for side in tiles))
@@ -250,10 +260,10 @@ def _rows(
         clipped = (some.q_hi - some.q_lo != q_tile) * 2 + (some.k_hi - some.k_lo != kv_tile)
         first, like = unique_ids(keys[partial] * 4 + clipped)
         bits[partial] = masks.add(pattern, Tiles(*(side[first] for side in some)))[like]
-    kept = bits != _MaskIndex.EMPTY
+    kept = bits != MaskIndex.EMPTY
     if not kept.all():
         row, col, bits = row[kept], col[kept], bits[kept]
-    return RowSet(row, col, bits, len(starts))
+    return RowSet(row, col, bits, sets)
 
 
 def estimate_tiles(pattern: Pattern, nq: int, nk: int, *, heads: int = 1, q_offset: int = 0, sample: int = 64) -> float:
@@ -302,7 +312,7 @@ def _candidates(ranges: Ranges, kv_tile: int, kv_tiles: int) -> tuple[Int64, Int
     return row, col
 
 
-class _MaskIndex:
+class MaskIndex:
     """Distinct packed masks, numbered; full and empty masks have codes of their own."""
 
     FULL, EMPTY = -1, -2
@@ -340,5 +350,5 @@ class _MaskIndex:
         return codes
 
     def packed(self) -> NDArray[np.int32]:
-        # in the order of their numbers
+        """Return the masks in the order of their numbers."""
         return np.frombuffer(bytearray().join(self.index), "<i4").reshape(-1, *self.words)

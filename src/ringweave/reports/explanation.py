@@ -133,19 +133,22 @@ class BranchWork:
     tiles: int
     full: int  # tiles in which all pairs are allowed
     plan: BlockPlan | None
+    by_query: bool = False  # whether the tiles are those of single queries, with rows for the heads that share a list
 
     @staticmethod
-    def of(branch: Branch, backend: Backend) -> BranchWork:
+    def of(call: Call, branch: Branch, backend: Backend) -> BranchWork:
         """Count the pairs and tiles of a branch."""
         if not backend.planned and branch.dense_kind != "sparse":
             # dense kernels take no plan, and causal ones skip the pairs above the diagonal
             return BranchWork(branch, backend, branch.pairs(), branch.pairs(), 0, 0, None)
-        plan = branch.plan()
+        by_query = None if backend.by_query is None else backend.by_query(call, branch)
+        plan = branch.plan() if by_query is None else by_query
         # number of (batch element, head) pairs that compute each tile
         uses = torch.bincount(plan.row_set.reshape(-1).long(), minlength=plan.row_ptr.shape[0])
         uses = uses.repeat_interleave((plan.row_ptr[:, -1] - plan.row_ptr[:, 0]).long())
         full = int(uses[plan.mask_id < 0].sum())
-        return BranchWork(branch, backend, plan.pairs(), plan.computed_pairs(), plan.tiles, full, plan)
+        pairs = plan.pairs(), plan.computed_pairs()
+        return BranchWork(branch, backend, *pairs, plan.tiles, full, plan, by_query is not None)
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,7 @@ class Explanation:
             # this backend computes every pair of the whole pattern; the branches still show the pattern's sparsity
             split = branches(call.pattern, call.nq, call.nk, **size)
             counted = tuple(program.Step(branch, steps[0].backend) for branch in split)
-        work = tuple(BranchWork.of(*each) for each in counted)
+        work = tuple(BranchWork.of(call, *each) for each in counted)
         return Explanation(call, steps, work, causality(call.pattern, call.nq, call.nk, **size))
 
     @property
@@ -300,6 +303,7 @@ def _branches(work: Sequence[BranchWork]) -> list[dict[str, Any]]:
             "tile": [list(size) for size in sorted({(plan.q_tile, plan.kv_tile) for plan in plans})],
             "masks": max((plan.mask_words.shape[0] for plan in plans), default=0),
             "groups": max((plan.row_ptr.shape[0] for plan in plans), default=0),
+            "by_query": any(each.by_query for each in members),
         })  # fmt: skip
     return entries
 
@@ -363,4 +367,6 @@ def _branch_text(entry: dict[str, Any]) -> list[str]:
             f"{count(entry['tiles'], 'tile')} of {sizes}: {entry['full']} full, {entry['partial']} partial with "
             f"{count(entry['masks'], 'distinct mask')}, {count(entry['groups'], 'group')} of heads"
         )
+    if entry["by_query"]:
+        lines.append("by lists of single queries: the rows of a tile are the heads that share a list")
     return lines

@@ -13,7 +13,20 @@ from ringweave.errors import UnsupportedError
 from ...tune.session import Say, silent
 from ..peak import aside
 from ..record import CaseResult, Measuring, Options, Record
-from . import attention, decoding, gpu, memory, models, modules, prior_tables, quality, ring, score_terms, tile_sizes
+from . import (
+    attention,
+    decoding,
+    gpu,
+    memory,
+    models,
+    modules,
+    prior_tables,
+    quality,
+    ring,
+    score_terms,
+    selected,
+    tile_sizes,
+)
 from . import kernels as cpu
 
 
@@ -66,6 +79,7 @@ CASES: dict[str, BenchCase] = {
         BenchCase("tune", "what ringweave tune gains over the usual choice, on four shapes", attention.tuned),
         BenchCase("tiles", "tile sizes, over windows, documents and others", tile_sizes.measure),
         BenchCase("ordering", "long rows first, as kernels start, against rows in their own order", attention.ordering),
+        BenchCase("selected", "keys chosen for each query: blocks, single keys, steps, the indexer", selected.measure),
         BenchCase("terms", "score terms and dropout, over the same call without them", score_terms.measure),
         BenchCase("module", "nn.MultiheadAttention, over its projections and the functional call", modules.measure),
         BenchCase("models", "transformers' models: ringweave next to sdpa and eager, time and memory", models.measure),

@@ -1,0 +1,138 @@
+"""Keys that a model chooses for each query."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..checks import one_of, whole
+from ..errors import PatternError
+from ..torch_compat import require
+from .base import Pattern
+from .block_sets import ChosenBlocks
+from .declared import declare
+from .table import BlockTable
+
+_WHOLE = (torch.int32, torch.int64)
+# the number of key blocks where none is given: more than there can be
+_MANY = 2**31 - 1
+
+
+@declare(
+    "Selected((torch.arange(1024)[:, None] // 32 - torch.tensor([0, 1, 5, 12])).clamp(min=-1), block_size=32)",
+    "By table, function or head",
+    text=False,
+    hostile="Selected((torch.arange(n)[:, None] - torch.tensor([0, n // 2])).clamp(min=-1))",
+)
+class Selected(BlockTable):
+    """A query attends the keys, or blocks of keys, that a list names for it: what an indexer chose, query by query.
+
+    Row i belongs to query i of the call and names keys of the call, whatever ``q_offset`` and ``k_offset`` are: a chunk
+    or a decoding step passes its own rows. The order of a list does not matter, and a key that it repeats counts once.
+    Combine it with other patterns: ``Selected(indices) & Causal()`` filters the lists, and
+    ``Selected(indices) | SlidingWindow(128, 0)`` adds a window. The indices are copied, so a pattern never changes.
+
+    Plans and kernels take time and memory that grow with the number of listed keys where all query heads of a key head
+    share a list. Where each head has keys of its own, a tile of queries computes the union of its lists.
+
+    Args:
+        indices: int32 or int64, (Nq, n), (H, Nq, n) or (B, H, Nq, n); H is 1, the number of query heads, or with
+            ``heads="kv"`` that of key heads. -1 is no key, and may stand anywhere in a row.
+        block_size: Number of keys that one index stands for; the last block may be shorter.
+        key_blocks: Number of key blocks, to check the indices against; None checks them against the keys of the call.
+        heads: ``"query"`` for a list per query head, or ``"kv"`` for a list per key head, which all its query heads
+            share.
+    Raises:
+        PatternError: The indices are no integers or have another rank; at use, there is not one row for each query, or
+            an index is below -1 or past the last block. On a GPU indices are not read back: one that is out of range
+            stops the device with an assertion.
+    Example:
+        >>> chosen = rw.Selected(torch.tensor([[0, -1], [1, 0], [0, 2]]))
+        >>> chosen.to_dense(3)[0, 0].int()
+        tensor([[1, 0, 0],
+                [1, 1, 0],
+                [1, 0, 1]], dtype=torch.int32)
+
+    References:
+        DeepSeek-AI (2025), DeepSeek-V3.2, section 2.1 (tokens chosen by a lightning indexer).
+        Yuan et al. (2025), Native Sparse Attention, section 3.3 (blocks chosen per key head).
+    """
+
+    blocks: ChosenBlocks
+
+    def __init__(self, indices: Tensor, block_size: int = 1, *, key_blocks: int | None = None, heads: str = "query"):
+        wanted = "int32 or int64 indices (queries, n), (heads, queries, n) or (batch, heads, queries, n)"
+        if not isinstance(indices, Tensor):
+            raise PatternError("indices", type(indices).__name__, wanted, "List the keys of each query.")
+        shape = f"{indices.dtype} {tuple(indices.shape)}"
+        fits = indices.layout == torch.strided and indices.ndim in (2, 3, 4) and 0 not in indices.shape[:-1]
+        if not fits or indices.dtype not in _WHOLE:
+            raise PatternError("indices", shape, wanted, "List the keys of each query; -1 is no key.")
+        number = _MANY if key_blocks is None else whole("key_blocks", key_blocks, 1, _MANY)
+        # numbers that int32 cannot hold stay out of range
+        chosen = indices.detach().clamp(-2, _MANY).to(torch.int32, copy=True, memory_format=torch.contiguous_format)
+        if not chosen.shape[-1]:
+            chosen = torch.full((*chosen.shape[:-1], 1), -1, dtype=torch.int32, device=chosen.device)
+        self.block_size = 1, whole("block_size", block_size, 1)
+        self.blocks = ChosenBlocks(chosen, number)
+        several = one_of("heads", heads, ("query", "kv")) == "kv" and (1, *chosen.shape)[-3] > 1
+        self.group = None if several else 1
+        self.__post_init__()
+
+    @classmethod
+    def own(
+        cls, table: Tensor, block_size: int | tuple[int, int], key_blocks: int | None = None, group: int | None = 1
+    ) -> Selected:
+        """Build the pattern that a text describes, around indices that are not copied."""
+        assert isinstance(block_size, int)
+        return cls.of(ChosenBlocks(table, key_blocks or _MANY), (1, block_size), group or None)
+
+    def _text(self) -> str:
+        number = "" if self.blocks.key_blocks == _MANY else f", key_blocks={self.blocks.key_blocks}"
+        group = "" if self.group == 1 else f", group={self.group or 0}"
+        return f"Selected(_, {self.block_size[1]}{number}{group})"
+
+    def __repr__(self) -> str:
+        *lead, queries, most = self.blocks.table.shape
+        size = self.block_size[1]
+        what = "keys" if size == 1 else f"blocks of {size} keys"
+        of = "".join(f"{n}x" for n in lead)
+        return f"Selected(<{of}{queries} queries, at most {most} {what} each>)"
+
+    def check(self, nq: int, nk: int, q_offset: int) -> None:
+        rows = self.blocks.table.shape[-2]
+        # a piece of a call has its queries at their places in the whole call
+        if q_offset + nq > rows and not rows == nq == 1:
+            remedy = "Pass one row for each query of the call: a chunk or a decoding step passes its own rows."
+            raise PatternError("Selected", f"lists for {rows} queries", f"{q_offset + nq}, one for each query", remedy)
+        number = -(-nk // self.block_size[1])
+        if self.blocks.key_blocks not in (number, _MANY):
+            wanted = f"{number}, for {nk} keys in blocks of {self.block_size[1]}"
+            raise PatternError("key_blocks", self.blocks.key_blocks, wanted, "Leave it out.")
+        table = self.blocks.table
+        if table.device.type == "meta":
+            return
+        if table.device.type != "cpu":
+            require(((table >= -1) & (table < number)).all(), f"indices: one is not in -1..{number - 1}")
+            return
+        least, most = self.blocks.limits()
+        if least < -1 or most >= number:
+            of = "keys" if self.block_size[1] == 1 else f"blocks of {self.block_size[1]} keys"
+            wanted = f"-1 or 0 to {number - 1}: the call has {number} {of}"
+            raise PatternError("indices", f"{least} to {most}", wanted, "Correct the indices; -1 is no key.")
+
+    @property
+    def by_place(self) -> bool:  # type: ignore[override]
+        """Whether rows are numbered by place; a single row is that of a single query, at any position."""
+        return self.blocks.table.shape[-2] > 1
+
+    def shared_by(self, heads: int) -> bool:
+        """Return whether each list serves a multiple of this number of adjacent query heads."""
+        return self.extents()[1] is None or (self.group or 1) % heads == 0
+
+    @property
+    def block_side(self) -> None:
+        return None
+
+    def restride(self, rate: int, offset: int) -> Pattern | None:
+        return None

@@ -1,0 +1,252 @@
+"""Plan the lists of keys that a model chose, query by query.
+
+A list filtered by other patterns is a shorter list, so ``Selected & relation`` evaluates the relation at listed keys
+only. There are two kinds of plans. In tiles of many queries, the tiles and masks are the union of the lists. In tiles
+of one query, each listed block of keys is a tile, or the listed keys are packed to tiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..cache import process_cache
+from ..patterns import And, Full, Pattern
+from ..patterns.selected import Selected
+from ..patterns.tiles import Int64, Tiles
+from ..patterns.within import check_bounds
+from .block_plan import BlockPlan, Extent, pack_masks
+from .csr import RowSet, assemble, limit
+from .from_pattern import MaskIndex, classified, distinct
+from .from_table import of_sets
+
+# bools of the union of lists that are made together
+_BOOLS_AT_ONCE = 2**23
+# pairs of a query and a listed key that are looked at together
+_PAIRS_AT_ONCE = 2**21
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PackedPlan(BlockPlan):
+    """A plan of rows on packed keys: its key n is key ``chosen[n]`` of the call; it has no lists by columns."""
+
+    chosen: Tensor = field(kw_only=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return super().nbytes + self.chosen.nbytes
+
+
+def listed(pattern: Pattern) -> tuple[Selected, Pattern] | None:
+    """Split a pattern into lists of keys and the relation that filters them; None if it is not such a pattern."""
+    if isinstance(pattern, Selected):
+        return pattern, Full()
+    if isinstance(pattern, And):
+        for at, part in enumerate(pattern.parts):
+            if isinstance(part, Selected):
+                return part, functools.reduce(operator.and_, pattern.parts[:at] + pattern.parts[at + 1 :])
+    return None
+
+
+def from_lists(lists: Selected, relation: Pattern, extent: Extent) -> BlockPlan:
+    """Plan lists in tiles of several queries, with masks of the keys that each query lists; on a CPU.
+
+    Args:
+        lists: The lists.
+        relation: The pattern that filters them; ``Full()`` keeps all listed keys.
+        extent: The extent of the plan.
+    """
+    sets, row_set = _sets(lists, relation, extent)
+    found, words = [], list[NDArray[np.int32]]()
+    for each in sets:
+        row, col, mask_id = list[Int64](), list[Int64](), list[NDArray[np.int32]]()
+        for first, masks in _unions(each, lists.block_size[1], lists.blocks.key_blocks, extent):
+            part_row, part_col = np.nonzero(masks.any((2, 3)))
+            chosen = masks[part_row, part_col]
+            full = (chosen == -1).all((1, 2))
+            number = sum(map(len, words)) + np.cumsum(~full) - 1
+            row.append(part_row + first)
+            col.append(part_col)
+            mask_id.append(np.where(full, MaskIndex.FULL, number).astype(np.int32))
+            words.append(chosen[~full])
+        found.append(RowSet(np.concatenate(row), np.concatenate(col), np.concatenate(mask_id)))
+    limit(sum(len(each.row) for each in found))
+    sizes = extent.nq, extent.nk, extent.q_offset, extent.tile, extent.device
+    return assemble(found, row_set, np.concatenate(words), *sizes)
+
+
+def by_query(lists: Selected, relation: Pattern, extent: Extent, group: int) -> BlockPlan:
+    """Plan lists of blocks in tiles of one query and the heads that share its list; on a CPU.
+
+    Args:
+        lists: Lists of blocks; the block size is a multiple of the extent's key tile.
+        relation: The pattern that filters them.
+        extent: The extent of the call; its tile is (1, keys).
+        group: Number of adjacent query heads that share each list.
+    Returns:
+        A plan for ``group * nq`` queries: query i of head h is row ``group * i + h`` of a key head.
+    """
+    sets, row_set = _sets(lists, relation, extent)
+    masks, side = MaskIndex(extent.tile), extent.tile[1]
+    found = []
+    for blocks, part, start in sets:
+        parts = lists.block_size[1] // side
+        row, place = (blocks < lists.blocks.key_blocks).nonzero()
+        col = blocks[row, place].astype(np.int64)
+        if parts > 1:
+            row, col = np.repeat(row, parts), (col[:, None] * parts + np.arange(parts)).reshape(-1)
+        k_lo = col * side
+        inside = k_lo < extent.nk
+        if not inside.all():
+            row, col, k_lo = row[inside], col[inside], k_lo[inside]
+        q, k_hi = row + (extent.q_offset + start), np.minimum(k_lo + side, extent.nk)
+        found.append(classified(part, row, col, Tiles(q, q + 1, k_lo + start, k_hi + start), masks, 1))
+    sizes = extent.nq, extent.nk, extent.q_offset, extent.tile, extent.device
+    return _grouped(assemble(found, row_set, masks.packed(), *sizes), group)
+
+
+def packed(lists: Selected, relation: Pattern, extent: Extent, group: int) -> PackedPlan:
+    """Plan lists in tiles of one query and the keys that it attends, packed together; on a CPU.
+
+    Args:
+        lists: The lists.
+        relation: The pattern that filters them.
+        extent: The extent of the call; its tile is (1, keys).
+        group: Number of adjacent query heads that share each list.
+    Returns:
+        A plan as that of :func:`by_query`, on packed keys.
+    """
+    sets, row_set = _sets(lists, relation, extent)
+    nq, side = extent.nq, extent.tile[1]
+    row_ptr = np.zeros((len(sets), nq + 1), np.int64)
+    keys, mask_id, tiles = list[NDArray[np.int32]](), list[NDArray[np.int32]](), 0
+    for number, each in enumerate(sets):
+        row, key = _every_pair(each, lists, extent)
+        counts = np.bincount(row, minlength=nq)
+        used = -(-counts // side)
+        ends = np.cumsum(used)
+        limit((tiles + int(ends[-1])) * side)
+        row_ptr[number, 1:] = ends
+        row_ptr[number] += tiles
+        tiles += int(ends[-1])
+        places = np.zeros(int(ends[-1]) * side, np.int32)
+        # the keys of a row are adjacent, and the next row begins another tile
+        places[np.arange(len(row)) + ((ends - used) * side - np.cumsum(counts) + counts)[row]] = key
+        keys.append(places)
+        # mask n of the plan has the first n + 1 keys of a tile
+        mask_id.append(np.full(int(ends[-1]), MaskIndex.FULL, np.int32))
+        rest = counts % side
+        mask_id[-1][ends[rest > 0] - 1] = rest[rest > 0] - 1
+    row_sets = torch.from_numpy(row_ptr).int()
+    chosen = np.concatenate(keys) if tiles else np.zeros(side, np.int32)
+    plan = PackedPlan(
+        row_ptr=row_sets, col=torch.arange(tiles, dtype=torch.int32), mask_id=torch.from_numpy(np.concatenate(mask_id)),
+        col_ptr=torch.zeros(len(sets), 1, dtype=torch.int32), row=torch.zeros(0, dtype=torch.int32),
+        mask_id_t=torch.zeros(0, dtype=torch.int32), mask_words=_prefixes(side),
+        row_set=torch.from_numpy(row_set), launch_order=torch.zeros(0, dtype=torch.int32),
+        nq=nq, nk=max(tiles, 1) * side, q_tile=1, kv_tile=side, chosen=torch.from_numpy(chosen),
+    )  # fmt: skip
+    return _grouped(plan, group)
+
+
+@process_cache
+def _prefixes(side: int) -> Tensor:
+    """Return the masks of one row with the first 1, 2, ... side - 1 keys of a tile."""
+    return pack_masks(torch.ones(side - 1, side, dtype=torch.bool).tril()[:, None])
+
+
+def _every_pair(each: _Set, lists: Selected, extent: Extent) -> tuple[Int64, Int64]:
+    """Return all allowed pairs of a set as (query, key), by query and then by key."""
+    step = max(1, _PAIRS_AT_ONCE // (each.blocks.shape[1] * lists.block_size[1]))
+    size, filler = lists.block_size[1], lists.blocks.key_blocks
+    parts = []
+    for first in range(0, extent.nq, step):
+        row, key = _pairs(each, size, filler, extent, range(first, min(first + step, extent.nq)))
+        parts.append((row + first, key))
+    rows, keys = zip(*parts, strict=True)
+    return np.concatenate(rows), np.concatenate(keys)
+
+
+P = TypeVar("P", bound=BlockPlan)
+
+
+def _grouped(plan: P, group: int) -> P:
+    """Convert a plan in tiles of one query to one with a row for each head of ``group`` that shares its list."""
+    return dataclasses.replace(
+        plan,
+        mask_words=plan.mask_words.expand(-1, group, -1).contiguous(),
+        row_set=plan.row_set[:, ::group].contiguous(),
+        nq=plan.nq * group,
+        q_tile=group,
+        q_offset=0,
+    )
+
+
+class _Set(NamedTuple):
+    """The lists of some heads or batch elements, (Nq, n), ascending with fillers at the end, and their relation.
+
+    Positions of the relation begin at ``start``, on the axis of all batch elements.
+    """
+
+    blocks: NDArray[np.int32]
+    relation: Pattern
+    start: int
+
+
+def _sets(lists: Selected, relation: Pattern, extent: Extent) -> tuple[list[_Set], NDArray[np.int32]]:
+    """Return the distinct lists with their relations, and the one that each batch element and head uses, (B, Hq)."""
+    lists.check(extent.nq, extent.nk, extent.q_offset)
+    table = lists.blocks.listed().numpy()
+    of_lists = of_sets(table.shape[:-2], lists.group or 1, extent.batch, extent.heads, "cpu").numpy()
+    found, of_relation = distinct(relation, extent)
+    for each, _ in found:
+        check_bounds(each, extent.nq, extent.nk, extent.q_offset)
+    relations = [(each, start) for each, starts in found for start in starts.tolist()]
+    joint, row_set = np.unique(of_lists * len(relations) + of_relation, return_inverse=True)
+    rows = slice(extent.q_offset, extent.q_offset + extent.nq) if table.shape[-2] > 1 else slice(None)
+    each_list = table.reshape(-1, *table.shape[-2:])[:, rows]
+    sets = [_Set(each_list[n // len(relations)], *relations[n % len(relations)]) for n in joint.tolist()]
+    return sets, row_set.reshape(of_lists.shape).astype(np.int32)
+
+
+def _pairs(each: _Set, size: int, filler: int, extent: Extent, rows: range) -> tuple[Int64, Int64]:
+    """Return the allowed pairs of some rows as (row, key), rows counted from the first one."""
+    blocks = each.blocks[rows.start : rows.stop]
+    used = int((blocks < filler).sum(1).max(initial=0))
+    keys = blocks[:, :used].astype(np.int64)
+    if size > 1:
+        keys = (keys[:, :, None] * size + np.arange(size)).reshape(len(keys), -1)
+    allowed = keys < extent.nk
+    if not isinstance(each.relation, Full):
+        q = torch.arange(rows.start, rows.stop)[:, None] + (extent.q_offset + each.start)
+        # a function may index tables by the keys, so those that do not exist are clamped
+        k = torch.from_numpy(np.where(allowed, keys, 0) + each.start)
+        allowed &= each.relation.allows(q, k).expand(k.shape).numpy()
+    row = np.repeat(np.arange(len(keys)), allowed.sum(1))
+    return row, keys[allowed]
+
+
+def _unions(each: _Set, size: int, filler: int, extent: Extent) -> Iterator[tuple[int, NDArray[np.int32]]]:
+    """Yield masks of some rows of tiles, (tiles, key tiles, q_tile, words), with the number of the first row."""
+    q_tile, kv_tile = extent.tile
+    rows, columns = extent.tiles
+    width = -(-kv_tile // 32) * 32
+    step = max(1, _BOOLS_AT_ONCE // (q_tile * columns * width))
+    for first in range(0, rows, step):
+        queries = range(first * q_tile, min((first + step) * q_tile, extent.nq))
+        tiles = -(-len(queries) // q_tile)
+        dense = np.zeros((tiles * q_tile, columns * width), np.bool_)
+        row, key = _pairs(each, size, filler, extent, queries)
+        dense[row, key if width == kv_tile else key // kv_tile * width + key % kv_tile] = True
+        bits = np.packbits(dense, axis=1, bitorder="little").view("<i4")
+        yield first, bits.reshape(tiles, q_tile, columns, width // 32).transpose(0, 2, 1, 3)
