@@ -66,6 +66,9 @@ def triples(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) 
 #: Patterns whose declared example cannot be parsed from text.
 BUILT: dict[str, Callable[[], rw.Pattern]] = {
     "BlockTable": lambda: rw.BlockTable(torch.eye(8).bool() | (torch.arange(8) == 2), block_size=128),
+    "Selected": lambda: rw.Selected(
+        (torch.arange(1024)[:, None] // 32 - torch.tensor([0, 1, 5, 12])).clamp(min=-1), block_size=32
+    ),
     "TokenMask": lambda: rw.TokenMask(triples),
 }
 

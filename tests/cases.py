@@ -34,6 +34,12 @@ def _image(n: int) -> rw.Grid:
     return rw.Grid((height, n // height), (3, 7))
 
 
+def _chosen(n: int, most: int, block_size: int = 1, lead: tuple[int, ...] = ()) -> torch.Tensor:
+    """Return lists of at most ``most`` blocks for each of ``n`` queries, with pads and repeats."""
+    generator = torch.Generator().manual_seed(n)
+    return torch.randint(-1, -(-n // block_size), (*lead, n, most), generator=generator)
+
+
 #: name -> pattern for a length; each works with four heads and any batch
 PATTERNS: dict[str, Callable[[int], Pattern]] = {
     "full": lambda n: rw.Full(),
@@ -59,6 +65,9 @@ PATTERNS: dict[str, Callable[[int], Pattern]] = {
     "periodic": lambda n: rw.patterns.Periodic(50, 10, 13) & rw.Causal(),
     "table": lambda n: rw.patterns.random_blocks(n, 0.6, block_size=48),
     "table_per_head": lambda n: rw.patterns.random_blocks(n, 0.6, block_size=32, heads=4),
+    "selected": lambda n: rw.Selected(_chosen(n, 9)),
+    "selected_per_head": lambda n: rw.Selected(_chosen(n, 3, 20, (4,)), 20) & ~rw.Strided(3),
+    "selected_blocks": lambda n: rw.Selected(_chosen(n, 3, 16), 16) & rw.Causal() | rw.SlidingWindow(9) & rw.Causal(),
     "function": lambda n: rw.from_mask_mod(_not_future),
     "function_per_head": lambda n: rw.from_mask_mod(_by_head) & ~rw.Segments(70),
     "per_head": lambda n: rw.PerHead([rw.Causal(), rw.SlidingWindow(9), ~rw.Causal(), rw.Causal()]),

@@ -417,6 +417,10 @@ ROWS: dict[str, Row] = {
         of=rw.BlockTable,
         taken={"block_size": lambda v: True},
     ),
+    "Selected": made(
+        indices=(torch.arange(N)[:, None] // 4 - torch.tensor([0, 1, 5])).clamp(min=-1), block_size=4, key_blocks=N // 4,
+        heads="query",
+    ),
     "longformer": made(window=5, global_tokens=[1, 2], causal=False),
     "bigbird": made(tokens=N, window=3, global_tokens=2, random=1, block_size=16, seed=1),
     "sparse_transformer_fixed": made(block=8, summary=2, causal=True),

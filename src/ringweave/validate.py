@@ -179,11 +179,20 @@ def _positions(given: Arguments) -> tuple[Pattern, Pattern, int]:
     bound = pattern.bound(q.shape[1], k.shape[1])._for_call()
     asked = 0 if given.q_offset is FIRST_POSITION else given.q_offset
     first = first_query(bound, asked, given.k_offset, batch=q.shape[0], nq=q.shape[2], nk=k.shape[2])
+    if given.context is None and bound.tables:
+        _check_rows(bound, q.shape[2])
     pattern, q_offset = with_offsets(bound, first, given.k_offset, q.shape[0])
     if given.context is not None and (pattern is not bound or isinstance(given.q_offset, str)):
         got = "'end', a tensor, or a k_offset, with a context"
         raise UnsupportedError("q_offset, k_offset", got, "0 with a context", "Decode on one device.")
     return bound, pattern, q_offset
+
+
+def _check_rows(pattern: Pattern, nq: int) -> None:
+    # imported with the first pattern that has tensors
+    from .patterns.selected import check_rows
+
+    check_rows(pattern, nq)
 
 
 def _terms(given: Arguments, pattern: Pattern) -> tuple[tuple[Term, ...], float]:
@@ -301,6 +310,8 @@ def paged(given: Arguments, cache: PagedCache) -> Checked:
     if not isinstance(backend, str) or backend not in names():
         raise UnsupportedError("backend", shown(backend), f"one of {', '.join(names())}", "Use 'auto'.")
     scale = checked_scale(given.scale, q.shape[3])
+    if pattern.tables:
+        _check_rows(pattern, q.shape[2])
     pattern = pattern._for_call()
     text, tensors = pack(pattern, terms, 0, cache.table, cache.lengths, *(cache.scales or ()))
     call = Call.of(

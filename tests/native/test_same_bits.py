@@ -18,6 +18,8 @@ from torch import Tensor
 import ringweave as rw
 from ringweave.backends import cpu
 from ringweave.environment import CPU_VARIANT
+from ringweave.patterns import rebuild
+from ringweave.patterns.shifted import places
 
 from .. import cases
 from .plans import DTYPES, VARIANTS
@@ -196,7 +198,8 @@ def otherwise(q: Tensor, k: Tensor, v: Tensor, pattern: rw.Pattern) -> Ways:
     # keys after the last query are attended too, so all keys are passed
     at = draw_rows(n) if draws_rows(pattern) else []
     for first, last in at:
-        yield f"queries {first} to {last}", attend(q[:, :, first:last], k, v, pattern, first), slice(first, last)
+        some = of_rows(pattern, first, last)
+        yield f"queries {first} to {last}", attend(q[:, :, first:last], k, v, some, first), slice(first, last)
     for threads in (2, 3):
         torch.set_num_threads(threads)
         yield f"{threads} threads", attend(q, k, v, pattern), slice(0, n)
@@ -205,15 +208,22 @@ def otherwise(q: Tensor, k: Tensor, v: Tensor, pattern: rw.Pattern) -> Ways:
     # in token order, since an offset for each batch element hides the residues
     if at:
         offsets = torch.full((len(q),), 3)
-        moved = rw.attention_with_lse(q[:, :, 3:], k, v, pattern, q_offset=offsets, backend="cpu")
+        moved = rw.attention_with_lse(q[:, :, 3:], k, v, of_rows(pattern, 3, n), q_offset=offsets, backend="cpu")
         yield "offsets of a batch", moved, slice(3, n)
     if is_for_any_length(pattern, n):
         filled = [torch.cat([x, torch.full_like(x[:, :, :77], 3.0)], 2) for x in (k, v)]
         yield "padding on the right", attend(q, *filled, pattern & rw.KeyPadding([n] * len(k))), slice(0, n)
     for count in (1, 4, n):
         if at or count == n:
-            out = paged(q[:, :, n - count :], k, v, pattern, Call(), 16)
+            out = paged(q[:, :, n - count :], k, v, of_rows(pattern, n - count, n), Call(), 16)
             yield f"pages, {count} queries", rw.AttentionOutput(out, None), slice(n - count, n)  # type: ignore[arg-type]
+
+
+def of_rows(pattern: rw.Pattern, first: int, last: int) -> rw.Pattern:
+    """Return the pattern of some of the queries, which has their rows of lists."""
+    if not places(pattern):
+        return pattern
+    return rebuild(pattern.spec, [lists[..., first:last, :].contiguous() for lists in pattern.tables])
 
 
 def draws_rows(pattern: rw.Pattern) -> bool:

@@ -27,7 +27,7 @@ from . import candidates
 #: The methods that a pattern may define, as the docstring of Pattern lists them.
 REQUIRED = {"_text", "allows", "key_ranges", "tile_classes"}
 OPTIONAL = {"excluded_ranges", "extents", "select", "bound", "check", "restride", "distance_profile"}
-SAID = {"tables", "residue_rate", "tile_size"}
+SAID = {"tables", "residue_rate", "tile_size", "by_place"}
 #: The methods that identify a function mask by the values it reads and bounds by their contents, and those of a mixture.
 BESIDES = {
     "TokenMask": {"key", "value", "stays_equal", "looks_up", "_for_call", "_holders"},

@@ -26,7 +26,7 @@ OF_ONE_LENGTH = {
     "documents", "causal_documents", "documents_by_ids", "documents_in_pieces", "within_documents", "keys", "within_keys",
     "natten", "image",
 }  # fmt: skip
-TABLES = {"table", "table_per_head", "bigbird", "variable"}
+TABLES = {"table", "table_per_head", "bigbird", "variable", "selected", "selected_per_head", "selected_blocks"}
 
 
 def pairs(pattern: Pattern, nq: int, nk: int, b: int = 0, first: int = 0) -> Tensor:

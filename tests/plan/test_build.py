@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 import ringweave as rw
 from ringweave.errors import PatternError, ShapeError
 from ringweave.patterns import Pattern
+from ringweave.patterns.shifted import places
 from ringweave.plan import pack_masks, unpack_masks
 from ringweave.plan.from_pattern import build
 
@@ -25,7 +26,9 @@ def spells_out(
     pattern: Pattern, nq: int, nk: int, heads: int, batch: int, tile: tuple[int, int], q_offset: int = 0
 ) -> None:
     plan = build(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=tile)
-    dense = pattern.to_dense(nq, nk, heads, batch=batch, q_offset=q_offset)
+    # rows of a pattern that counts by places belong to the queries of a whole call, of which the plan is a piece
+    first, rows = (0, nk) if places(pattern) else (q_offset, nq)
+    dense = pattern.to_dense(rows, nk, heads, batch=batch, q_offset=first)[:, :, q_offset - first :][:, :, :nq]
     assert torch.equal(plan.to_dense(), dense)
     assert plan.pairs() == int(dense.sum())
     by_columns_agree(plan)

@@ -79,7 +79,8 @@ class Pattern(ABC):
     - ``excluded_ranges``, if its complement is bounded;
     - ``extents`` and ``select``, if batch elements or heads differ; ``check``, if it fits certain lengths only;
     - ``restride``, ``distance_profile`` and the property ``residue_rate``, which make plans cheaper;
-    - the property ``tables``, if it has tensors; ``bound`` and the property ``tile_size``, if they contain blocks.
+    - the property ``tables``, if it has tensors; ``bound`` and the property ``tile_size``, if they contain blocks;
+    - ``by_place``, if its tensors have a row for each query of a call, wherever the call begins.
 
     It overrides no other method of this class. A pattern that contains patterns derives from :class:`Composite`, and a
     name for another pattern from :class:`Derived`.

@@ -137,10 +137,12 @@ def fitting(
         refuse(pattern)
     sizes = check_sizes(nq, nk, heads, batch, q_offset)
     pattern = pattern.bound(sizes[2], kv_heads)
-    if sizes[4] and pattern.tables:
+    if pattern.tables:
+        from .selected import check_rows
         from .shifted import with_offsets
 
-        pattern, first = with_offsets(pattern, sizes[4], 0, sizes[3])
+        check_rows(pattern, sizes[0])
+        pattern, first = with_offsets(pattern, sizes[4], 0, sizes[3]) if sizes[4] else (pattern, 0)
         sizes = (*sizes[:4], first)
     check_extents(pattern, sizes[3], sizes[2])
     pattern.check(sizes[0], sizes[1], sizes[4])

@@ -58,6 +58,7 @@ class Selected(BlockTable):
         Yuan et al. (2025), Native Sparse Attention, section 3.3 (blocks chosen per key head).
     """
 
+    by_place = True
     blocks: ChosenBlocks
 
     def __init__(self, indices: Tensor, block_size: int = 1, *, key_blocks: int | None = None, heads: str = "query"):
@@ -103,8 +104,7 @@ class Selected(BlockTable):
         rows = self.blocks.table.shape[-2]
         # a piece of a call has its queries at their places in the whole call
         if q_offset + nq > rows and not rows == nq == 1:
-            remedy = "Pass one row for each query of the call: a chunk or a decoding step passes its own rows."
-            raise PatternError("Selected", f"lists for {rows} queries", f"{q_offset + nq}, one for each query", remedy)
+            raise _misfit(rows, q_offset + nq)
         number = -(-nk // self.block_size[1])
         if self.blocks.key_blocks not in (number, _MANY):
             wanted = f"{number}, for {nk} keys in blocks of {self.block_size[1]}"
@@ -122,17 +122,27 @@ class Selected(BlockTable):
             raise PatternError("indices", f"{least} to {most}", wanted, "Correct the indices; -1 is no key.")
 
     @property
-    def by_place(self) -> bool:  # type: ignore[override]
-        """Whether rows are numbered by place; a single row is that of a single query, at any position."""
-        return self.blocks.table.shape[-2] > 1
-
-    def shared_by(self, heads: int) -> bool:
-        """Return whether each list serves a multiple of this number of adjacent query heads."""
-        return self.extents()[1] is None or (self.group or 1) % heads == 0
-
-    @property
-    def block_side(self) -> None:
+    def tile_size(self) -> None:
         return None
 
     def restride(self, rate: int, offset: int) -> Pattern | None:
         return None
+
+
+def check_rows(pattern: Pattern, nq: int) -> None:
+    """Raise PatternError if lists in a pattern have rows for another number of queries than a call has.
+
+    Their :meth:`Pattern.check` cannot tell, since a piece of a call has fewer queries than the call.
+    """
+    if isinstance(pattern, Selected):
+        rows = pattern.blocks.table.shape[-2]
+        if rows != nq:
+            raise _misfit(rows, nq)
+    elif pattern.tables:
+        for part in pattern.parts_within():
+            check_rows(part, nq)
+
+
+def _misfit(rows: int, queries: int) -> PatternError:
+    remedy = "Pass one row for each query of the call: a chunk or a decoding step passes its own rows."
+    return PatternError("Selected", f"lists for {rows} queries", f"{queries}, one for each query", remedy)

@@ -167,7 +167,7 @@ def with_offsets(pattern: Pattern, q_offset: int | Tensor, k_offset: int | Tenso
         refuse(pattern)
     sides = [checked_offset(*each, batch) for each in zip(_SIDES, (q_offset, k_offset), strict=True)]
     q, k = sides
-    if isinstance(q, int) and isinstance(k, int) and k == 0 and (q == 0 or not places(pattern)):
+    if isinstance(q, int) and isinstance(k, int) and k == 0 and (q == 0 or not places(pattern, 2)):
         return pattern, q
     # the table is on the device of an offset, so that no device is waited for
     devices = [side.device for side in sides if isinstance(side, Tensor)]
@@ -185,9 +185,14 @@ def with_offsets(pattern: Pattern, q_offset: int | Tensor, k_offset: int | Tenso
     return Shifted(Full(), offsets) & _shifted(pattern, offsets), 0
 
 
-def places(pattern: Pattern) -> bool:
-    """Return whether a pattern, or a part of it, counts by places: see :attr:`Pattern.by_place`."""
-    return bool(pattern.tables) and (pattern.by_place or any(map(places, pattern.parts_within())))
+def places(pattern: Pattern, least: int = 1) -> bool:
+    """Return whether a pattern, or a part of it, counts by places, with so many rows: see :attr:`Pattern.by_place`.
+
+    A single row is that of a single query, at any position.
+    """
+    if not pattern.tables or pattern.by_place:
+        return pattern.by_place and pattern.tables[0].shape[-2] >= least
+    return any(places(part, least) for part in pattern.parts_within())
 
 
 def _shifted(pattern: Pattern, offsets: Offsets) -> Pattern:

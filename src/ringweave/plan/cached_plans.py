@@ -89,7 +89,7 @@ class PlanCache:
 
         return self._found(cache, pattern, made_of, (*sizes, str(device)), device, make)
 
-    def by_query(
+    def _by_query(
         self,
         pattern: Pattern,
         nq: int,

@@ -67,22 +67,23 @@ def from_lists(lists: Selected, relation: Pattern, extent: Extent) -> BlockPlan:
         extent: The extent of the plan.
     """
     sets, row_set = _sets(lists, relation, extent)
-    found, words = [], list[NDArray[np.int32]]()
+    found, masks, whole = [], MaskIndex(extent.tile), _whole_tiles(extent)
     for each in sets:
         row, col, mask_id = list[Int64](), list[Int64](), list[NDArray[np.int32]]()
-        for first, masks in _unions(each, lists.block_size[1], lists.blocks.key_blocks, extent):
-            part_row, part_col = np.nonzero(masks.any((2, 3)))
-            chosen = masks[part_row, part_col]
-            full = (chosen == -1).all((1, 2))
-            number = sum(map(len, words)) + np.cumsum(~full) - 1
+        for first, union in _unions(each, lists.block_size[1], lists.blocks.key_blocks, extent):
+            part_row, part_col = np.nonzero(union.any((2, 3)))
             row.append(part_row + first)
             col.append(part_col)
-            mask_id.append(np.where(full, MaskIndex.FULL, number).astype(np.int32))
-            words.append(chosen[~full])
+            chosen = union[part_row, part_col]
+            cut = (part_row + first == extent.tiles[0] - 1).astype(int), (part_col == extent.tiles[1] - 1).astype(int)
+            mixed = (chosen != whole[cut]).any((1, 2))
+            numbers = np.full(len(chosen), MaskIndex.FULL, np.int32)
+            numbers[mixed] = masks.numbers(chosen[mixed])
+            mask_id.append(numbers)
         found.append(RowSet(np.concatenate(row), np.concatenate(col), np.concatenate(mask_id)))
     limit(sum(len(each.row) for each in found))
     sizes = extent.nq, extent.nk, extent.q_offset, extent.tile, extent.device
-    return assemble(found, row_set, np.concatenate(words), *sizes)
+    return assemble(found, row_set, masks.packed(), *sizes)
 
 
 def by_query(lists: Selected, relation: Pattern, extent: Extent, group: int) -> BlockPlan:
@@ -234,6 +235,17 @@ def _pairs(each: _Set, size: int, filler: int, extent: Extent, rows: range) -> t
         allowed &= each.relation.allows(q, k).expand(k.shape).numpy()
     row = np.repeat(np.arange(len(keys)), allowed.sum(1))
     return row, keys[allowed]
+
+
+def _whole_tiles(extent: Extent) -> NDArray[np.int32]:
+    """Return the masks of full tiles, (2, 2, q_tile, words): by whether a tile is in the last row and column."""
+    (q_tile, kv_tile), (rows, columns) = extent.tile, extent.tiles
+    dense = np.zeros((2, 2, q_tile, -(-kv_tile // 32) * 32), np.bool_)
+    for last in np.ndindex(2, 2):
+        high = extent.nq - (rows - 1) * q_tile if last[0] else q_tile
+        wide = extent.nk - (columns - 1) * kv_tile if last[1] else kv_tile
+        dense[last][:high, :wide] = True
+    return np.packbits(dense, axis=3, bitorder="little").view("<i4")
 
 
 def _unions(each: _Set, size: int, filler: int, extent: Extent) -> Iterator[tuple[int, NDArray[np.int32]]]:

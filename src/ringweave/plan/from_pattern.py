@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -344,10 +344,15 @@ class MaskIndex:
             part = codes[begin : begin + len(bits)]
             part[full], part[empty] = self.FULL, self.EMPTY
             mixed = (~(full | empty)).nonzero()[0]
-            masks = np.zeros(len(mixed), f"V{4 * q_tile * self.words[1]}")
-            masks.view(np.uint8).reshape(len(mixed), q_tile, 4 * self.words[1])[:, :high, : kv_tile // 8] = bits[mixed]
-            part[mixed] = [self.index.setdefault(mask, len(self.index)) for mask in masks.tolist()]
+            masks = np.zeros((len(mixed), q_tile, 4 * self.words[1]), np.uint8)
+            masks[:, :high, : kv_tile // 8] = bits[mixed]
+            part[mixed] = self.numbers(masks)
         return codes
+
+    def numbers(self, masks: NDArray[Any]) -> list[int]:
+        """Return the numbers of packed masks, (n, ...)."""
+        each = np.ascontiguousarray(masks).reshape(-1).view(f"V{4 * self.words[0] * self.words[1]}")
+        return [self.index.setdefault(mask, len(self.index)) for mask in each.tolist()]
 
     def packed(self) -> NDArray[np.int32]:
         """Return the masks in the order of their numbers."""

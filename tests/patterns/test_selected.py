@@ -1,0 +1,302 @@
+"""Lists of chosen keys have one meaning: that of a definition in plain Python, alone and combined with other patterns."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import ringweave as rw
+from ringweave.errors import PatternError, RingweaveError
+from ringweave.patterns import Pattern, rebuild
+
+HEADS, KV_HEADS, BATCH = 4, 2, 2
+BLOCK_SIZES = (1, 3, 16, 48, 64, 128, 512)
+#: Leading sides of the lists, and the heads that they are for.
+LEADS: list[tuple[tuple[int, ...], str]] = [
+    ((), "query"), ((1,), "query"), ((HEADS,), "query"), ((KV_HEADS,), "kv"), ((BATCH, 1), "query"),
+    ((BATCH, HEADS), "query"), ((BATCH, KV_HEADS), "kv"), ((1, KV_HEADS), "kv"),
+]  # fmt: skip
+
+
+def of_lists(indices: Tensor, block_size: int, nk: int) -> Tensor:
+    """Return the pairs that lists allow, (B, Hq, Nq, nk), one list after the other."""
+    table = indices.reshape(*(1,) * (4 - indices.ndim), *indices.shape)
+    table = table.repeat(BATCH // table.shape[0], 1, 1, 1).repeat_interleave(HEADS // table.shape[1], 1)
+    dense = torch.zeros(*table.shape[:3], nk, dtype=torch.bool)
+    for row, listed in zip(dense.flatten(0, 2), table.flatten(0, 2).tolist(), strict=True):
+        for block in listed:
+            if block >= 0:
+                row[block * block_size : (block + 1) * block_size] = True
+    return dense
+
+
+def drawn(lead: tuple[int, ...], nq: int, nk: int, block_size: int, most: int = 7, seed: int = 0) -> Tensor:
+    """Return lists with pads anywhere, repeats, and rows of pads alone."""
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.randint(-1, -(-nk // block_size), (*lead, nq, most), generator=generator)
+    indices[..., ::5, :] = -1
+    return indices
+
+
+def pairs(pattern: Pattern, nq: int, nk: int, q_offset: int = 0) -> Tensor:
+    """Return the pairs of a pattern for the call's heads."""
+    return pattern.bound(HEADS, KV_HEADS).to_dense(nq, nk, HEADS, batch=BATCH, q_offset=q_offset)
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("sizes", [(70, 70), (1, 200), (33, 517), (90, 40)], ids=str)
+def test_lists_mean_their_keys(sizes: tuple[int, int], block_size: int) -> None:
+    """A list allows the keys of its blocks, for all heads, each head or each key head, and for each batch element."""
+    nq, nk = sizes
+    for seed, (lead, heads) in enumerate(LEADS):
+        indices = drawn(lead, nq, nk, block_size, seed=seed)
+        want = of_lists(indices, block_size, nk)
+        for dtype in (torch.int32, torch.int64):
+            pattern = rw.Selected(indices.to(dtype), block_size, heads=heads)
+            assert torch.equal(pairs(pattern, nq, nk), want)
+        number = rw.Selected(indices, block_size, key_blocks=-(-nk // block_size), heads=heads)
+        assert torch.equal(pairs(number, nq, nk), want)
+        bound = pattern.bound(HEADS, KV_HEADS)
+        for tile in (16, 64, (32, 48)):
+            plan = bound.plan(nq, nk, heads=HEADS, batch=BATCH, tile=tile)
+            assert torch.equal(plan.to_dense(), want)
+            assert plan.pairs() == int(want.sum())
+        assert bound.density(nq, nk, heads=HEADS, batch=BATCH) == pytest.approx(float(want.double().mean()), abs=1e-12)
+
+
+def test_order_pads_and_repeats_mean_nothing() -> None:
+    some = torch.tensor([[0, 2, 5], [1, -1, -1], [-1, -1, -1]])
+    same = torch.tensor([[5, -1, 0, 2, 2, 5], [-1, -1, 1, -1, 1, 1], [-1] * 6])
+    assert torch.equal(rw.Selected(some).to_dense(3, 6), rw.Selected(same).to_dense(3, 6))
+    assert rw.Selected(some) != rw.Selected(same)
+
+
+@pytest.mark.parametrize("lead", [(), (KV_HEADS,)])
+def test_lists_without_places_allow_nothing(lead: tuple[int, ...]) -> None:
+    empty = rw.Selected(torch.empty(*lead, 5, 0, dtype=torch.int32), heads="kv")
+    assert not pairs(empty, 5, 9).any()
+    assert pairs(~empty, 5, 9).all()
+    q, k = torch.randn(BATCH, HEADS, 5, 8), torch.randn(BATCH, KV_HEADS, 9, 8)
+    out, lse = rw.attention_with_lse(q, k, k, empty)
+    assert not out.any()
+    assert torch.isneginf(lse).all()
+
+
+def test_more_places_than_keys() -> None:
+    indices = torch.randint(-1, 3, (40, 999), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(pairs(rw.Selected(indices), 40, 3), of_lists(indices, 1, 3))
+    assert torch.equal(pairs(rw.Selected(indices * 0), 40, 1), of_lists(indices * 0, 1, 1))
+
+
+#: Patterns beside the lists, for queries that begin at a position.
+OTHERS: dict[str, Callable[[int, int], Pattern]] = {
+    "causal": lambda nq, nk: rw.Causal(),
+    "window": lambda nq, nk: rw.SlidingWindow(20, 3),
+    "strided": lambda nq, nk: rw.Strided(3),
+    "keys": lambda nq, nk: rw.KeyPadding([nk, nk // 2], [nk // 3, 0]),
+    "documents": lambda nq, nk: rw.Documents([nk // 2, nk - nk // 2]),
+    "function": lambda nq, nk: rw.from_mask_mod(lambda b, h, q, k: (q + 2 * k + h + b) % 3 != 0),
+    "per head": lambda nq, nk: rw.PerHead([rw.Causal(), rw.Full(), ~rw.Causal(), rw.Strided(2)]),
+    "lists": lambda nq, nk: rw.Selected(drawn((HEADS,), nq, nk, 16, 3, seed=9), 16),
+    "tree": lambda nq, nk: (rw.SlidingWindow(9) | rw.Sinks(3)) & rw.Causal(),
+}
+WAYS: dict[str, Callable[[Pattern, Pattern], Pattern]] = {
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "without": lambda a, b: a & ~b,
+    "rest": lambda a, b: ~a & b,
+    "neither": lambda a, b: ~(a | b),
+    "window and lists": lambda a, b: (a & rw.Causal() | rw.SlidingWindow(5)) & b,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_combinations(name: str, way: str) -> None:
+    """Combinations have the pairs of their parts; of those, lists count by place and the others by position."""
+    nq, nk = 37, 75
+    other = OTHERS[name](nq, nk)
+    for seed, (lead, heads) in enumerate(LEADS[::2]):
+        for block_size in (1, 16, 20):
+            lists = rw.Selected(drawn(lead, nq, nk, block_size, 5, seed), block_size, heads=heads)
+            for q_offset in (0, 38):
+                pattern = WAYS[way](lists, other)
+                bound = pattern.bound(HEADS, KV_HEADS)
+                want = _combined(way, of_lists(lists.tables[0], block_size, nk), other, q_offset)
+                assert torch.equal(pairs(pattern, nq, nk, q_offset), want)
+                plan = bound.plan(nq, nk, heads=HEADS, batch=BATCH, q_offset=q_offset, tile=(16, 32))
+                assert torch.equal(plan.to_dense(), want)
+
+
+def _combined(way: str, lists: Tensor, other: Pattern, q_offset: int) -> Tensor:
+    nq, nk = lists.shape[2:]
+    causal, window = (each.to_dense(nq, nk, q_offset=q_offset) for each in (rw.Causal(), rw.SlidingWindow(5)))
+    beside = pairs(other, nq, nk, q_offset)
+    return {
+        "and": lists & beside,
+        "or": lists | beside,
+        "without": lists & ~beside,
+        "rest": ~lists & beside,
+        "neither": ~(lists | beside),
+        "window and lists": (lists & causal | window) & beside,
+    }[way]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_lists(data: st.DataObject) -> None:
+    nq, nk = data.draw(st.integers(1, 60)), data.draw(st.integers(1, 90))
+    block_size, most = data.draw(st.integers(1, 100)), data.draw(st.integers(0, 12))
+    lead, heads = data.draw(st.sampled_from(LEADS))
+    indices = drawn(lead, nq, nk, block_size, most, data.draw(st.integers(0, 9)))
+    pattern = rw.Selected(indices, block_size, heads=heads)
+    want = of_lists(indices, block_size, nk)
+    assert torch.equal(pairs(pattern, nq, nk), want)
+    cut = rw.SlidingWindow(data.draw(st.integers(0, 40)), data.draw(st.integers(0, 9)))
+    tile = data.draw(st.sampled_from([16, 32, (16, 64), (64, 16), (48, 48)]))
+    q_offset = data.draw(st.integers(0, 50))
+    wanted = want & cut.to_dense(nq, nk, q_offset=q_offset)
+    plan = (pattern & cut).bound(HEADS, KV_HEADS).plan(nq, nk, heads=HEADS, batch=BATCH, q_offset=q_offset, tile=tile)
+    assert torch.equal(plan.to_dense(), wanted)
+
+
+@pytest.mark.parametrize("offset", [7, torch.tensor(7), torch.tensor([7, 40]), "end"], ids=str)
+@pytest.mark.parametrize("k_offset", [0, 5, torch.tensor([0, 11])], ids=str)
+def test_rows_belong_to_the_queries_of_the_call(offset: int | Tensor | str, k_offset: int | Tensor) -> None:
+    """Row i is for query i and names keys of the call, whatever the offsets are; the patterns beside it use positions."""
+    nq, nk = 30, 64
+    q, k = torch.randn(BATCH, HEADS, nq, 8), torch.randn(BATCH, KV_HEADS, nk, 8)
+    indices = drawn((BATCH, 1), nq, nk, 1)
+    relation = rw.Causal() & ~rw.Strided(4)
+    of_k = torch.as_tensor(k_offset).expand(BATCH)
+    first = of_k + nk - nq if isinstance(offset, str) else torch.as_tensor(offset).expand(BATCH)
+    q_at, k_at = first[:, None, None] + torch.arange(nq)[:, None], of_k[:, None, None] + torch.arange(nk)
+    allowed = of_lists(indices, 1, nk) & relation.allows(q_at, k_at)[:, None]
+    weights = rw.attention_weights(q, k, rw.Selected(indices) & relation, q_offset=offset, k_offset=k_offset).to_dense()
+    assert torch.equal(weights > 0, allowed)
+
+
+# ---- the pattern as a value ------------------------------------------------------------------------------------------
+
+
+def test_a_value() -> None:
+    indices = drawn((KV_HEADS,), 20, 30, 1)
+    pattern = rw.Selected(indices, heads="kv")
+    for again in (
+        pickle.loads(pickle.dumps(pattern)), copy.copy(pattern), copy.deepcopy(pattern), rw.Selected(indices, heads="kv"),
+        rebuild(pattern.spec, pattern.tables),
+    ):  # fmt: skip
+        assert type(again) is rw.Selected
+        assert again == pattern
+        assert hash(again) == hash(pattern)
+        assert again.value() == pattern.value()
+        assert torch.equal(pairs(again, 20, 30), pairs(pattern, 20, 30))
+    moved = indices.clone()
+    moved[0, 1, 0] += 1
+    others = [
+        rw.Selected(moved, heads="kv"), rw.Selected(indices), rw.Selected(indices, 2, heads="kv"),
+        rw.Selected(indices, key_blocks=30, heads="kv"), rw.BlockTable(torch.ones(20, 30).bool(), 1),
+    ]  # fmt: skip
+    assert all(other != pattern for other in others)
+    combined = pattern & rw.Causal() | rw.SlidingWindow(3)
+    assert pickle.loads(pickle.dumps(combined)) == combined
+
+
+def test_texts() -> None:
+    indices = torch.zeros(2, 4, 20, 6, dtype=torch.int64)
+    assert repr(rw.Selected(indices)) == "Selected(<2x4x20 queries, at most 6 keys each>)"
+    assert repr(rw.Selected(indices[0, 0], 64)) == "Selected(<20 queries, at most 6 blocks of 64 keys each>)"
+    assert rw.Selected(indices[0, 0]).spec == "Selected(_, 1)"
+    assert rw.Selected(indices, 64, key_blocks=9, heads="kv").spec == "Selected(_, 64, key_blocks=9, group=0)"
+    with pytest.raises(PatternError, match="a tensor"):
+        rw.patterns.parse("Selected(3)")
+
+
+def test_writing_to_the_indices_changes_nothing() -> None:
+    for dtype in (torch.int32, torch.int64):
+        indices = drawn((), 20, 30, 1).to(dtype)
+        pattern, want = rw.Selected(indices), of_lists(indices, 1, 30)
+        indices.fill_(0)
+        assert torch.equal(pairs(pattern, 20, 30), want)
+        indices.fill_(10**6)
+        assert torch.equal(pairs(pattern, 20, 30), want)
+
+
+@pytest.mark.parametrize("strides", ["transposed", "expanded", "every second"])
+def test_strides(strides: str) -> None:
+    whole = drawn((HEADS, 20), 18, 30, 1)
+    indices = {
+        "transposed": whole[:, 0, :, :7].transpose(1, 2).contiguous().transpose(1, 2),
+        "expanded": whole[0, 0, :1].expand(HEADS, 18, 7),
+        "every second": whole[:, 1, :, ::2],
+    }[strides]
+    assert not indices.is_contiguous()
+    assert torch.equal(pairs(rw.Selected(indices), 18, 30), of_lists(indices, 1, 30))
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+LISTS = torch.zeros(8, 3, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: rw.Selected([[0]]), r"indices: got list; wanted int32 or int64 indices \(queries, n\)"),
+        (lambda: rw.Selected(LISTS.float()), r"indices: got torch.float32 \(8, 3\); wanted int32 or int64"),
+        (lambda: rw.Selected(LISTS.bool()), r"indices: got torch.bool \(8, 3\); wanted int32 or int64"),
+        (lambda: rw.Selected(LISTS.short()), r"indices: got torch.int16 \(8, 3\); wanted int32 or int64"),
+        (lambda: rw.Selected(LISTS[0]), r"indices: got torch.int64 \(3,\); wanted"),
+        (lambda: rw.Selected(LISTS[None, None, None]), r"indices: got torch.int64 \(1, 1, 1, 8, 3\); wanted"),
+        (lambda: rw.Selected(LISTS[:0]), r"indices: got torch.int64 \(0, 3\); wanted"),
+        (lambda: rw.Selected(LISTS.to_sparse()), "indices: got torch.int64"),
+        (lambda: rw.Selected(LISTS, 0), "block_size: got 0; wanted at least 1"),
+        (lambda: rw.Selected(LISTS, (1, 2)), r"block_size: got \(1, 2\); wanted"),
+        (lambda: rw.Selected(LISTS, heads="all"), "heads: got 'all'; wanted one of query, kv"),
+        (lambda: rw.Selected(LISTS, key_blocks=0), "key_blocks: got 0; wanted at least 1"),
+        (lambda: rw.Selected(LISTS, key_blocks=7).plan(8), "key_blocks: got 7; wanted 8, for 8 keys in blocks of 1"),
+        (lambda: rw.Selected(LISTS, 3, key_blocks=8).plan(8), "key_blocks: got 8; wanted 3, for 8 keys in blocks of 3. Leave it out"),
+        (lambda: rw.Selected(LISTS).plan(7), "Selected: got lists for 8 queries; wanted 7, one for each query. Pass one row for each query of the call: a chunk or a decoding step passes its own rows."),
+        (lambda: rw.Selected(LISTS).plan(9), "Selected: got lists for 8 queries; wanted 9, one for each query"),
+        (lambda: rw.Selected(LISTS).to_dense(1, 8, q_offset=7), "Selected: got lists for 8 queries; wanted 1, one for each query"),
+        (lambda: (rw.Selected(LISTS) & rw.Causal() | rw.Sinks(1)).density(4), "lists for 8 queries; wanted 4"),
+        (lambda: rw.Selected(LISTS - 2).plan(8), "indices: got -2 to -2; wanted -1 or 0 to 7: the call has 8 keys. Correct the indices; -1 is no key."),
+        (lambda: rw.Selected(LISTS + 8).plan(8), "indices: got 8 to 8; wanted -1 or 0 to 7: the call has 8 keys"),
+        (lambda: rw.Selected(LISTS + 3, 3).plan(8), "indices: got 3 to 3; wanted -1 or 0 to 2: the call has 3 blocks of 3 keys"),
+        (lambda: (rw.Selected(LISTS + 8) & rw.Causal()).plan(8), "indices: got 8 to 8; wanted -1 or 0 to 7"),
+        (lambda: rw.Selected(LISTS + 2**40).plan(8), "indices: got .* wanted -1 or 0 to 7"),
+        (lambda: rw.Selected(LISTS - 2**40).plan(8), "indices: got .* wanted -1 or 0 to 7"),
+        (lambda: rw.Selected(LISTS + 2**32).plan(8), "indices: got .* wanted -1 or 0 to 7"),
+        (lambda: rw.Selected(LISTS.expand(3, 8, 3)).plan(8, heads=4), "heads = 3, which the pattern is made"),
+        (lambda: rw.Selected(LISTS.expand(3, 8, 3), heads="kv").plan(8, heads=4), "Selected: got tables of 3 key heads for 4 query heads"),
+        (lambda: rw.Selected(LISTS.expand(3, 1, 8, 3)).plan(8, batch=2), "batch = 3, which the pattern is made"),
+        (lambda: rw.Selected(LISTS).within(rw.Documents([4, 4])), "wanted one without a block table"),
+    ],
+)  # fmt: skip
+def test_errors(call: Callable[[], object], text: str) -> None:
+    with pytest.raises(RingweaveError, match=text):
+        call()
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "dense_batched", "torch_sparse"])
+def test_calls_refuse_lists_that_do_not_fit(backend: str) -> None:
+    """Calls raise before anything is computed, with one list per query head or shared lists."""
+    q, k = torch.randn(1, HEADS, 8, 16), torch.randn(1, KV_HEADS, 12, 16)
+    for lists, text in (
+        (rw.Selected(LISTS + 12), "indices: got 12 to 12; wanted -1 or 0 to 11"),
+        (rw.Selected(LISTS - 2), "indices: got -2 to -2; wanted -1 or 0 to 11"),
+        (rw.Selected(torch.cat([LISTS, LISTS])), "lists for 16 queries; wanted 8"),
+        (rw.Selected(LISTS[:7]), "lists for 7 queries; wanted 8"),
+        (rw.Selected(LISTS[:1]), "lists for 1 queries; wanted 8"),
+        (rw.Selected((LISTS + 12).expand(HEADS, 8, 3)), "indices: got 12 to 12; wanted -1 or 0 to 11"),
+    ):
+        for options in ({}, {"q_offset": 4}, {"q_offset": "end"}, {"q_offset": torch.tensor([2])}):
+            with pytest.raises(PatternError, match=text):
+                rw.attention(q, k, k, lists & rw.Causal(), backend=backend, **options)
