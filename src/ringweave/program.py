@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .terms.operands import TermOperands
 
 # backends that auto considers, best first; the last one runs every call
-PREFERENCE: tuple[str, ...] = ("cpu", "sdpa", "flash", "triton", "dense_batched")
+PREFERENCE: tuple[str, ...] = ("cpu", "sdpa", "flash", "triton", "gather", "dense_batched")
 # Larger calls are not prepared, since their compute time hides the overhead. The bounds are rows of tiles over batch
 # and heads, and listed tiles.
 _MOST_ROWS, _MOST_TILES = 2**12, 2**14

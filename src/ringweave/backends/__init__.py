@@ -11,7 +11,7 @@ from ..cache import PROGRAMS
 from .backend import Backend
 
 # modules of this package; each has a ``BACKEND`` of its own name
-_MODULES = ("reference", "dense_batched", "sdpa", "cpu", "triton", "flex", "flash", "torch_sparse")
+_MODULES = ("reference", "dense_batched", "gather", "sdpa", "cpu", "triton", "flex", "flash", "torch_sparse")
 
 
 class Backends(MutableMapping[str, Backend]):
