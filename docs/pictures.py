@@ -25,7 +25,7 @@ from ringweave.backends import BACKENDS
 from ringweave.call import Call
 from ringweave.parallel.planning.placement import contiguous, striped
 from ringweave.patterns.declared import DECLARED, SECTIONS, Declared
-from ringweave.plan import branches
+from ringweave.plan import Branch, branches
 from ringweave.program import unsupported_reason
 from ringweave.terms import KINDS
 from ringweave.units import count
@@ -406,15 +406,25 @@ CHANGES: dict[str, dict[str, object]] = {
 def abilities() -> str:
     """Return the table of backends over changes of one call; GPU backends are asked about CUDA tensors."""
     length = USUAL.nq
-    (sparse,), (dense,) = (branches(each, length, length) for each in (rw.SlidingWindow(256), rw.Full()))
+    chosen = rw.Selected(torch.zeros(length, 1, dtype=torch.int32))
+    patterns = rw.SlidingWindow(256), rw.Full(), chosen
+    (sparse,), (dense,), (lists,) = (branches(each, length, length) for each in patterns)
     lines = ["| | " + " | ".join(f"`{name}`" for name in BACKENDS) + " |", "|---" * (1 + len(BACKENDS)) + "|"]
-    asked = {"a sparse pattern": (USUAL, sparse)}
-    asked |= {name: (dataclasses.replace(USUAL, **change), dense) for name, change in CHANGES.items()}  # type: ignore[arg-type]
+    asked: dict[str, tuple[Call, Branch | None]] = {
+        "a sparse pattern": (USUAL, sparse), "lists of chosen keys": (USUAL, lists),
+    }  # fmt: skip
+    asked |= {name: (dataclasses.replace(USUAL, **change), None) for name, change in CHANGES.items()}  # type: ignore[arg-type]
     for name, (case, branch) in asked.items():
         said = []
         for backend in BACKENDS.values():
-            device = "cuda" if unsupported_reason(backend, USUAL, dense) else "cpu"
-            said.append("" if unsupported_reason(backend, dataclasses.replace(case, device=device), branch) else "yes")
+            # the changes are those of a dense call, or of lists where a backend computes nothing else
+            cases = [(device, each) for each in (dense, lists) for device in ("cpu", "cuda")]
+            device, usual = next(
+                (device, each) for device, each in cases
+                if unsupported_reason(backend, dataclasses.replace(USUAL, device=device), each) is None
+            )  # fmt: skip
+            changed = dataclasses.replace(case, device=device)
+            said.append("" if unsupported_reason(backend, changed, branch or usual) else "yes")
         lines.append(f"| {name} | " + " | ".join(said) + " |")
     return "\n".join(lines) + "\n"
 
