@@ -16,7 +16,7 @@ from torch import Tensor
 from ..call import Call, Operands
 from ..patterns.within import by_head
 from ..plan import Branch
-from ..plan.from_lists import listed
+from ..plan.from_lists import listed, serves
 from ..types import acc_dtype
 from .backend import Backend, Upstream
 from .overflow import may_overflow, nan_rows_out_of_range, sides
@@ -65,7 +65,7 @@ class _Layout:
         group = heads // self.kv_heads
         if table.shape[1] > 1:
             by_key_head = table.repeat_interleave(heads // table.shape[1], 1).unflatten(1, (self.kv_heads, group))
-            table = by_key_head[:, :, :1] if lists.shared_by(group) else by_key_head
+            table = by_key_head[:, :, :1] if serves(lists, group) else by_key_head
         else:
             table = table[:, :, None]
         self.table = table

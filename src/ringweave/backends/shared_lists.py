@@ -13,10 +13,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..call import Operands
-from ..patterns import Full, Pattern, Selected
+from ..patterns import Full, Pattern
 from ..patterns.within import by_head
 from ..plan import BlockPlan, Branch, plan_cache
-from ..plan.from_lists import PackedPlan, listed
+from ..plan.from_lists import PackedPlan, listed, serves
 from ..terms import KINDS
 
 # most rows of a tile in the kernel
@@ -84,16 +84,11 @@ def plan_of(branch: Branch, group: int) -> BlockPlan:
 def shares(branch: Branch, group: int, features: frozenset[str]) -> bool:
     """Return whether groups of query heads attend the same keys, with the same terms and without dropout."""
     found = listed(branch.pattern) if 1 < group <= _MOST and branch.rate == 1 else None
-    if found is None or not _serves(found[0], group):
+    if found is None or not serves(found[0], group):
         return False
     if not isinstance(found[1], Full) and by_head(found[1]):
         return False
     return all(name in KINDS and not KINDS[name].axes and not KINDS[name].distances for name in features)
-
-
-def _serves(lists: Selected, group: int) -> bool:
-    """Return whether each list serves whole groups of adjacent query heads."""
-    return lists.extents()[1] is None or (lists.group or 1) % group == 0
 
 
 def _side(pattern: Pattern) -> int | None:

@@ -58,6 +58,11 @@ def listed(pattern: Pattern) -> tuple[Selected, Pattern] | None:
     return None
 
 
+def serves(lists: Selected, group: int) -> bool:
+    """Return whether each list serves whole groups of this many adjacent query heads."""
+    return lists.extents()[1] is None or (lists.group or 1) % group == 0
+
+
 def from_lists(lists: Selected, relation: Pattern, extent: Extent) -> BlockPlan:
     """Plan lists in tiles of several queries, with masks of the keys that each query lists; on a CPU.
 

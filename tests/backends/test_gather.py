@@ -1,0 +1,112 @@
+"""The backend ``gather``: lists of chosen keys in PyTorch operations, against the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ringweave as rw
+from ringweave.backends import gather
+from ringweave.errors import UnsupportedError
+
+from ..oracle import Inputs
+from ..test_conformance import conforms
+
+N, HEADS, KV_HEADS = 70, 8, 2
+#: Leading sides of the indices, and the heads that they are for.
+LEADS = [((), "query"), ((1,), "query"), ((2,), "kv"), ((8,), "query"), ((2, 1), "query"), ((2, 2), "kv"), ((2, 8), "query")]  # fmt: skip
+RELATIONS = {
+    "alone": rw.Full(),
+    "causal": rw.Causal(),
+    "padded": rw.Causal() & rw.KeyPadding(torch.tensor([20, 70])),
+    "documents": rw.Documents([30, 40]),
+    "strided": rw.Strided(3),
+}
+
+
+def lists(lead: tuple[int, ...], size: int, heads: str, seed: int = 0) -> rw.Selected:
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.randint(-1, -(-N // size), (*lead, N, 6), generator=generator)
+    indices[..., 3, :] = -1
+    return rw.Selected(indices, size, heads=heads)
+
+
+def check(x: Inputs, pattern: rw.Pattern) -> None:
+    conforms(x, pattern.bound(HEADS, KV_HEADS), "gather")
+
+
+@pytest.mark.parametrize("relation", list(RELATIONS))
+@pytest.mark.parametrize("size", [1, 5, 16])
+@pytest.mark.parametrize(("lead", "heads"), LEADS)
+def test_out_lse_and_gradients(lead: tuple[int, ...], heads: str, size: int, relation: str, poisoned: None) -> None:
+    """Every kind of list, filtered by every kind of relation, errs at most twice as much as torch's own attention."""
+    x = Inputs.random(N, batch=2, heads=HEADS, kv_heads=KV_HEADS, value_dim=24)
+    check(x, lists(lead, size, heads) & RELATIONS[relation])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_types(dtype: torch.dtype) -> None:
+    """Sums of 16-bit inputs are float32, and float64 stays float64."""
+    check(Inputs.random(N, batch=2, heads=HEADS, kv_heads=KV_HEADS, dtype=dtype), lists((2,), 1, "kv") & rw.Causal())
+
+
+def test_a_budget_of_one_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of a single query give the result of one chunk."""
+    x = Inputs.random(N, batch=2, heads=HEADS, kv_heads=KV_HEADS)
+    pattern = lists((), 16, "query") & rw.Causal()
+    whole = rw.attention(x.q, x.k, x.v, pattern, backend="gather")
+    monkeypatch.setattr(gather, "_CHUNK", 1)
+    torch.testing.assert_close(rw.attention(x.q, x.k, x.v, pattern, backend="gather"), whole)
+    check(x, pattern)
+
+
+def test_a_step_at_the_end_of_a_cache() -> None:
+    """A single row belongs to the only query, at any position."""
+    x = Inputs.random(N, batch=2, heads=HEADS, kv_heads=KV_HEADS)
+    indices = torch.tensor([[3, 69, 17, -1, 3]])
+    pattern = rw.Selected(indices) & rw.SlidingWindow(60, 0)
+    step = rw.attention(x.q[:, :, -1:], x.k, x.v, pattern, q_offset="end", backend="gather")
+    chosen = [17, 69]
+    keys, values = (t[:, :, chosen].repeat_interleave(HEADS // KV_HEADS, 1) for t in (x.k, x.v))
+    weights = torch.softmax(x.q[:, :, -1:] @ keys.mT / x.q.shape[-1] ** 0.5, -1)
+    torch.testing.assert_close(step, weights @ values)
+
+
+def test_keys_that_no_query_chose_are_not_read() -> None:
+    """A NaN in a key or value that a query does not attend reaches neither its output nor a gradient."""
+    x = Inputs.random(N, batch=2, heads=HEADS, kv_heads=KV_HEADS)
+    indices = torch.arange(N)[:, None] - torch.tensor([0, 2])
+    pattern = rw.Selected(indices.clamp(min=-1)) & rw.Full()
+    for t in (x.k, x.v):
+        t[:, :, 40] = torch.nan
+    leaves = x.leaves()
+    out = rw.attention(*leaves, pattern=pattern, backend="gather")
+    alive = torch.ones(N, dtype=torch.bool)
+    alive[[40, 42]] = False
+    assert out[:, :, alive].isfinite().all()
+    assert out[:, :, ~alive].isnan().all()
+    dq, dk, _ = torch.autograd.grad(out[:, :, alive].sum(), leaves)
+    assert dq[:, :, alive].isfinite().all()
+    assert dk[:, :, [0, 20, 60]].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "options", "reason"),
+    [
+        (rw.Causal(), {}, "it computes lists of keys"),
+        (rw.Selected(torch.zeros(N, 1).long()) & rw.PerHead([rw.Causal(), rw.Full()] * 4), {}, "differs between heads"),
+        (rw.Selected(torch.zeros(N, 1).long()), {"terms": rw.Softcap(2.0)}, "it computes no Softcap"),
+        (rw.Selected(torch.zeros(N, 1).long()), {"dropout": 0.5}, "it computes no dropout"),
+    ],
+)
+def test_refusals(pattern: rw.Pattern, options: dict[str, object], reason: str) -> None:
+    """A call that it cannot compute is refused with the reason."""
+    x = Inputs.random(N, batch=2, heads=HEADS, kv_heads=KV_HEADS)
+    with pytest.raises(UnsupportedError, match=reason):
+        rw.attention(x.q, x.k, x.v, pattern, backend="gather", **options)  # type: ignore[arg-type]
+
+
+def test_auto_takes_it_where_the_native_kernel_does_not_run() -> None:
+    """On another device, or for float64, auto gathers the listed keys instead of whole tiles."""
+    facts = rw.explain(lists((), 1, "query") & rw.Causal(), N, dtype=torch.float64, as_dict=True)
+    assert facts["backend"]["chosen"] == [{"backend": "gather", "branches": 1}]
