@@ -14,11 +14,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from ...api import attention, paged_attention
 from ...errors import PatternError, ShapeError, UnsupportedError, shown, warn_once
-from ...patterns import Causal, Documents, Full, Pattern, SlidingWindow, parse
+from ...patterns import Causal, Documents, Full, Pattern, Selected, SlidingWindow, parse
 from ...patterns.base import parts_of
 from ...patterns.fitting import refuse
 from ...terms import Bias, Softcap, Term
+from ...torch_compat import version
+from .compressed_entries import entries_of
+from .indexers import swap
 from .keywords import DOCUMENTS, OTHER, READ, apart, check
+from .latents import Latents, expand_later, states_of
 from .masks import PatternMask, pattern_mask
 from .model_cache import CACHE, PagedStates
 from .packing import warn_of_own_mask, warn_of_packing
@@ -57,6 +61,8 @@ def attend(
     sinks: Tensor | None = None,
     position_bias: Tensor | None = None,
     sliding_window: int | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     output_attentions: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -77,6 +83,8 @@ def attend(
         sinks: Another name for ``s_aux``.
         position_bias: (B or 1, Hq or 1, q, k), added to the scores.
         sliding_window: Number of last tokens that a query attends, if the call has no mask; masks hold the window.
+        indices: (B, q, n), the keys that the layer chose for each query, among which the mask may forbid some.
+        block_indices: (B, H, q, n), the blocks of keys that the layer chose; -1 is no block.
         output_attentions: Whether to return the weights too, for which each layer computes attention again.
         kwargs: Documents by ``cu_seq_lens_q`` and ``cu_seq_lens_k``, flash-attn's bounds, or by ``seq_idx``; and
             keywords for other implementations, see :mod:`.keywords`.
@@ -85,9 +93,13 @@ def attend(
     Raises:
         UnsupportedError: An argument that ringweave does not implement.
     """
+    if isinstance(key, Latents):
+        key, value, attention_mask, indices = states_of(module, query.shape[2], key, attention_mask, indices)
     call = LayerCall(module, query, key, value, kwargs)
     mask, bias = call.mask(attention_mask, is_causal, sliding_window)
     pattern, q_offset = call.restricted(mask) if call.restricts else (mask.pattern, mask.q_offset)
+    if indices is not None or block_indices is not None:
+        pattern = call.chosen(mask, indices, block_indices) & pattern
     # the number becomes part of the call's text, so torch.compile must not replace it by a symbol
     terms: list[Term] = [] if softcap is None else [Softcap(guard_scalar(softcap))]
     if bias is not None:
@@ -158,10 +170,17 @@ class LayerCall:
     ) -> tuple[PatternMask, Tensor | None]:
         """Return the mask as a pattern, and numbers to add to the scores or None."""
         if isinstance(mask, PatternMask):
-            if mask.sizes[2:] != (self.nq, self.nk):
+            entries = entries_of(self.module) if "compressor" in self.module._modules else None
+            if mask.sizes[2:] != (self.nq, self.nk - (0 if entries is None else entries.number)):
                 wanted = f"({self.nq}, {self.nk}), the queries and keys of {type(self.module).__name__}"
                 raise ShapeError("attention mask", f"one of {mask.sizes[2:]}", wanted, OTHER)
-            return mask, None
+            if entries is None:
+                return mask, None
+            if self.pattern is not None or mask.context is not None:
+                got = f"a layer with compressed entries, {type(self.module).__name__}"
+                remedy = "Remove the layer's pattern, and do not shard the batch."
+                raise UnsupportedError("pattern", got, "the model's own pattern on one device", remedy)
+            return mask.with_pattern(entries.beside(mask.pattern, self.nk), self.nk), None
         if isinstance(mask, Tensor):
             return self._made(Full()), self._numbers(mask)
         if mask is not None:
@@ -211,6 +230,39 @@ class LayerCall:
         rows = mask.rows if documents is None else documents
         own = own if rows is None or _of_the_batch(own) else own.within(rows)
         return pattern & own, mask.q_offset if mask.row is None else mask.row
+
+    def chosen(self, mask: PatternMask, keys: Tensor | None, blocks: Tensor | None) -> Selected:
+        """Return the pattern of the keys, or of the blocks of keys, that the layer chose; layers may share lists."""
+        given = blocks if keys is None else keys
+        assert given is not None
+        name = "block_indices" if keys is None else "indices"
+        if self.pages is not None or mask.context is not None:
+            got = "keys chosen by index " + ("in a sharded batch" if self.pages is None else "in pages")
+            raise UnsupportedError(name, got, "all keys of the call on one device", f"Pass {CACHE}=DynamicCache().")
+        if torch.compiler.is_compiling():
+            return self._lists(name, given)
+        held = version(given)
+        if mask.lists is None or mask.lists[0] is not given or mask.lists[1] != held:
+            mask.lists = given, held, self._lists(name, given)
+        return mask.lists[2]
+
+    def _lists(self, name: str, given: Tensor) -> Selected:
+        """Return lists of keys, or of blocks of keys, as a pattern."""
+        if name == "indices":
+            if given.shape[:2] != (self.batch, self.nq) or given.ndim != 3:
+                wanted = f"({self.batch}, {self.nq}, n), the keys of each query"
+                raise ShapeError(name, shown(given), wanted, "List the keys of each query.")
+            return Selected(given[:, None])
+        size = getattr(getattr(self.module, "indexer", None), "block_size", None)
+        if not isinstance(size, int):
+            got = f"blocks without a size in {type(self.module).__name__}"
+            raise UnsupportedError(name, got, "a size in indexer.block_size", OTHER)
+        if given.ndim != 4 or self.heads % given.shape[1]:
+            wanted = f"({self.batch}, heads, {self.nq}, n), heads dividing {self.heads}"
+            raise ShapeError(name, shown(given), wanted, "List the blocks of each query.")
+        if given.shape[1] in (1, self.key.shape[1]):
+            return Selected(given, size, heads="kv")
+        return Selected(given.repeat_interleave(self.heads // given.shape[1], 1), size)
 
     def bias(self, table: Tensor) -> Bias:
         """Return a table of numbers as a term of the scores."""
@@ -393,6 +445,8 @@ def patch(model: M, pattern: Pattern | str | None = None, layers: Sequence[int] 
     if any(getattr(config, "_attn_implementation", NAME) != NAME for config in configs):
         separate(model)
     model.set_attn_implementation(NAME)
+    swap(model)
+    expand_later(model)
     restore(model)
     if pattern is not None:
         _set(model, modules, pattern)

@@ -31,13 +31,11 @@ WITHOUT_EFFECT = {
 }
 #: Keywords that change the result of a call and that ringweave does not implement, each with its meaning.
 REFUSED = {
-    "block_indices": "blocks chosen by index",
     "block_table": "a paged cache of the library",
     "cache": "a paged cache of the library",
     "cumulative_seqlens_k": "a paged cache of the library",
     "cumulative_seqlens_q": "a paged cache of the library",
     "head_mask": "weights scaled by head",
-    "indices": "keys chosen by index",
     "k_cache": "a paged cache of the library",
     "max_seqlen_k": "a paged cache of the library",
     "max_seqlen_q": "a paged cache of the library",

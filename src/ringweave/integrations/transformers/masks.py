@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers.masking_utils import causal_mask_function
 
-from ...errors import ShapeError, UnsupportedError, in_a_line, message
-from ...patterns import Documents, KeyPadding, Pattern
+from ...errors import ShapeError, UnsupportedError, in_a_line, message, warn_once
+from ...patterns import Documents, KeyPadding, Pattern, Selected
 from .mask_reading import All, Chunks, Distances, Pairs, Same, read
 from .packing import positions_of_the_call
 from .positions import Place, Unread, bounds_of, joined
@@ -81,7 +81,8 @@ class PatternMask(_Carried, BlockMask):
 
     A model passes it on like a mask of shape (B, 1, queries, keys). It holds no values, so its memory does not grow
     with queries times keys. transformers accepts a finished 4-D mask if it is a tensor or a BlockMask, so this
-    class inherits from BlockMask. Reading its values raises an error.
+    class inherits from BlockMask. An indexer, which chooses keys by content, may read its values, which are made then.
+    Any other use of its values raises an error.
 
     Args:
         pattern: The pattern, over indices of the call's queries and keys.
@@ -92,7 +93,11 @@ class PatternMask(_Carried, BlockMask):
         context: Ranks that share the sequence. The pattern then covers the whole sequence, and the shape is this
             rank's share.
         row: Index of the only query if it is a tensor. The pattern then bounds the keys, whatever the query's index.
+        device: Device of the values.
     """
+
+    #: What indexers ask for, to know how the values mask scores.
+    dtype = torch.bool
 
     def __init__(
         self,
@@ -103,17 +108,44 @@ class PatternMask(_Carried, BlockMask):
         k_offset: int = 0,
         context: ContextParallel | None = None,
         row: Tensor | None = None,
+        device: torch.device | None = None,
     ):
         self.pattern, self.sizes, self.q_offset = pattern, shape, q_offset
         self.rows, self.k_offset, self.context, self.row = rows, k_offset, context, row
+        self.device = torch.device("cpu") if device is None else device
         # for a warning about packing that the mask does not take into account: positions that the model's forward was
         # called with, and whether a layer has looked at the call's positions
         self.positions: Tensor | None = None
         self.positions_seen = False
         # documents that keywords of the call name, and the tensors that they were made from
         self.told: tuple[list[tuple[Tensor, object]], Documents] | None = None
+        # the last lists of chosen keys, which several layers may share, with their version and their pattern
+        self.lists: tuple[Tensor, object, Selected] | None = None
+        self._values: Tensor | None = None
 
-    def __getitem__(self, at: object) -> PatternMask:
+    def values(self) -> Tensor:
+        """Return the values, (B, 1, queries, keys) bool, which are made on first use and serve all layers of a call."""
+        if self.context is not None:
+            _refuse_values("values of a sharded batch")
+        if self._values is None:
+            batch, _, nq, nk = self.sizes
+            if nq > 1 and not torch.compiler.is_compiling():
+                got = f"a model that reads its values, {batch} x {nq:,} x {nk:,}"
+                remedy = "Call patch(model): indexers that ringweave knows then choose keys without them."
+                warn_once("values of a mask", "attention mask", got, _WANTED, remedy)
+            self._values = _dense(self).to(self.device)
+        return self._values
+
+    def with_pattern(self, pattern: Pattern, keys: int) -> PatternMask:
+        """Return the mask of the same queries with another pattern and number of keys."""
+        mask = copy.copy(self)
+        mask.pattern, mask.sizes, mask.lists, mask._values = pattern, (*self.sizes[:3], keys), None, None
+        return mask
+
+    def __getitem__(self, at: object) -> Any:
+        if isinstance(at, tuple) and at[1:2] == (0,):
+            whole = all(each == slice(None) for each in (at[0], *at[2:]))
+            return MaskRows(self) if whole else self.values()[at]
         # older models cut the mask to the number of keys
         *before, last = at if isinstance(at, tuple) else (at,)
         whole = all(each == slice(None) or each is Ellipsis for each in before)
@@ -122,6 +154,14 @@ class PatternMask(_Carried, BlockMask):
             return self
         return _refuse_values(f"mask[{at!r}]")
 
+    def __and__(self, other: object) -> Any:  # type: ignore[override]
+        """Return the mask of the pairs that a pattern allows too, or the values where other bool values hold too."""
+        if isinstance(other, Pattern):
+            return self.with_pattern(other & self.pattern, self.sizes[3])
+        if isinstance(other, Tensor) and other.dtype == torch.bool:
+            return self.values() & other
+        return _refuse_values("arithmetic with it")
+
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
@@ -129,6 +169,53 @@ class PatternMask(_Carried, BlockMask):
         return f"PatternMask({self.pattern!r}, {self.sizes})"
 
     __str__ = __repr__
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # patterns are evaluated outside of graphs
+def _dense(mask: PatternMask) -> Tensor:
+    batch, _, nq, nk = mask.sizes
+    return mask.pattern.to_dense(nq, nk, 1, batch=batch, q_offset=mask.q_offset)
+
+
+class MaskRows(_Carried):
+    """A mask without its dimension of heads, (B, queries, keys), which an indexer reads.
+
+    Any operation of torch gets its values.
+
+    Args:
+        mask: The mask.
+        forbidden: Whether it holds where the mask does not.
+    """
+
+    def __init__(self, mask: PatternMask, forbidden: bool = False):
+        self.mask, self.forbidden = mask, forbidden
+        self.sizes = (mask.sizes[0], *mask.sizes[2:])
+        # an indexer inverts a bool mask, which torch.compile cannot trace, and adds any other one to its scores
+        self.dtype = torch.float32 if torch.compiler.is_compiling() else torch.bool
+
+    def values(self) -> Tensor:
+        """Return the values, (B, queries, keys): bool, or numbers to add to scores."""
+        values = self.mask.values()[:, 0]
+        values = ~values if self.forbidden else values
+        if self.dtype == torch.bool:
+            return values
+        return torch.zeros(self.sizes, dtype=self.dtype, device=values.device).masked_fill(~values, -torch.inf)
+
+    def __invert__(self) -> MaskRows:  # type: ignore[override]
+        return MaskRows(self.mask, not self.forbidden)
+
+    def __getitem__(self, at: object) -> Any:
+        return self.values()[at]  # type: ignore[index]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operation of torch with the values."""
+        args = tuple(each.values() if isinstance(each, MaskRows) else each for each in args)
+        kwargs = {name: each.values() if isinstance(each, MaskRows) else each for name, each in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"MaskRows({self.mask!r}, {self.forbidden})"
 
 
 _WANTED = "a mask that goes to attention as it is"
@@ -289,6 +376,7 @@ def pattern_mask(
     attention_mask: Tensor | ShardMask | None = None,
     *,
     cache_position: Tensor | None = None,
+    device: torch.device | None = None,
     **ignored: object,
 ) -> PatternMask:
     """Make the mask of a call; transformers calls this function if the implementation is ``"ringweave"``.
@@ -302,6 +390,7 @@ def pattern_mask(
         mask_function: ``f(batch, head, query, key)`` of positions; causal by default.
         attention_mask: (B, N) bool, whether each position exists; or the mask of a rank's shard.
         cache_position: Positions of the queries, in place of ``q_length`` and ``q_offset`` (transformers before 5.3).
+        device: Device of the mask's values, if a model reads them.
         ignored: Arguments for other implementations.
     Returns:
         The mask that carries the pattern to attention.
@@ -320,15 +409,20 @@ def pattern_mask(
         if q_length == 1:
             try:
                 # the bounds of keys are tensors: compiled steps share one graph, and no step waits for a GPU
-                return _made(Place(*sizes, q_offset, kv_offset), mask_function, attention_mask)
+                return _made(Place(*sizes, q_offset, kv_offset), mask_function, attention_mask, device)
             except UnsupportedError:
                 if q_offset.device.type != "cpu":
                     raise
         q_offset = int(q_offset)
-    return _made(Place(*sizes, q_offset, kv_offset), mask_function, attention_mask)
+    return _made(Place(*sizes, q_offset, kv_offset), mask_function, attention_mask, device)
 
 
-def _made(place: Place, mask_function: Callable[..., Any] | None, attention_mask: Tensor | None) -> PatternMask:
+def _made(
+    place: Place,
+    mask_function: Callable[..., Any] | None,
+    attention_mask: Tensor | None,
+    device: torch.device | None,
+) -> PatternMask:
     """Return the mask of a call with queries and keys at the given positions."""
     rows: Documents | KeyPadding | None = None
     mask_function = mask_function or causal_mask_function
@@ -341,7 +435,7 @@ def _made(place: Place, mask_function: Callable[..., Any] | None, attention_mask
     if attention_mask is not None:
         pattern, rows = _padded(place, pattern, rows, attention_mask)
     shape = place.batch, 1, place.nq, place.nk
-    mask = PatternMask(pattern, shape, place.first, rows, place.kv_offset, row=place.row)
+    mask = PatternMask(pattern, shape, place.first, rows, place.kv_offset, row=place.row, device=device)
     if rows is None and place.nq == place.nk and not torch.compiler.is_compiling():
         mask.positions = positions_of_the_call()
     return mask

@@ -150,6 +150,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         same = value_states.shape == key_states.shape
         return keys, keys if same else PagedStates(pages, value_states, self.length, self.seen)
 
+    def update_index(self, *args: object, **kwargs: object) -> NoReturn:
+        """Refuse what an indexer stores beside keys and values."""
+        raise _used("beside the keys of an indexer")
+
+    store_compression_weights = update_index
+
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Return the number of keys that attention gets with a call's queries, and the position of the first.
 

@@ -20,7 +20,7 @@ from ...errors import ShapeError, UnsupportedError, shown
 from ...parallel import ContextParallel
 from ...parallel.transport.protocol import Counters
 from ...patterns import Full, Pattern
-from .masks import ShardMask
+from .masks import PatternMask, ShardMask
 from .model_cache import CACHE
 from .saved_patterns import require
 
@@ -95,8 +95,11 @@ class ModelContext:
         """
         like = torch.empty(1, seq_len, 0, device="cpu")
         masks = create_masks_for_generate(self.config, like, attention_mask=None, **_whole(seq_len))
-        found = {mask.pattern: None for mask in (masks.values() if isinstance(masks, dict) else [masks])}
-        return list(found)
+        masks = list(masks.values()) if isinstance(masks, dict) else [masks]
+        if not all(isinstance(mask, PatternMask) for mask in masks):
+            got = f"{type(self.config).__name__}, a model with layers that have no mask of pairs"
+            raise UnsupportedError("model", got, "one whose layers are all attention", "Run it on one device.")
+        return list({mask.pattern: None for mask in masks})
 
     def shard(
         self,

@@ -1,0 +1,184 @@
+"""Indexers that choose blocks of tokens, run for chunks of queries: MiniMax M3's, and Qwen 4's without its loops.
+
+Neither has a form that :func:`ringweave.adaptive.lightning_indexer` computes: MiniMax takes the maximum over a block,
+Qwen scores the mean of a block.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...patterns import Causal, Full, KeyPadding, Selected
+from ...patterns.algebra import And
+from .masks import PatternMask
+
+# bytes of the scores of one chunk of queries
+_CHUNK = 2**24
+
+
+def chunks(queries: int, bytes_of_one: int) -> Iterator[slice]:
+    """Iterate over ranges of queries, each with a bounded number of bytes."""
+    step = max(1, _CHUNK // max(1, bytes_of_one))
+    return (slice(first, min(first + step, queries)) for first in range(0, queries, step))
+
+
+# ---- MiniMax M3 ------------------------------------------------------------------------------------------------------
+
+
+class _KeysReady(Exception):  # noqa: N818  (no error: it ends a forward that has done enough)
+    """An indexer has written its keys."""
+
+
+class _Cache:
+    """In place of a cache: takes an indexer's keys once, and returns them to each chunk of queries."""
+
+    def __init__(self, cache: Any, layer: int):
+        self.cache, self.layer = cache, layer
+        self.keys: Tensor | None = None
+
+    @property
+    def layers(self) -> _Cache:
+        return self
+
+    def __getitem__(self, layer: int) -> _Cache:
+        return self
+
+    def update_index(self, keys: Tensor) -> Tensor:
+        """Write the keys of all queries and stop the forward; afterwards return them."""
+        if self.keys is not None:
+            return self.keys
+        self.keys = keys if self.cache is None else self.cache.layers[self.layer].update_index(keys)
+        raise _KeysReady
+
+
+@torch.no_grad()
+def choose_blocks(
+    indexer: Any, forward: Any, hidden: Tensor, embeddings: tuple[Tensor, Tensor], cache: Any, positions: Tensor
+) -> Tensor:
+    """Run MiniMax's indexer, which scores all pairs for each head, for chunks of queries.
+
+    Its own forward runs for each chunk, with a cache that holds the keys of all tokens.
+
+    Args:
+        indexer: The indexer.
+        forward: Its own forward.
+        hidden: (B, queries, hidden size).
+        embeddings: Cosines and sines, (B, queries, D).
+        cache: The model's cache, or None.
+        positions: (B, queries).
+    Returns:
+        The chosen blocks, (B, heads, queries, n); -1 is no block.
+    """
+    held = _Cache(cache, indexer.layer_idx)
+    with suppress(_KeysReady):
+        forward(hidden, embeddings, held, positions)
+    assert held.keys is not None
+    one = len(hidden) * indexer.num_heads * held.keys.shape[2] * 4
+    found = []
+    for part in chunks(hidden.shape[1], one):
+        rotations = tuple(x[:, part] for x in embeddings)
+        found.append(forward(hidden[:, part], rotations, held, positions[:, part]))
+    return torch.cat(found, 2)
+
+
+# ---- Qwen 4 ----------------------------------------------------------------------------------------------------------
+
+
+def choose_tokens(
+    indexer: Any, forward: Any, hidden: Tensor, embeddings: tuple[Tensor, Tensor], mask: Any, cache: Any
+) -> Any:
+    """Run Qwen's indexer for chunks of queries, where its own forward loops over all queries.
+
+    A block is ``compress_ratio`` successive visible tokens. Where a mask consists of causality and padding, all queries
+    of a sequence see its first tokens, so that they share the blocks.
+
+    Args:
+        indexer: The indexer.
+        forward: Its own forward, which runs with other masks.
+        hidden: (B, queries, hidden size).
+        embeddings: Cosines and sines of all tokens, (B, keys, D).
+        mask: The mask of the layer.
+        cache: The model's cache, or None.
+    Returns:
+        The pattern of the chosen tokens and of the tokens after the last whole block; or what ``forward`` returns.
+    """
+    bounds = _bounds(mask)
+    if bounds is None:
+        return forward(hidden, embeddings, mask, cache)
+    first, seen = (bound.to(hidden.device) for bound in bounds)
+    with torch.no_grad():
+        batch, nq = hidden.shape[:2]
+        both = indexer.index_qk_proj(hidden)
+        queries = indexer.index_n_heads * indexer.index_head_dim
+        q = indexer.q_layernorm(both[..., :queries].reshape(batch, nq, -1, indexer.index_head_dim))
+        q = _rotated(indexer, q, *(x[:, -nq:] for x in embeddings)).float()
+        keys = both[..., queries:]
+        keys = keys if cache is None else cache.update_indexer(keys, indexer.layer_idx)
+        blocks = max(1, int(seen.max()) // indexer.compress_ratio)
+        pooled = _pooled(indexer, keys, embeddings, first, blocks)
+        found = []
+        for part in chunks(nq, batch * q.shape[2] * blocks * 4):
+            scores = torch.matmul(q[:, part], pooled.mT[:, None]).relu().sum(2) / math.sqrt(q.shape[3])
+            found.append(_tokens(indexer, scores, first[:, None, None], seen[:, part, None]))
+    return Selected(torch.cat(found, 1)[:, None])
+
+
+def _rotated(indexer: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate (B, tokens, heads, D) by the model's own function."""
+    rotated: Tensor = sys.modules[type(indexer).__module__].apply_rotary_pos_emb(x, cos=cos, sin=sin, unsqueeze_dim=2)
+    return rotated
+
+
+def _pooled(indexer: Any, keys: Tensor, embeddings: tuple[Tensor, Tensor], first: Tensor, blocks: int) -> Tensor:
+    """Return the keys of blocks, (B, blocks, D): the means of their tokens, rotated to their first tokens."""
+    places = torch.arange(blocks * indexer.compress_ratio, device=keys.device).view(blocks, -1)
+    # a sequence that has fewer blocks reads its last tokens, and no query may choose such a block
+    tokens = (first[:, None, None] + places).clamp(max=keys.shape[1] - 1)
+    members = torch.arange(len(keys), device=keys.device)[:, None]
+    means = keys[members[..., None], tokens].float().mean(2).to(keys.dtype)
+    rotations = (x.expand(len(keys), -1, -1)[members, tokens[..., 0]] for x in embeddings)
+    return _rotated(indexer, indexer.k_layernorm(means)[:, :, None], *rotations).squeeze(2).float()
+
+
+def _tokens(indexer: Any, scores: Tensor, first: Tensor, seen: Tensor) -> Tensor:
+    """Return the tokens of the best blocks, and those after the last whole block.
+
+    Args:
+        indexer: The indexer.
+        scores: (B, queries, blocks).
+        first: (B, 1, 1), the first visible token of each sequence.
+        seen: (B, queries, 1), the number of visible tokens.
+    """
+    ratio, blocks = indexer.compress_ratio, scores.shape[2]
+    whole, inside = seen // ratio, torch.arange(ratio, device=scores.device)
+    scores = scores.masked_fill(torch.arange(blocks, device=scores.device) >= whole, -torch.inf)
+    best, index = scores.topk(min(indexer.block_topk, blocks))
+    tokens = torch.where((best > -torch.inf)[..., None], index[..., None] * ratio + inside, seen[..., None]).flatten(2)
+    tokens = torch.cat([tokens, whole * ratio + inside[: ratio - 1]], -1)
+    return torch.where(tokens < seen, first + tokens, -1)
+
+
+def _bounds(mask: Any) -> tuple[Tensor, Tensor] | None:
+    """Return the first visible token of each sequence (B,), and the number that each query sees (B, queries)."""
+    if not isinstance(mask, PatternMask) or mask.context is not None:
+        return None
+    batch, _, nq, nk = mask.sizes
+    parts = mask.pattern.parts if isinstance(mask.pattern, And) else (mask.pattern,)
+    if not all(isinstance(part, Causal | Full | KeyPadding) for part in parts):
+        return None
+    start, stop = torch.zeros(batch, dtype=torch.long), torch.full((batch, nq), nk)
+    for part in parts:
+        if isinstance(part, Causal):
+            stop = stop.minimum(torch.arange(nq) + mask.q_offset + 1)
+        elif isinstance(part, KeyPadding):
+            ends = torch.as_tensor(part.stop, device="cpu").expand(batch)
+            stop = stop.minimum(ends[:, None])
+            start = start.maximum(torch.as_tensor(part.start, device="cpu").expand(batch))
+    return start, (stop - start[:, None]).clamp(min=0)

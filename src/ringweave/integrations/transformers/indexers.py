@@ -1,0 +1,197 @@
+"""Indexers of models, which choose keys for each query, without a tensor of all scores.
+
+An indexer of transformers computes the scores of all pairs for all its heads, masks their sum and takes the best keys.
+Here its own forward runs, with a symbol in place of the scores: the symbol remembers what the indexer does with them,
+and :func:`ringweave.adaptive.lightning_indexer` makes the choice. An indexer that does anything else with its scores
+gets their values.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ...adaptive import lightning_indexer
+from .compressed_entries import choose_entries, compress, score_in_chunks
+from .index_blocks import choose_blocks, choose_tokens
+from .masks import MaskRows
+
+# name of the module that chooses keys in an attention layer
+_NAME = "indexer"
+
+
+class Chosen(NamedTuple):
+    """What ``topk`` returns, as far as indexers use it.
+
+    Attributes:
+        indices: (B, queries, n) int32, ascending; -1 fills the end of a row.
+    """
+
+    indices: Tensor
+
+
+class Products:
+    """The products of an indexer's queries and keys, (B, queries, heads, keys), which are not computed.
+
+    Args:
+        q: (B, queries, heads, D).
+        k: (B, 1, D, keys).
+        scale: Factor of the products.
+        positive: Whether negative products are replaced by 0.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, scale: float = 1.0, positive: bool = False):
+        self.q, self.k, self.scale, self.positive = q, k, scale, positive
+
+    def values(self) -> Tensor:
+        """Compute the products."""
+        products = torch.matmul(self.q, self.k) * self.scale
+        return products.relu() if self.positive else products
+
+    def __mul__(self, factor: Any) -> Any:
+        if isinstance(factor, float) and factor > 0:
+            return Products(self.q, self.k, self.scale * factor, self.positive)
+        return self.values() * factor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.values(), name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Remember a relu and a weighted sum over the heads; compute the products for other operations."""
+        kwargs = kwargs or {}
+        if func in (torch.relu, torch.nn.functional.relu) and not kwargs.get("inplace"):
+            return Products(args[0].q, args[0].k, args[0].scale, True)
+        if func is torch.matmul and isinstance(args[0], Tensor) and args[1].positive and not kwargs:
+            products, weights = args[1], args[0]
+            if weights.shape == (*products.q.shape[:2], 1, products.q.shape[2]):
+                return Scores(products, weights)
+        args = tuple(each.values() if isinstance(each, Products) else each for each in args)
+        return func(*args, **kwargs)
+
+
+class Scores:
+    """Weighted sums of products over the heads, (B, queries, 1, keys) or (B, queries, keys), which are not computed.
+
+    Args:
+        products: The products.
+        weights: (B, queries, 1, heads).
+        squeezed: Whether there are three dimensions.
+        allowed: The mask that the scores got.
+    """
+
+    def __init__(self, products: Products, weights: Tensor, squeezed: bool = False, allowed: MaskRows | None = None):
+        self.products, self.weights, self.squeezed, self.allowed = products, weights, squeezed, allowed
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the scores."""
+        batch, nq = self.weights.shape[:2]
+        nk = self.products.k.shape[-1]
+        return torch.Size((batch, nq, nk) if self.squeezed else (batch, nq, 1, nk))
+
+    def values(self) -> Tensor:
+        """Compute the scores."""
+        scores = torch.matmul(self.weights, self.products.values())
+        if self.squeezed:
+            scores = scores.squeeze(-2)
+        return scores if self.allowed is None else scores.masked_fill(~self.allowed.mask.values()[:, 0], -torch.inf)
+
+    def squeeze(self, dim: int) -> Any:
+        """Remove the dimension of the heads."""
+        if dim == -2 and not self.squeezed:
+            return Scores(self.products, self.weights, True)
+        return self.values().squeeze(dim)
+
+    def masked_fill(self, mask: Any, value: float) -> Any:
+        """Forbid pairs."""
+        if self._unmasked and isinstance(mask, MaskRows) and mask.forbidden and value == -torch.inf:
+            return Scores(self.products, self.weights, True, ~mask)
+        return self.values().masked_fill(mask, value)
+
+    def __add__(self, mask: Any) -> Any:
+        """Add a mask."""
+        if self._unmasked and isinstance(mask, MaskRows) and not mask.forbidden and mask.dtype != torch.bool:
+            return Scores(self.products, self.weights, True, mask)
+        return self.values() + mask
+
+    @property
+    def _unmasked(self) -> bool:
+        return self.squeezed and self.allowed is None
+
+    def topk(self, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+        """Choose the best keys that the mask allows."""
+        if self.allowed is None or dim not in (-1, 2) or not largest:
+            return self.values().topk(k, dim, largest, sorted)
+        mask, (batch, nq, nk) = self.allowed.mask, self.shape
+        if k >= nk:
+            # all keys that the mask allows: no score decides
+            return Chosen(torch.arange(nk, dtype=torch.int32, device=self.weights.device).expand(batch, nq, nk))
+        products = self.products
+        keys, weights = products.k.squeeze(1).mT, self.weights.squeeze(-2)
+        index = lightning_indexer(
+            products.q, keys, weights, k, mask.pattern, scale=products.scale, q_offset=mask.q_offset
+        )
+        return Chosen(index)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.values(), name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute the scores for operations of torch."""
+        return func(*(each.values() if isinstance(each, Scores) else each for each in args), **(kwargs or {}))
+
+
+class Reading(TorchFunctionMode):
+    """While an indexer's forward runs, its product of queries and keys is a symbol."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.matmul and not self.found and len(args) == 2 and not kwargs:
+            q, k = args
+            fits = isinstance(q, Tensor) and isinstance(k, Tensor) and q.ndim == k.ndim == 4
+            if fits and k.shape[1] == 1 and q.shape[3] == k.shape[2]:
+                self.found = True
+                return Products(q, k)
+        return func(*args, **(kwargs or {}))
+
+
+def choose(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an indexer's forward; with a mask of this library, without a tensor of all scores."""
+    rows = next((each for each in (*args, *kwargs.values()) if isinstance(each, MaskRows)), None)
+    if rows is None or rows.mask.context is not None:
+        return forward(*args, **kwargs)
+    with Reading():
+        return forward(*args, **kwargs)
+
+
+# what runs in place of a module's forward, by the name of its class; an indexer without an entry runs with symbols
+_HOOKS: dict[str, Any] = {
+    "MiniMaxM3VLIndexer": choose_blocks,
+    "Qwen4ExpTextQSAIndexer": choose_tokens,
+    "DeepseekV4IndexerScorer": score_in_chunks,
+    "DeepseekV4Indexer": choose_entries,
+    "DeepseekV4CSACompressor": compress,
+    "DeepseekV4HCACompressor": compress,
+}
+
+
+def swap(model: nn.Module) -> None:
+    """Let the indexers of a model choose without a tensor of all scores; twice is as once."""
+    for name, module in model.named_modules():
+        own = vars(module).get("forward", None)
+        if isinstance(own, partial) and own.func in (choose, *_HOOKS.values()):
+            continue
+        hook = _HOOKS.get(type(module).__name__)
+        if hook is not None:
+            module.forward = partial(hook, module, module.forward)
+        elif name.rpartition(".")[2] == _NAME:
+            module.forward = partial(choose, module.forward)

@@ -1,0 +1,373 @@
+"""Models that choose their keys: by the word and after ``patch(model)`` they compute what their eager attention does."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import StaticCache
+
+import ringweave as rw
+from ringweave import errors
+from ringweave.integrations.transformers import ModelCache, attend, context_parallel, patch, pattern_mask, set_pattern
+from ringweave.integrations.transformers.indexers import Products
+from ringweave.integrations.transformers.masks import PatternMask
+
+from .choosing import FAMILIES, chooser
+from .tiny import CACHE
+
+if len(FAMILIES) < 11:
+    pytest.skip("this version of transformers lacks families", allow_module_level=True)
+LENGTH = 21
+IDS = torch.randint(3, 64, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+FULL = torch.ones_like(IDS)
+LEFT, RIGHT = FULL.clone(), FULL.clone()
+LEFT[1, :6] = 0
+RIGHT[0, 15:] = 0
+PADDED = {"none": FULL, "left": LEFT, "right": RIGHT}
+WAYS = ("word", "patch")
+# without a patch DeepSeek V4 raises an error
+CASES = [(name, way) for name in FAMILIES for way in WAYS if (name, way) != ("deepseek_v4", "word")]
+#: With padding on the left MiniMax's eager attention leaves tokens without a key, and averages all keys for them.
+WITHOUT_LEFT = {"minimax_m3_vl"}
+#: Their indexers and caches do not run over a static cache with any implementation.
+WITHOUT_STATIC = {"glm5_next", "qwen4_exp", "deepseek_v4"}
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    transformers.logging.set_verbosity_error()
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(errors, "WARNED", set())
+    caplog.set_level(logging.WARNING, "ringweave")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "ringweave"]
+
+
+def ours(name: str, way: str, **changes: Any) -> Any:
+    """Make a tiny model that uses ringweave by the word, or by a patch."""
+    model = chooser(name, "ringweave" if way == "word" else "eager", **changes)
+    return model if way == "word" else patch(model)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padding", PADDED)
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_logits_are_those_of_eager(name: str, way: str, padding: str) -> None:
+    """The logits of all tokens that exist are those of the model's eager attention."""
+    if padding == "left" and name in WITHOUT_LEFT:
+        pytest.skip("eager averages all keys for tokens without a key")
+    mask = PADDED[padding]
+    given = {} if padding == "none" else {"attention_mask": mask}
+    wanted = chooser(name, "eager").eval()(IDS, **given).logits
+    got = ours(name, way).eval()(IDS, **given).logits
+    torch.testing.assert_close(got[mask.bool()], wanted[mask.bool()], atol=1e-5, rtol=1e-4)
+
+
+def gradients(model: Any, mask: Tensor) -> dict[str, Tensor]:
+    """Return the gradients of a loss over the tokens that exist."""
+    model.train()
+    logits = model(IDS, attention_mask=mask, use_cache=False).logits
+    upstream = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2)) * mask[..., None]
+    (logits * upstream).sum().backward()
+    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_gradients_are_those_of_eager(name: str, way: str) -> None:
+    """The gradients of all weights are those of the model's eager attention; an indexer's weights have none in both."""
+    wanted, got = gradients(chooser(name, "eager"), RIGHT), gradients(ours(name, way), RIGHT)
+    assert wanted.keys() == got.keys()
+    for key, grad in wanted.items():
+        error = (got[key] - grad).norm() / grad.norm().clamp(min=1e-6)
+        assert error < 1e-4, (key, float(error))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradient_checkpointing_changes_nothing(name: str) -> None:
+    """A patched model with gradient checkpointing has the gradients that it has without."""
+    wanted, model = gradients(ours(name, "patch"), RIGHT), ours(name, "patch")
+    model.activation_checkpointing_enable()
+    got = gradients(model, RIGHT)
+    assert wanted.keys() == got.keys()
+    for key, grad in wanted.items():
+        torch.testing.assert_close(got[key], grad, atol=1e-6, rtol=1e-5)
+
+
+def generated(model: Any, static: bool = False, **given: Any) -> Tensor:
+    """Return the tokens of a greedy generation; tokens of pads are not compared."""
+    if static:
+        given[CACHE] = StaticCache(config=model.config.get_text_config(), max_cache_len=LENGTH + 12)
+    return model.eval().generate(IDS, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0, **given)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_generation_is_that_of_eager(name: str, way: str, padding: str) -> None:
+    """Greedy generation over the model's own dynamic cache chooses eager's tokens."""
+    if padding == "left" and name in WITHOUT_LEFT:
+        pytest.skip("eager averages all keys for tokens without a key")
+    wanted = generated(chooser(name, "eager"), attention_mask=PADDED[padding])
+    assert torch.equal(generated(ours(name, way), attention_mask=PADDED[padding]), wanted)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "way"), [case for case in CASES if case[0] not in WITHOUT_STATIC])
+def test_generation_over_a_static_cache(name: str, way: str) -> None:
+    """Greedy generation over a static cache chooses eager's tokens."""
+    wanted = generated(chooser(name, "eager"), attention_mask=FULL)
+    assert torch.equal(generated(ours(name, way), True, attention_mask=FULL), wanted)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "qwen4_exp", "deepseek_v4"])
+def test_beams(name: str) -> None:
+    """Beam search, which reorders caches, finds eager's tokens."""
+    options = {"num_beams": 3, "attention_mask": FULL}
+    assert torch.equal(generated(ours(name, "patch"), **options), generated(chooser(name, "eager"), **options))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", WAYS)
+def test_a_compiled_model_computes_the_same(way: str) -> None:
+    """A compiled model gives the logits of the model, also padded; after a patch it is one graph."""
+    model = ours("deepseek_v32", way).eval()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=way == "patch")
+    for padding in ("none", "right"):
+        given = {"attention_mask": PADDED[padding], "use_cache": False} if padding == "right" else {"use_cache": False}
+        wanted, got = model(IDS, **given).logits, compiled(IDS, **given).logits
+        torch.testing.assert_close(got[PADDED[padding].bool()], wanted[PADDED[padding].bool()], atol=1e-5, rtol=1e-4)
+    torch.compiler.reset()
+
+
+class Largest(TorchDispatchMode):
+    """The largest number of elements of a tensor that operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.is_floating_point():
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "glm5_next"])
+def test_a_patched_model_makes_no_tensor_of_all_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No operation of a patched model returns a score for each query, key (or entry) and head of the indexer."""
+    monkeypatch.setattr("ringweave.integrations.transformers.index_blocks._CHUNK", 2**14)
+    monkeypatch.setattr("ringweave.adaptive.lightning._CHUNK", 2**14)
+    monkeypatch.setattr("ringweave.adaptive.lightning._BLOCK", 2**14)
+    length = 256
+    ids = torch.randint(3, 64, (1, length), generator=torch.Generator().manual_seed(3))
+    # with 32 index heads, and 2 tokens in a block, scores are the largest tensor by far
+    changes = {
+        "minimax_m3_vl": {"num_key_value_heads": 4, "index_n_heads": 4},
+        "qwen4_exp": {"indexer_n_heads": 32},
+    }.get(name, {"index_n_heads": 32})
+    sizes = {"minimax_m3_vl": 4 * length, "qwen4_exp": 32 * length // 2, "deepseek_v4": 32 * length // 2}
+    scores = length * sizes.get(name, 32 * length)
+    with Largest() as seen:
+        ours(name, "patch", max_position_embeddings=512, **changes).eval()(ids, use_cache=False)
+    assert seen.elements < scores, (seen.elements, scores)
+    if name == "qwen4_exp":
+        # its own loop scores one query at a time
+        return
+    with Largest() as seen:
+        chooser(name, "eager", max_position_embeddings=512, **changes).eval()(ids, use_cache=False)
+    assert seen.elements >= scores
+
+
+@torch.no_grad()
+def test_a_step_expands_the_chosen_latents_only() -> None:
+    """A step of a patched model expands as many latents as the indexer chooses."""
+    model, expanded = ours("deepseek_v32", "patch").eval(), []
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj.register_forward_hook(lambda module, given, out: expanded.append(given[0].shape[2]))
+    generated(model, attention_mask=FULL)
+    layers = len(model.model.layers)
+    assert expanded == [LENGTH] * layers + [model.config.index_topk] * layers * 7
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_patched_model_goes_back_and_is_copied(name: str) -> None:
+    """A patched model that is set to eager is eager's, bit for bit; a copy of it has its own modules."""
+    wanted, model = chooser(name, "eager").eval()(IDS).logits, ours(name, "patch").eval()
+    got, twin = model(IDS).logits, patch(copy.deepcopy(model))
+    for weight in model.parameters():
+        weight.zero_()
+    assert torch.equal(twin(IDS).logits, got)
+    twin.set_attn_implementation("eager")
+    torch.testing.assert_close(twin(IDS).logits, wanted, atol=1e-6, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", WAYS)
+def test_a_pattern_restricts_the_chosen_keys(way: str) -> None:
+    """A layer with a pattern attends the chosen keys that the pattern allows, in a call and in steps."""
+    model = ours("deepseek_v32", way).eval()
+    free = model(IDS).logits
+    set_pattern(model, rw.SlidingWindow(3))
+    wanted = model(IDS).logits
+    assert not torch.allclose(free, wanted, atol=1e-3)
+    cache = model(IDS[:, :-2]).get(CACHE)
+    for step in (-2, -1):
+        at = IDS[:, step:] if step == -1 else IDS[:, step:-1]
+        got = model(at, **{CACHE: cache}).logits[:, -1]
+        torch.testing.assert_close(got, wanted[:, step], atol=1e-5, rtol=1e-4)
+
+
+def test_the_guides_table_has_every_family() -> None:
+    """The table of the guide names each family once, and those that need a patch."""
+    page = (Path(__file__).parents[2] / "docs/huggingface.md").read_text("utf-8")
+    start = page.index("| family | by the word |")
+    rows = [line.split("|")[1:3] for line in page[start:].split("\n\n")[0].splitlines()[2:]]
+    by_word = {
+        name: not word.strip().startswith("no") for names, word in rows for name in re.findall(r"`(\w+)`", names)
+    }
+    assert by_word == {name: (name, "word") in CASES for name in FAMILIES}
+
+
+# ---- the attention function ------------------------------------------------------------------------------------------
+
+
+def test_lists_may_hold_forbidden_keys() -> None:
+    """A list that names keys of the future, and -1, attends those of its keys that the mask allows."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16)
+    lists = torch.randint(-1, 8, (2, 8, 3), dtype=torch.int32)
+    mask = pattern_mask(2, 8, 8)
+    got, _ = attend(torch.nn.Module(), q, k, k, mask, indices=lists)
+    wanted = rw.attention(q, k, k, rw.Selected(lists[:, None]) & rw.Causal())
+    torch.testing.assert_close(got.transpose(1, 2), wanted)
+    # layers that share a mask and a list share the pattern, until the list changes
+    held = mask.lists
+    attend(torch.nn.Module(), q, k, k, mask, indices=lists)
+    assert mask.lists is held
+    lists.fill_(0)
+    got, _ = attend(torch.nn.Module(), q, k, k, mask, indices=lists)
+    torch.testing.assert_close(got, k[:, :, :1].repeat_interleave(2, 1).expand(-1, -1, 8, -1).transpose(1, 2))
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_blocks_belong_to_key_heads_or_groups(heads: int) -> None:
+    """Lists of blocks may serve all heads, each key head, or each query head."""
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 4, 8, 16), torch.randn(1, 2, 8, 16)
+    blocks = torch.randint(-1, 2, (1, heads, 8, 2))
+    module = torch.nn.Module()
+    module.indexer = torch.nn.Module()
+    module.indexer.block_size = 4
+    got, _ = attend(module, q, k, k, pattern_mask(1, 8, 8), block_indices=blocks)
+    each = rw.Selected(blocks.repeat_interleave(4 // heads, 1), 4)
+    torch.testing.assert_close(got.transpose(1, 2), rw.attention(q, k, k, each & rw.Causal()))
+
+
+def test_what_is_not_chosen_rightly_is_refused() -> None:
+    """Lists of other queries, blocks without a size, pages, shards and an unpatched DeepSeek V4 raise typed errors."""
+    x, mask = torch.randn(1, 2, 8, 16), pattern_mask(1, 8, 8)
+    with pytest.raises(rw.ShapeError, match=r"indices: got .*wanted \(1, 8, n\)"):
+        attend(torch.nn.Module(), x, x, x, mask, indices=torch.zeros(1, 7, 2, dtype=torch.int32))
+    with pytest.raises(rw.UnsupportedError, match="block_indices: got blocks without a size"):
+        attend(torch.nn.Module(), x, x, x, mask, block_indices=torch.zeros(1, 1, 8, 2, dtype=torch.int32))
+    with pytest.raises(rw.PatternError, match="indices: got 0 to 8"):
+        attend(torch.nn.Module(), x, x, x, mask, indices=torch.tensor([0, 8])[None, None].expand(1, 8, 2))
+    with pytest.raises(rw.UnsupportedError, match=r"DeepseekV4Attention.*Call patch\(model\) first"):
+        ours("deepseek_v4", "word")(IDS)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3_vl", "deepseek_v4"])
+def test_pages_and_shards_are_refused(name: str) -> None:
+    """Models that choose keys raise typed errors over a ModelCache and over several ranks."""
+    model = ours(name, "patch").eval()
+    with pytest.raises(rw.UnsupportedError, match=f"{CACHE}: got a use of keys in pages"):
+        model(IDS, **{CACHE: ModelCache()})
+    with pytest.raises(rw.UnsupportedError, match="sharded batch|compressed entries"):
+        model(**context_parallel(model).shard(IDS))
+
+
+@pytest.mark.parametrize("name", ["glm5_next", "qwen4_exp"])
+def test_layers_without_attention_are_not_sharded(name: str) -> None:
+    """Models with layers of linear attention have no placement of tokens, and raise a typed error."""
+    model = ours(name, "patch").eval()
+    with pytest.raises(rw.UnsupportedError, match="layers that have no mask of pairs"):
+        context_parallel(model).shard(IDS)
+
+
+@torch.no_grad()
+def test_what_values_of_a_mask_cost_is_told_once(told: Any) -> None:
+    """By the word, an indexer reads a mask of all pairs, which a warning tells once; after a patch none is made."""
+    for _ in range(2):
+        ours("deepseek_v32", "word").eval()(IDS)
+    (said,) = told()
+    assert said.startswith("attention mask: got a model that reads its values, 2 x 21 x 21;")
+    assert "Call patch(model)" in said
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "glm5_next"])
+def test_a_patched_model_makes_no_mask_of_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither an indexer nor attention asks a mask for its values."""
+    monkeypatch.setattr(PatternMask, "values", None)
+    assert ours(name, "patch").eval()(IDS, attention_mask=LEFT).logits.isfinite().all()
+
+
+@torch.no_grad()
+def test_a_mask_of_other_parts_runs_the_models_own_loop() -> None:
+    """Packed documents, where blocks of tokens do not count from the row's start, are right in Qwen's own indexer."""
+    places = torch.cat([torch.arange(9), torch.arange(LENGTH - 9)])[None]
+    given = {"position_ids": places, "use_cache": False}
+    wanted = chooser("qwen4_exp", "eager").eval()(IDS[:1], **given).logits
+    torch.testing.assert_close(ours("qwen4_exp", "patch").eval()(IDS[:1], **given).logits, wanted, atol=1e-5, rtol=1e-4)
+
+
+# ---- symbols for scores ----------------------------------------------------------------------------------------------
+
+
+def test_symbols_give_their_values_to_other_operations() -> None:
+    """An indexer that does something else with its scores gets the numbers that the operations define."""
+    torch.manual_seed(0)
+    q, k, weights = torch.randn(1, 5, 3, 8), torch.randn(1, 1, 8, 5), torch.randn(1, 5, 1, 3)
+    plain = torch.matmul(q, k) * 0.5
+    products = Products(q, k) * 0.5
+    torch.testing.assert_close(torch.sigmoid(products), plain.sigmoid())
+    torch.testing.assert_close(products * torch.ones(5), plain)
+    torch.testing.assert_close(products * -2.0, plain * -2)
+    positive = torch.relu(products)
+    torch.testing.assert_close(positive.amax(-1), plain.relu().amax(-1))
+    # a weighted sum of products that may be negative is another function
+    torch.testing.assert_close(torch.matmul(weights, products), torch.matmul(weights, plain))
+    wanted = torch.matmul(weights, plain.relu())
+    scores = torch.matmul(weights, positive)
+    assert scores.shape == wanted.shape
+    torch.testing.assert_close(scores.softmax(-1), wanted.softmax(-1))
+    wanted, scores = wanted.squeeze(-2), scores.squeeze(-2)
+    assert math.prod(scores.shape) == wanted.numel()
+    assert torch.equal(scores.topk(2).indices, wanted.topk(2).indices)
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    torch.testing.assert_close(scores.masked_fill(~mask, -torch.inf), wanted.masked_fill(~mask, -torch.inf))
+    torch.testing.assert_close(torch.nn.functional.pad(scores, (0, 1)), torch.nn.functional.pad(wanted, (0, 1)))
+    rows = pattern_mask(1, 5, 5)[:, 0]
+    masked = scores.masked_fill(~rows, -torch.inf)
+    torch.testing.assert_close(masked.sort(-1).values, wanted.masked_fill(~mask, -torch.inf).sort(-1).values)
+    chosen = masked.topk(2, dim=-1).indices
+    assert chosen.dtype == torch.int32
+    assert torch.equal(chosen[0, 0], torch.tensor([0, -1], dtype=torch.int32))
+    assert torch.equal(chosen[0, 4].sort().values.long(), wanted[0, 4].topk(2).indices.sort().values)
