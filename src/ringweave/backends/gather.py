@@ -17,6 +17,7 @@ from ..call import Call, Operands
 from ..patterns.within import by_head
 from ..plan import Branch
 from ..plan.from_lists import listed, serves
+from ..plan.subplan import CutBranch
 from ..types import acc_dtype
 from .backend import Backend, Upstream
 from .overflow import may_overflow, nan_rows_out_of_range, sides
@@ -165,6 +166,8 @@ def unsupported_reason(call: Call, branch: Branch) -> str | None:
         return "it computes lists of keys, Selected alone or with & and a relation"
     if by_head(found[1]):
         return "the relation that filters the lists differs between heads"
+    if isinstance(branch, CutBranch):
+        return "lists name queries and keys of the whole call, and a rank computes a part of it"
     return None
 
 

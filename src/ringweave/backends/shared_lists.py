@@ -17,6 +17,7 @@ from ..patterns import Full, Pattern
 from ..patterns.within import by_head
 from ..plan import BlockPlan, Branch, plan_cache
 from ..plan.from_lists import PackedPlan, listed, serves
+from ..plan.subplan import CutBranch
 from ..terms import KINDS
 
 # most rows of a tile in the kernel
@@ -56,7 +57,8 @@ def shared_lists(operands: Operands, branch: Branch, backward: bool = False) -> 
     step.
     """
     group, terms = operands.q.shape[1] // operands.k.shape[1], operands.terms
-    if not shares(branch, group, frozenset() if terms is None else terms.names):
+    # the lists of a cut branch are those of the whole call's queries and keys
+    if isinstance(branch, CutBranch) or not shares(branch, group, frozenset() if terms is None else terms.names):
         return None
     if backward and _side(branch.pattern) is None:
         return None
