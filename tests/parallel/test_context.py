@@ -56,6 +56,29 @@ def test_shards(ranks: int, placement: str) -> None:
     assert torch.equal(torch.cat(positions).sort().values, torch.arange(301))
 
 
+@pytest.mark.parametrize("placement", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gathered_shards_have_the_gradients_of_all_ranks(ranks: int, placement: str, dtype: torch.dtype) -> None:
+    """A shard's gradient is the sum over the ranks, each of which uses the whole tensor in its own way."""
+    x = torch.randn(2, 3, 301, 2).to(dtype)
+    factor = torch.randint(-3, 4, (ranks, 2, 3, 301, 2)).to(dtype)
+
+    def job(transport: Transport) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx = ContextParallel(transport, WINDOW, 301, heads=(2, 2), placement=placement)
+        local = ctx.shard(x, 2).requires_grad_()
+        whole = ctx.gather(local, 2)
+        (whole * factor[ctx.rank]).sum().backward()
+        assert local.grad is not None
+        return ctx.positions, whole.detach(), local.grad
+
+    for where, whole, grad in run(ranks, job):
+        assert torch.equal(whole, x)
+        real = where < 301
+        assert torch.equal(grad[:, :, real], factor.sum(0)[:, :, where[real]])
+        assert not grad[:, :, ~real].any()
+
+
 def test_shard_is_differentiable() -> None:
     x = torch.randn(1, 130, 2, requires_grad=True)
 

@@ -6,10 +6,11 @@ import copy
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..call import Arguments, Call, Operands
 from ..checks import one_of, whole
@@ -219,13 +220,39 @@ class ContextParallel:
         Raises:
             ShapeError: x does not have ``local`` tokens along ``dim``.
         """
-        dim = dimension(x, dim)
+        return self._gathered(x, dimension(x, dim))[0]
+
+    def gather(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Gather all ranks' shards into the whole tensor on every rank, differentiably.
+
+        The gradient of a shard is the sum of the ranks' gradients of its tokens. A call moves the whole tensor to every
+        rank, so use it for small tensors; attention with ``context=`` moves only what a pattern needs.
+
+        Args:
+            x: (..., local, ...), this rank's shard.
+            dim: Token dimension of x.
+        Returns:
+            (..., seq_len, ...).
+        Raises:
+            ShapeError: x does not have ``local`` tokens along ``dim``.
+        """
+        whole: Tensor = Gather.apply(x, self, dimension(x, dim))  # type: ignore[no-untyped-call]
+        return whole
+
+    def _gathered(self, x: Tensor, dim: int) -> tuple[Tensor, tuple[int, ...]]:
+        """Return the whole tensor, detached, and the name of the call."""
         mine = self._shards.tokens_first(x, dim)
-        shape, dtype = f"{tuple(x.shape)}, dim {dim}", str(x.dtype).removeprefix("torch.")
-        with self.call.call_scope(self._tag, shape=shape, dtype=dtype) as call:
+        with self.call.call_scope(self._tag, **_form(x, dim)) as call:
             every, pending = call.all_gather(mine, "shards")
             pending.wait()
-        return self._shards.join(every, dim)
+            return self._shards.join(every, dim), call.name
+
+    def _summed(self, gradient: Tensor, dim: int, name: tuple[int, ...]) -> Tensor:
+        """Return the sum over ranks of the gradients of this rank's tokens; ``name`` is that of the forward call."""
+        with self.call.call_scope(tag=None, **_form(gradient, dim)) as call:
+            named = call.with_fields(call=name[0], tag=name[1:])
+            total = named.reduce_scatter(self._shards.parts(gradient, dim), "gradients of shards")
+        return self._shards.padded(total, dim)
 
     # ---- attention ---------------------------------------------------------------------------------------------------
 
@@ -368,6 +395,27 @@ class ContextParallel:
         patterns = ", ".join(map(repr, self.patterns))
         where = f"rank {self.rank} of {self.size}, {self.placement.name}"
         return f"ContextParallel({patterns}, {self.seq_len} tokens, {where})"
+
+
+class Gather(torch.autograd.Function):
+    """The shards of all ranks as one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: ContextParallel, dim: int) -> Tensor:
+        """Gather the shards along ``dim``."""
+        ctx.context, ctx.dim = context, dim
+        whole, ctx.name = context._gathered(x, dim)
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of the shard."""
+        return ctx.context._summed(gradient, ctx.dim, ctx.name), None, None
+
+
+def _form(x: Tensor, dim: int) -> dict[str, Value]:
+    return {"shape": f"{tuple(x.shape)}, dim {dim}", "dtype": str(x.dtype).removeprefix("torch.")}
 
 
 def _transport_of(

@@ -52,6 +52,18 @@ class Shards:
             total[torch.from_numpy(self.placement.positions(rank)[:count]).to(part.device)] = part[:count]
         return total.movedim(0, dim)
 
+    def parts(self, x: Tensor, dim: int) -> list[Tensor]:
+        """Cut a whole tensor into the tokens of each rank, without padding, with its token dimension first."""
+        ranks = range(self.placement.ranks)
+        places = [torch.from_numpy(self.placement.positions(r)[: self.placement.tokens_of(r)]) for r in ranks]
+        return [x.movedim(dim, 0).index_select(0, place.to(x.device)) for place in places]
+
+    def padded(self, part: Tensor, dim: int) -> Tensor:
+        """Return a rank's tokens, with tokens first, as its shard with tokens in ``dim``; padding is zero."""
+        shard = part.new_zeros(self.placement.local, *part.shape[1:])
+        shard[: len(part)] = part
+        return shard.movedim(0, dim)
+
     def check(self, name: str, x: Tensor, dim: int) -> None:
         """Raise ShapeError unless x has the tokens of a shard along ``dim``."""
         local = self.placement.local

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...errors import RingError
 from ...memory.workspace import Workspace
+from ...types import acc_dtype
 from ..transport.protocol import Communicator, Event, Pending
 from .header import HEADER_WORDS, TAG_WORDS, Value, compare, encode, encode_field, text_words
 from .wire import NATIVE, Wire
@@ -113,6 +114,19 @@ class CollectiveCall:
         every = [x if other == rank else torch.empty_like(x) for other in range(self.transport.size)]
         others = [(other, part) for other, part in enumerate(every) if other != rank]
         return every, self.transport.exchange([(other, x) for other, _ in others], others, what=operation, stage=0)
+
+    def reduce_scatter(self, parts: Sequence[Tensor], operation: str) -> Tensor:
+        """Send ``parts[r]`` to rank r, and return the sum of all ranks' parts for this rank, in the order of ranks."""
+        rank = self.transport.rank
+        self.agree(operation)
+        came = [x if other == rank else torch.empty_like(parts[rank]) for other, x in enumerate(parts)]
+        others = [other for other in range(self.transport.size) if other != rank]
+        sends, receives = ([(other, side[other]) for other in others] for side in (parts, came))
+        self.transport.exchange(sends, receives, what=operation, stage=0).wait()
+        total = came[0].to(acc_dtype(came[0].dtype), copy=True)
+        for part in came[1:]:
+            total += part
+        return total.to(came[0].dtype)
 
     def buffer(self, nbytes: int, device: torch.device) -> Tensor:
         """Return a flat uint8 buffer from the workspace."""
