@@ -215,11 +215,11 @@ def test_ranks_compute_their_rows_of_lists_that_heads_share(ranks: int, placemen
 
 
 def test_gather_does_not_compute_a_part_of_a_call() -> None:
-    inputs = Inputs.random(301)
-    pattern = rw.Selected(torch.arange(301)[:, None])
+    inputs = Inputs.random(701)
+    pattern = rw.Selected(torch.arange(701)[:, None])
 
     def job(transport: Threaded) -> None:
-        context = rw.ContextParallel(transport, pattern, 301, heads=(2, 2), placement="striped")
+        context = rw.ContextParallel(transport, pattern, 701, heads=(2, 2), placement="contiguous")
         shards = [context.shard(x, 2) for x in (inputs.q, inputs.k, inputs.v)]
         with pytest.raises(rw.UnsupportedError, match="a rank computes a part of it"):
             rw.attention(*shards, pattern, context=context, backend="gather")

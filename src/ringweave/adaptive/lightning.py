@@ -27,6 +27,7 @@ from ..torch_compat import mapped
 from ..torch_ops import differentiate, operators, refuse_forward_mode
 from ..types import DTYPES, acc_dtype
 from ..validate import checked_scale
+from .ranking import best, ordered
 
 # bytes of one chunk of scores, and of one block of products before the sum over heads
 _CHUNK, _CHUNK_ELSEWHERE = 2**22, 2**28
@@ -161,9 +162,9 @@ def _chosen(q: Tensor, k: Tensor, weights: Tensor, pattern: Pattern, scale: floa
         return index
     with torch.autocast(q.device.type, enabled=False):
         for chunk in _chunks(planned, q.device):
-            key = _ordered(_scores(q, k, weights, scale, chunk))
+            key = ordered(_scores(q, k, weights, scale, chunk))
             chunk.forbid(key)
-            index[chunk.members, chunk.queries, : min(top_k, key.shape[-1])] = _best(key, chunk.tokens(), top_k)
+            index[chunk.members, chunk.queries, : min(top_k, key.shape[-1])] = best(key, chunk.tokens(), top_k)
     return index
 
 
@@ -267,30 +268,6 @@ def _scores(q: Tensor, k: Tensor, weights: Tensor, scale: float, chunk: _Chunk) 
         product = product.relu_().unflatten(1, (rows, heads))
         scores[..., place : place + len(keys)] = (weight[..., None, :] @ product)[..., 0, :]
     return scores
-
-
-def _ordered(scores: Tensor) -> Tensor:
-    """Return integers in the order of the scores, equal for equal scores; NaN is the least integer."""
-    whole_type = torch.int64 if scores.dtype == torch.float64 else torch.int32
-    least, most = torch.iinfo(whole_type).min, torch.iinfo(whole_type).max
-    lacking = scores.isnan()
-    bits = scores.add_(0.0).view(whole_type)  # adding 0.0 turns -0.0 into 0.0
-    bits = torch.where(bits < 0, bits ^ most, bits)
-    return bits.masked_fill_(lacking, least)
-
-
-def _best(key: Tensor, tokens: Tensor, top_k: int) -> Tensor:
-    """Return the tokens of the largest keys of each row, ascending, then -1; the least integer is never chosen."""
-    count = min(top_k, key.shape[-1])
-    last = key.topk(count, -1, sorted=False).values.amin(-1, keepdim=True)
-    more = key > last
-    same = (key == last) & (last > torch.iinfo(key.dtype).min)
-    # among the keys that equal the last one, the earliest fill the row
-    room = count - more.sum(-1, keepdim=True, dtype=torch.int32)
-    chosen = more | (same & (same.cumsum(-1, dtype=torch.int32) <= room))
-    place = torch.where(chosen, chosen.cumsum(-1, dtype=torch.int32) - 1, count).long()
-    best = tokens.new_full((*key.shape[:-1], count + 1), -1)
-    return best.scatter_(-1, place, tokens.expand(place.shape))[..., :count]
 
 
 def lightning_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, *, scale: float | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Modules of multi-head attention: over a pattern, with the parameters of torch's own module, and on grids."""
+"""Modules of attention: over a pattern, with the parameters of torch's own module, on grids, and over chosen keys."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from typing import TYPE_CHECKING
 from ..names import only, suggest
 from .hierarchical import HierarchicalAttention
 from .longnet import LongNetAttention
+from .moba import MixtureOfBlockAttention
 from .multihead import MultiheadAttention
 from .neighborhood import NeighborhoodAttention
+from .nsa import NativeSparseAttention
 
-__all__ = ["HierarchicalAttention", "LongNetAttention", "MultiheadAttention", "NeighborhoodAttention"]
+__all__ = [
+    "HierarchicalAttention", "LongNetAttention", "MixtureOfBlockAttention", "MultiheadAttention",
+    "NativeSparseAttention", "NeighborhoodAttention",
+]  # fmt: skip
 __dir__ = only(__all__)
 if not TYPE_CHECKING:
     __getattr__ = suggest(__name__, __all__)

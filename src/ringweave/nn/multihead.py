@@ -20,6 +20,7 @@ from ..terms.term import as_terms
 from ..validate import checked_dropout
 from ..weights import BlockWeights, attention_weights
 from .options import accepted_options, module_sizes
+from .rotation import rotated
 
 if TYPE_CHECKING:
     from ..parallel import ContextParallel
@@ -295,10 +296,7 @@ class MultiheadAttention(nn.Module):
             first = q_offset[:, None] if isinstance(q_offset, Tensor) and q_offset.ndim else q_offset
             of_q = torch.arange(q.shape[2], device=q.device) + first
         assert self.rotary_base is not None
-        half = self.head_dim // 2
-        # Always in float32: positions rounded to bfloat16 would be off by many tokens.
-        rates = self.rotary_base ** (-torch.arange(half, device=q.device, dtype=torch.float32) / half)
-        return _rotate(q, of_q, rates), _rotate(k, of_k, rates)
+        return rotated(q, of_q, self.rotary_base), rotated(k, of_k, self.rotary_base)
 
     def _options(self) -> dict[str, Any]:
         """Return the arguments of attention that the module's options set.
@@ -338,12 +336,3 @@ def _added(name: str, mask: object, shapes: Mapping[tuple[int, ...], tuple[int, 
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=q.dtype, device=mask.device).masked_fill_(mask, -torch.inf)
     return mask.view(shapes[tuple(mask.shape)])
-
-
-def _rotate(x: Tensor, positions: Tensor, rates: Tensor) -> Tensor:
-    """Rotate x, (batch, heads, tokens, channels), by positions (tokens,) or (batch, tokens)."""
-    angles = positions[..., None].float() * rates
-    angles = angles if positions.ndim == 1 else angles[:, None]
-    cos, sin = angles.cos(), angles.sin()
-    first, second = x.float().chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
