@@ -137,3 +137,10 @@ def test_a_table_with_a_last_block_outside_of_some_views(nq: int, nk: int, q_off
     for branch in found:
         total[:, :, branch.q_first :: branch.rate, branch.k_first :: branch.rate] |= branch.plan().to_dense()
     assert torch.equal(total, pattern.to_dense(nq, nk, q_offset=q_offset))
+
+
+def test_no_view_has_a_query_and_a_key() -> None:
+    q = torch.randn(1, 1, 1, 4)
+    for pattern in (rw.Strided(40), rw.Strided(40) & rw.Causal(), rw.Dilated(3, 7)):
+        assert [branch.rate for branch in branches(pattern, 1, 1, q_offset=1)] == [1]
+        assert not rw.attention(q, q, q, pattern, q_offset=1).any()

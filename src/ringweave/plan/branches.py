@@ -329,7 +329,8 @@ def _split(pattern: Pattern, size: Sizes, whole: Branch) -> tuple[Branch, ...]:
         if not _fits(branch):
             return (whole,)
         views.append(branch)
-    return tuple(views) if _cost(views) < cost else (whole,)
+    # no view has both queries and keys if few keys are all before the queries' residues
+    return tuple(views) if views and _cost(views) < cost else (whole,)
 
 
 def _offsets(rate: int, size: Sizes) -> Sequence[int]:
