@@ -200,6 +200,9 @@ def draw(backend: str, seed: int, index: int) -> Call:
     ways = ("attention", "attention_with_lse", "no_grad", "inference_mode", "weights", "merge")
     if how in ways and tree.kind != "LongNet" and backend != "sdpa" and r.random() < 0.2:
         first, dead = _first(r, sizes), False
+        if any(below.kind == "Selected" for below in tree.walk()):
+            # its indices fit the number of keys without an offset
+            first = first._replace(k=(0,) * sizes.batch)
     call = Call(
         backend, kv_heads, sizes, dim, value_dim, dtype, tree, layouts, fills, r.choice(SCALES),  # type: ignore[arg-type]
         leaves=r.choice(["qkv", "qkv", "qkv", "qkv", "q", "k", "v", "qk", "kv", "qv", ""]),

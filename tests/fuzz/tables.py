@@ -86,6 +86,30 @@ def listed_allows(at: At, sides: Any, lead: str, most: int, seed: int) -> Any:
     return table[block_of(at, sides)]
 
 
+def draw_selected(r: Random, s: Sizes) -> tuple[Any, ...]:
+    side = r.choice([1, 1, 1, *SIDES])
+    return side, r.choice(["", "", "1", "h", "b1", "bh"]), r.choice([0, 1, 2, 5, 40]), r.randint(0, 99)
+
+
+def selected_shape(s: Sizes, side: int, lead: str, most: int) -> tuple[tuple[int, ...], int]:
+    """Return the shape of the indices, and the number of key blocks."""
+    *of_lead, _, blocks = table_shape(s, side, lead)
+    return (*of_lead, s.nq, most), blocks
+
+
+def selected_source(s: Sizes, side: int, lead: str, most: int, seed: int) -> str:
+    shape, blocks = selected_shape(s, side, lead, most)
+    return f"rw.Selected(({random_source(shape, seed)} * {blocks + 1}).int() - 1, {side})"
+
+
+def selected_allows(at: At, side: int, lead: str, most: int, seed: int) -> Any:
+    shape, blocks = selected_shape(at.s, side, lead, most)
+    indices = own(at, (uniform(shape, seed) * np.float32(blocks + 1)).astype(np.int64) - 1, lead)
+    # rows and keys count from the first query and key of the call
+    block = (at.k - at.k[0, 0]) // side
+    return (indices[(at.q - at.q[0, 0])[:, 0]][:, :, None] == block).any(1)
+
+
 def drawn(n: int, density: float, side: int, seed: int, diagonal: bool, heads: int | None = None) -> NDArray[Any]:
     table = rw.patterns.random_blocks(
         n, density, block_size=side, seed=seed, diagonal=diagonal, heads=heads

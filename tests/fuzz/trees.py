@@ -101,6 +101,7 @@ def _depends(tree: Tree) -> tuple[bool, bool]:
             "function",
             "BlockTable",
             "BlockTable of indices",
+            "Selected",
             "random_blocks",
             "from_block_mask",
         )
