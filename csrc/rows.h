@@ -244,16 +244,19 @@ inline Tile tile_columns(const View &t, int64_t b, int64_t h, int64_t first, int
   if (Op::depth == 1) return tile_rows<Op>(t, b, h, first, n, width, dead, memory, places);
   const char *from = token_at(t, b, h, first);
   const int step = apart ? 1 : 2;
-  int run = run_of(t, first, n);  // even, if rows are paired: pages have 16 rows or more, and `first` is even
+  // Even, if rows are paired: pages have 16 rows or more, and `first` is even. Chosen rows are found one by one.
+  int run = t.chosen ? 0 : run_of(t, first, n);
   for (int i = 0; i < n; i += step, from += step * t.token) {
-    if (places)
-      from = token_at(t, b, h, first + places->row[i]);
+    const int64_t token = first + (places ? places->row[i] : i);
+    if (places || t.chosen)
+      from = token_at(t, b, h, token);
     else if (i == run)
-      from = token_at(t, b, h, first + i), run += run_of(t, first + i, n - i);
+      from = token_at(t, b, h, token), run += run_of(t, token, n - i);
     const bool low = !(dead && dead[i]), high = !apart && i + 1 < n && !(dead && dead[i + 1]);
+    const char *next = t.chosen && high ? token_at(t, b, h, token + 1) : from + t.token;
     char *to = memory + (ptrdiff_t)i * width * (4 / step);
     for (int c = 0; c < width; c += 8) {
-      const H8 x = low ? *(const H8 *)(from + 2 * c) : H8{}, y = high ? *(const H8 *)(from + t.token + 2 * c) : H8{};
+      const H8 x = low ? *(const H8 *)(from + 2 * c) : H8{}, y = high ? *(const H8 *)(next + 2 * c) : H8{};
       *(H8 *)(to + 4 * c) = __builtin_shufflevector(x, y, 0, 8, 1, 9, 2, 10, 3, 11);
       *(H8 *)(to + 4 * c + 16) = __builtin_shufflevector(x, y, 4, 12, 5, 13, 6, 14, 7, 15);
     }
