@@ -310,6 +310,7 @@ def paged(given: Arguments, cache: PagedCache) -> Checked:
     if not isinstance(backend, str) or backend not in names():
         raise UnsupportedError("backend", shown(backend), f"one of {', '.join(names())}", "Use 'auto'.")
     scale = checked_scale(given.scale, q.shape[3])
+    pattern = pattern.bound(q.shape[1], heads)
     if pattern.tables:
         _check_rows(pattern, q.shape[2])
     pattern = pattern._for_call()
