@@ -194,6 +194,17 @@ def test_a_patched_model_makes_no_tensor_of_all_scores(name: str, monkeypatch: p
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "hy_v4"])
+def test_an_indexer_that_may_choose_all_keys_restricts_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no more keys than the indexer chooses, a patched model scores nothing and plans no lists."""
+    wanted = chooser(name, "eager", index_topk=LENGTH).eval()(IDS, attention_mask=LEFT).logits
+    for module, attribute in (("indexers", "lightning_indexer"), ("interface", "Selected")):
+        monkeypatch.setattr(f"ringweave.integrations.transformers.{module}.{attribute}", None)
+    got = ours(name, "patch", index_topk=LENGTH).eval()(IDS, attention_mask=LEFT).logits
+    torch.testing.assert_close(got[LEFT.bool()], wanted[LEFT.bool()], atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
 def test_a_step_expands_the_chosen_latents_only() -> None:
     """A step of a patched model expands as many latents as the indexer chooses."""
     model, expanded = ours("deepseek_v32", "patch").eval(), []

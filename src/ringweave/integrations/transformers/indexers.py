@@ -34,6 +34,14 @@ class Chosen(NamedTuple):
     indices: Tensor
 
 
+def all_keys(indices: Tensor, keys: int) -> bool:
+    """Whether all queries share one list of all keys, which is what an indexer returns that may choose them all."""
+    shared = indices.shape[-1] == keys and not any(indices.stride()[:-1])
+    return (
+        shared and indices.device.type == "cpu" and torch.equal(indices[0, 0], torch.arange(keys, dtype=indices.dtype))
+    )
+
+
 class Products:
     """The products of an indexer's queries and keys, (B, queries, heads, keys), which are not computed.
 
@@ -129,7 +137,7 @@ class Scores:
             return self.values().topk(k, dim, largest, sorted)
         mask, (batch, nq, nk) = self.allowed.mask, self.shape
         if k >= nk:
-            # all keys that the mask allows: no score decides
+            # no score decides, and all queries share the list
             return Chosen(torch.arange(nk, dtype=torch.int32, device=self.weights.device).expand(batch, nq, nk))
         products = self.products
         keys, weights = products.k.squeeze(1).mT, self.weights.squeeze(-2)

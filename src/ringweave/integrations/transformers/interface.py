@@ -20,7 +20,7 @@ from ...patterns.fitting import refuse
 from ...terms import Bias, Softcap, Term
 from ...torch_compat import version
 from .compressed_entries import entries_of
-from .indexers import swap
+from .indexers import all_keys, swap
 from .keywords import DOCUMENTS, OTHER, READ, apart, check
 from .latents import Latents, expand_later, states_of
 from .masks import PatternMask, pattern_mask
@@ -231,7 +231,7 @@ class LayerCall:
         own = own if rows is None or _of_the_batch(own) else own.within(rows)
         return pattern & own, mask.q_offset if mask.row is None else mask.row
 
-    def chosen(self, mask: PatternMask, keys: Tensor | None, blocks: Tensor | None) -> Selected:
+    def chosen(self, mask: PatternMask, keys: Tensor | None, blocks: Tensor | None) -> Pattern:
         """Return the pattern of the keys, or of the blocks of keys, that the layer chose; layers may share lists."""
         given = blocks if keys is None else keys
         assert given is not None
@@ -241,6 +241,8 @@ class LayerCall:
             raise UnsupportedError(name, got, "all keys of the call on one device", f"Pass {CACHE}=DynamicCache().")
         if torch.compiler.is_compiling():
             return self._lists(name, given)
+        if keys is not None and all_keys(keys, self.nk):
+            return Full()
         held = version(given)
         if mask.lists is None or mask.lists[0] is not given or mask.lists[1] != held:
             mask.lists = given, held, self._lists(name, given)
