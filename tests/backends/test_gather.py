@@ -21,6 +21,8 @@ RELATIONS = {
     "padded": rw.Causal() & rw.KeyPadding(torch.tensor([20, 70])),
     "documents": rw.Documents([30, 40]),
     "strided": rw.Strided(3),
+    "function": rw.from_mask_mod(lambda b, h, q, k: (q + 2 * k) % 5 != 0),
+    "function of the batch": rw.from_mask_mod(lambda b, h, q, k: (q + 2 * k + b) % 5 != 0) & rw.Causal(),
 }
 
 
@@ -110,3 +112,32 @@ def test_auto_takes_it_where_the_native_kernel_does_not_run() -> None:
     """On another device, or for float64, auto gathers the listed keys instead of whole tiles."""
     facts = rw.explain(lists((), 1, "query") & rw.Causal(), N, dtype=torch.float64, as_dict=True)
     assert facts["backend"]["chosen"] == [{"backend": "gather", "branches": 1}]
+
+
+def test_queries_of_nan_reach_no_key_that_they_do_not_attend() -> None:
+    """A NaN in a query reaches the gradients of the keys of its list only; a key of infinite size no query's gradient."""
+    x = Inputs.random(N, heads=HEADS, kv_heads=KV_HEADS)
+    indices = torch.arange(N)[:, None].expand(N, 3).clone()
+    indices[:, 1:] = -1
+    indices[5] = -1
+    x.q[:, :, 5] = x.q[:, :, 9] = torch.nan
+    x.k[:, :, 12] = torch.nan
+    leaves = x.leaves()
+    grads = torch.autograd.grad(rw.attention(*leaves, rw.Selected(indices), backend="gather"), leaves, x.dout)
+    broken = torch.zeros(N, dtype=torch.bool)
+    broken[[9, 12]] = True
+    for grad in grads[1:]:
+        assert grad[:, :, ~broken].isfinite().all()
+        assert grad[:, :, broken].isnan().all()
+    # two keys in each list, one with a weight of 0
+    x = Inputs.random(N, heads=HEADS, kv_heads=KV_HEADS)
+    x.q.abs_()
+    x.k[:, :, 0] = -torch.inf
+    indices[:, 0], indices[:, 1] = torch.arange(N).clamp(min=1), 0
+    leaves = x.leaves()
+    found = [
+        torch.autograd.grad(rw.attention(*leaves, rw.Selected(indices), backend=name), leaves, x.dout)
+        for name in ("reference", "gather")
+    ]
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, equal_nan=True, atol=1e-5, rtol=1e-4)

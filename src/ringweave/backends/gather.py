@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..call import Call, Operands
+from ..patterns import Pattern
 from ..patterns.within import by_head
 from ..plan import Branch
 from ..plan.from_lists import listed, serves
@@ -102,16 +103,23 @@ class _Layout:
 
     def _related(self, at: Tensor, keys: Tensor) -> Tensor:
         """Evaluate the relation at listed keys (B or 1, Hkv or 1, L, R, n)."""
-        if self.relation.extents()[0] is None:
-            return self.relation.allows(at, keys)
-        each = [self.relation.select(b, 0).allows(at, keys[b if len(keys) > 1 else 0]) for b in range(self.batch)]
-        return torch.stack([x.expand(keys.shape[1:]) for x in each])
+        # the relation is the same for all heads, and a function may read the batch element
+        if self.relation.select(0, 0) is self.relation:
+            return _allowed(self.relation, at, keys)
+        each = [_allowed(self.relation.select(b, 0), at, keys[b if len(keys) > 1 else 0]) for b in range(self.batch)]
+        return torch.stack(each)
 
     def scores(self, queries: Tensor, keys: Tensor, chunk: _Chunk) -> Tensor:
         """Compute scores (B, Hkv, L, G, R, n) of queries (..., G, R, D); -inf where not allowed."""
         before, after = sides(self.scale)
         scores = torch.einsum("bhlgrd,bhlrnd->bhlgrn", queries * before, keys).mul_(after)
         return scores.masked_fill_(~chunk.allowed[:, :, :, None], -torch.inf)
+
+
+def _allowed(relation: Pattern, at: Tensor, keys: Tensor) -> Tensor:
+    """Evaluate a relation at listed keys (..., R, n), with one side for all leading ones: a function takes four."""
+    flat = keys.flatten(0, -3)
+    return relation.allows(at, flat).expand(flat.shape).reshape(keys.shape)
 
 
 def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -147,12 +155,15 @@ def backward(
         keys, values = chunk.gathered(k), chunk.gathered(v)
         queries, dout = layout.by_list(q, chunk.rows), layout.by_list(upstream.dout, chunk.rows)
         lse, delta = (layout.by_list(x, chunk.rows)[..., None] for x in (upstream.lse, upstream.delta))
-        # a row that attends nothing has no weights
+        # a row that attends nothing has no weights, and neither it nor a row of NaN gives anything to other keys
         empty = torch.isneginf(lse)
+        queries, dout = (x.masked_fill(empty | lse.isnan(), 0.0) for x in (queries, dout))
         weights = layout.scores(queries, keys, chunk).sub_(lse.masked_fill(empty, 0.0)).exp_()
         slopes = torch.einsum("bhlgrd,bhlrnd->bhlgrn", dout, values).sub_(delta).mul_(weights)
-        slopes.masked_fill_(~chunk.allowed[:, :, :, None], 0.0)
-        part = torch.einsum("bhlgrn,bhlrnd->bhlgrd", slopes, keys).mul_(layout.scale)
+        for each in (weights, slopes):
+            each.masked_fill_(~chunk.allowed[:, :, :, None], 0.0)
+        # a key that is not finite has made the gradients of its rows NaN or 0 already
+        part = torch.einsum("bhlgrn,bhlrnd->bhlgrd", slopes, keys.nan_to_num(0.0, 0.0, 0.0)).mul_(layout.scale)
         dq[:, :, chunk.rows] = part.flatten(1, 3).to(dtype)
         chunk.add_to(dk, torch.einsum("bhlgrn,bhlgrd->bhlrnd", slopes, queries).mul_(layout.scale))
         chunk.add_to(dv, torch.einsum("bhlgrn,bhlgrd->bhlrnd", weights, dout))
