@@ -165,7 +165,9 @@ def draw(backend: str, seed: int, index: int) -> Call:
     """Draw the call with this number; equal arguments draw an equal call on every instruction set."""
     r = Random(f"{backend} {seed} {index}")
     slow = backend == "triton"
-    heads, kv_heads = r.choice([(1, 1), (2, 2), (4, 4), (2, 1), (4, 2), (4, 1), (3, 1), (6, 3), (5, 5), (8, 2), (8, 8)])
+    heads, kv_heads = r.choice(
+        [(1, 1), (2, 2), (4, 4), (2, 1), (4, 2), (4, 1), (3, 1), (6, 3), (5, 5), (8, 2), (8, 8), (16, 1)]
+    )
     if slow and heads > 4:
         heads, kv_heads = 2, 1
     how = r.choice(["attention_with_lse"] * 5 + CALLS)

@@ -72,6 +72,8 @@ PATTERNS = {
     "documents": rw.Documents([100, 250, N - 350]) & rw.Causal(),
     "table": rw.patterns.random_blocks(N, 0.5, block_size=64, heads=HEADS),
     "by head": rw.PerHead([rw.Causal(), rw.SlidingWindow(9), ~rw.Causal(), rw.Full()]),
+    "chosen": rw.Selected((torch.arange(N)[:, None] * 7 - torch.arange(9) ** 3).clamp(min=-1) % N) & rw.Causal(),
+    "chosen blocks": rw.Selected(torch.arange(HEADS * N).view(HEADS, N, 1) * torch.tensor([3, 5]) % (N // 16), 16),
     "keys": rw.KeyPadding(torch.tensor([N, 300]), torch.tensor([0, 50])) & rw.Causal(),
     "mixture": rw.LongNet([128, 512], [1, 4]),
     "dilated": rw.Dilated(8, 16) | rw.SlidingWindow(20),
@@ -102,7 +104,7 @@ def test_each_rung_computes_the_same(name: str, rung: str, backend: str) -> None
         assert max(heads * rows for heads, rows in tried) > most
     for each, error in oracle.errors(got, whole).items():
         assert error < 1e-6, each
-    if backend == "cpu" and name in ("window", "documents", "table", "by head"):
+    if backend == "cpu" and name in ("window", "documents", "table", "by head", "chosen", "chosen blocks"):
         # tiles have the same sides, and a row its tiles in order
         exact = ("out", "lse", "dq", *(("dk", "dv") if rung == "heads" else ()))
         assert all(torch.equal(got[each], whole[each]) for each in exact)
