@@ -36,8 +36,8 @@ def _image(n: int) -> rw.Grid:
 
 def _chosen(n: int, most: int, block_size: int = 1, lead: tuple[int, ...] = ()) -> torch.Tensor:
     """Return lists of at most ``most`` blocks for each of ``n`` queries, with pads and repeats."""
-    generator = torch.Generator().manual_seed(n)
-    return torch.randint(-1, -(-n // block_size), (*lead, n, most), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(n)
+    return torch.randint(-1, -(-n // block_size), (*lead, n, most), generator=generator, device="cpu")
 
 
 #: name -> pattern for a length; each works with four heads and any batch

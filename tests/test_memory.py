@@ -36,6 +36,7 @@ def grown(backend: str, pattern: rw.Pattern) -> int:
         ("dense_batched", rw.Dilated(64, 16) | rw.SlidingWindow(128)),
         ("dense_batched", rw.LongNet([1024, 16384], [1, 16])),
         ("sdpa", rw.Causal()),
+        ("gather", rw.Selected((torch.arange(32768)[:, None] - 512 * torch.arange(64)).clamp(min=-1))),
         ("torch_sparse", rw.SlidingWindow(512) | rw.Global(16)),
         ("auto", rw.SlidingWindow(512)),
     ],
@@ -48,4 +49,10 @@ def test_peak_memory(backend: str, pattern: rw.Pattern) -> None:
 
 def test_every_backend_is_covered() -> None:
     # these backends need a GPU: see tests/backends
-    assert set(BACKENDS) - {"reference", "triton", "flex", "flash"} <= {"dense_batched", "sdpa", "cpu", "torch_sparse"}
+    assert set(BACKENDS) - {"reference", "triton", "flex", "flash"} <= {
+        "dense_batched",
+        "gather",
+        "sdpa",
+        "cpu",
+        "torch_sparse",
+    }

@@ -476,7 +476,7 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor
         # Nothing watches the call. A table that its pattern has sorted already is not sorted again.
         inputs = q, k, v, *tensors
         if are_plain_cpu(inputs) and not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
-            program = Program(call)
+            program = program_of(call, q, k)
             if program.native:
                 return run(program, q, k, v, tensors)
     return attention_op(q, k, v, tensors, call.text, *call.numbers)  # type: ignore[no-any-return]

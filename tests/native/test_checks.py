@@ -87,7 +87,7 @@ CHANGES: list[tuple[str, str, Callable[[Tensor], object]]] = [
     ("row", "row", lambda x: x.flip(0).contiguous()),
     ("mask_id_t", "mask_id_t", lambda x: x + 1000),
     ("mask_id_t", "mask_id_t", lambda x: x[1:].clone()),
-    ("q_tile", "q_tile", lambda x: 24),
+    ("q_tile", "q_tile", lambda x: 272),
     ("q_tile", "q_tile", lambda x: 0),
     ("kv_tile", "kv_tile", lambda x: 272),
     ("scale", "scale", lambda x: float("nan")),

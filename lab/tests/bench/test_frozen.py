@@ -170,6 +170,7 @@ def test_names_are_frozen() -> None:
         "tune",
         "tiles",
         "ordering",
+        "selected",
         "terms",
         "module",
         "models",

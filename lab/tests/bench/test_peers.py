@@ -48,6 +48,7 @@ def test_every_peer_computes_its_pattern(name: str) -> None:
                 "ringweave:triton": "it runs on CUDA and ROCm tensors",
                 "ringweave:flex": "returns no lse and has no backward",
                 "ringweave:flash": "it calls kernels for CUDA tensors",
+                "ringweave:gather": "it computes lists of keys",
             }
             assert name in said, outcome.reason
             assert said[name] in str(outcome.reason)

@@ -206,7 +206,7 @@ class _Chunk:
     def tokens(self) -> Tensor:
         """Return the key of each place of the chunk, (U * kv_tile,) int32."""
         side = self.plan.kv_tile
-        tokens = self.columns[:, None] * side + torch.arange(side)
+        tokens = self.columns[:, None] * side + torch.arange(side, device="cpu")
         return tokens.flatten().int().to(self.device)
 
     def forbid(self, key: Tensor) -> None:
@@ -241,8 +241,8 @@ def _chunks(planned: BlockPlan, device: torch.device) -> Iterator[_Chunk]:
             if not len(columns):
                 continue
             counts = planned.row_ptr[g, rows.start : rows.stop + 1].diff()
-            row = torch.arange(len(rows)).repeat_interleave(counts)
-            code = torch.full((len(rows), len(columns)), -2, dtype=torch.int32)
+            row = torch.arange(len(rows), device="cpu").repeat_interleave(counts)
+            code = torch.full((len(rows), len(columns)), -2, dtype=torch.int32, device="cpu")
             code[row, place] = planned.mask_id[entries]
             for members in every.split(max(1, budget // (one * code.numel()))):
                 yield _Chunk(planned, members, rows, columns, code, device)

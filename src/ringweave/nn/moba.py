@@ -121,7 +121,7 @@ class MixtureOfBlockAttention(ChoosingAttention):
             first = cache.length
             k, v = cache.append("keys", k), cache.append("values", v)
             means = cache.append("means", self._means(k, first // self.block_size))
-        chosen = self._chosen(q, means, torch.arange(first, first + q.shape[2]))
+        chosen = self._chosen(q, means, torch.arange(first, first + q.shape[2], device="cpu"))
         # shorter calls have too few queries for each block
         if q.shape[2] >= self.block_size and chosen.shape[-1] > 1:
             return self._attend_by_block(q, k, v, chosen[..., :-1], first)

@@ -217,7 +217,7 @@ class NativeSparseAttention(ChoosingAttention):
                 kv[:2] = [self.context.gather(x, 2) for x in kv[:2]]
             kv[:2] = self.compress_keys(kv[0]), self.compress_values(kv[1])
         if self.context is None:
-            chosen = self._chosen(q, kv[0], torch.arange(first, first + tokens))
+            chosen = self._chosen(q, kv[0], torch.arange(first, first + tokens, device="cpu"))
         else:
             chosen = self.context.unshard(self._chosen(q, kv[0], self.context.positions), 2)
         pattern, near = Selected(chosen, self.block_size, heads="kv") & Causal(), SlidingWindow(self.window - 1, 0)
@@ -284,8 +284,8 @@ class NativeSparseAttention(ChoosingAttention):
         """Return the blocks of queries at these positions, (B, Hkv, queries, n) int32, where -1 is none."""
         batch, heads = keys.shape[:2]
         own = (positions // self.block_size).int()
-        begin = torch.arange(self.initial_blocks, dtype=torch.int32)
-        local = own[:, None] - torch.arange(self.local_blocks, dtype=torch.int32)
+        begin = torch.arange(self.initial_blocks, dtype=torch.int32, device="cpu")
+        local = own[:, None] - torch.arange(self.local_blocks, dtype=torch.int32, device="cpu")
         fixed = torch.cat([begin.where(begin <= own[:, None], -1), local.clamp(min=-1)], -1).to(q.device)
         fixed = fixed.expand(batch, heads, -1, -1)
         more = self.top_k - self.initial_blocks - self.local_blocks
@@ -304,7 +304,7 @@ class NativeSparseAttention(ChoosingAttention):
     def _best(self, q: Tensor, keys: Tensor, positions: Tensor, count: int) -> Tensor:
         """Return the blocks with the largest importance between the initial and the local ones, for a few queries."""
         last = int(positions.max())
-        blocks = torch.arange(max(1, last // self.block_size - self.local_blocks + 1), dtype=torch.int32)
+        blocks = torch.arange(max(1, last // self.block_size - self.local_blocks + 1), dtype=torch.int32, device="cpu")
         reach = max(0, (last + 1 - self.compress_block) // self.compress_stride + 1)
         weights = self._weights(q, keys[:, :, :reach], positions)
         key = ordered(self._importance(weights, len(blocks)))
@@ -318,7 +318,7 @@ class NativeSparseAttention(ChoosingAttention):
         acc = acc_dtype(q.dtype)
         grouped = (q.to(acc) / math.sqrt(self.head_dim)).unflatten(1, (keys.shape[1], -1))
         scores = (grouped.flatten(2, 3) @ keys.to(acc).mT).unflatten(2, grouped.shape[2:4])
-        ends = torch.arange(keys.shape[2]) * self.compress_stride + self.compress_block
+        ends = torch.arange(keys.shape[2], device="cpu") * self.compress_stride + self.compress_block
         later = (ends > positions[:, None] + 1).to(q.device)
         # finite, so that a row without keys has weights, which become 0
         weights: Tensor = scores.masked_fill_(later, torch.finfo(acc).min).softmax(-1).sum(2)

@@ -148,7 +148,7 @@ class ChoosingAttention(nn.Module):
         positions = torch.zeros(len(spans), x.shape[1], dtype=torch.int64, device="cpu")
         for row, bounds in zip(positions, spans, strict=True):
             for begin, end in bounds:
-                row[begin:end] = torch.arange(end - begin)
+                row[begin:end] = torch.arange(end - begin, device="cpu")
         return (positions if len(spans) > 1 else positions[0]).to(x.device)
 
     def _spans(self, x: Tensor, documents: Documents | None) -> Spans | None:

@@ -156,10 +156,10 @@ def packed(lists: Selected, relation: Pattern, extent: Extent, group: int) -> Pa
     row_sets = torch.from_numpy(row_ptr).int()
     chosen = np.concatenate(keys) if tiles else np.zeros(side, np.int32)
     plan = PackedPlan(
-        row_ptr=row_sets, col=torch.arange(tiles, dtype=torch.int32), mask_id=torch.from_numpy(np.concatenate(mask_id)),
-        col_ptr=torch.zeros(len(sets), 1, dtype=torch.int32), row=torch.zeros(0, dtype=torch.int32),
-        mask_id_t=torch.zeros(0, dtype=torch.int32), mask_words=_prefixes(side),
-        row_set=torch.from_numpy(row_set), launch_order=torch.zeros(0, dtype=torch.int32),
+        row_ptr=row_sets, col=torch.arange(tiles, dtype=torch.int32, device="cpu"), mask_id=torch.from_numpy(np.concatenate(mask_id)),
+        col_ptr=torch.zeros(len(sets), 1, dtype=torch.int32, device="cpu"), row=torch.zeros(0, dtype=torch.int32, device="cpu"),
+        mask_id_t=torch.zeros(0, dtype=torch.int32, device="cpu"), mask_words=_prefixes(side),
+        row_set=torch.from_numpy(row_set), launch_order=torch.zeros(0, dtype=torch.int32, device="cpu"),
         nq=nq, nk=max(tiles, 1) * side, q_tile=1, kv_tile=side, chosen=torch.from_numpy(chosen),
     )  # fmt: skip
     return _grouped(plan, group)
@@ -168,7 +168,7 @@ def packed(lists: Selected, relation: Pattern, extent: Extent, group: int) -> Pa
 @process_cache
 def _prefixes(side: int) -> Tensor:
     """Return the masks of one row with the first 1, 2, ... side - 1 keys of a tile."""
-    return pack_masks(torch.ones(side - 1, side, dtype=torch.bool).tril()[:, None])
+    return pack_masks(torch.ones(side - 1, side, dtype=torch.bool, device="cpu").tril()[:, None])
 
 
 def _every_pair(each: _Set, lists: Selected, extent: Extent) -> tuple[Int64, Int64]:
@@ -234,7 +234,7 @@ def _pairs(each: _Set, size: int, filler: int, extent: Extent, rows: range) -> t
         keys = (keys[:, :, None] * size + np.arange(size)).reshape(len(keys), -1)
     allowed = keys < extent.nk
     if not isinstance(each.relation, Full):
-        q = torch.arange(rows.start, rows.stop)[:, None] + (extent.q_offset + each.start)
+        q = torch.arange(rows.start, rows.stop, device="cpu")[:, None] + (extent.q_offset + each.start)
         # a function may index tables by the keys, so those that do not exist are clamped
         k = torch.from_numpy(np.where(allowed, keys, 0) + each.start)
         allowed &= each.relation.allows(q, k).expand(k.shape).numpy()

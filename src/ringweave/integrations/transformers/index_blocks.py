@@ -173,10 +173,10 @@ def _bounds(mask: Any) -> tuple[Tensor, Tensor] | None:
     parts = mask.pattern.parts if isinstance(mask.pattern, And) else (mask.pattern,)
     if not all(isinstance(part, Causal | Full | KeyPadding) for part in parts):
         return None
-    start, stop = torch.zeros(batch, dtype=torch.long), torch.full((batch, nq), nk)
+    start, stop = torch.zeros(batch, dtype=torch.long, device="cpu"), torch.full((batch, nq), nk, device="cpu")
     for part in parts:
         if isinstance(part, Causal):
-            stop = stop.minimum(torch.arange(nq) + mask.q_offset + 1)
+            stop = stop.minimum(torch.arange(nq, device="cpu") + mask.q_offset + 1)
         elif isinstance(part, KeyPadding):
             ends = torch.as_tensor(part.stop, device="cpu").expand(batch)
             stop = stop.minimum(ends[:, None])

@@ -38,7 +38,9 @@ def all_keys(indices: Tensor, keys: int) -> bool:
     """Whether all queries share one list of all keys, which is what an indexer returns that may choose them all."""
     shared = indices.shape[-1] == keys and not any(indices.stride()[:-1])
     return (
-        shared and indices.device.type == "cpu" and torch.equal(indices[0, 0], torch.arange(keys, dtype=indices.dtype))
+        shared
+        and indices.device.type == "cpu"
+        and torch.equal(indices[0, 0], torch.arange(keys, dtype=indices.dtype, device="cpu"))
     )
 
 
