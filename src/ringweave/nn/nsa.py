@@ -37,15 +37,24 @@ class BlockCompression(nn.Module):
         dim: Channels of a head.
         block: Tokens in a block.
         stride: Tokens from the beginning of a block to that of the next.
-        place: Device and dtype of the parameters.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
     """
 
-    def __init__(self, heads: int, dim: int, block: int, stride: int, place: dict[str, Any]):
+    def __init__(
+        self,
+        heads: int,
+        dim: int,
+        block: int,
+        stride: int,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ):
         super().__init__()
         self.block, self.stride = block, stride
-        self.position = nn.Parameter(torch.empty(heads, block, dim, **place))
-        self.hidden = nn.Parameter(torch.empty(heads, block * dim, dim, **place))
-        self.weight = nn.Parameter(torch.empty(heads, dim, dim, **place))
+        self.position = nn.Parameter(torch.empty(heads, block, dim, device=device, dtype=dtype))
+        self.hidden = nn.Parameter(torch.empty(heads, block * dim, dim, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(heads, dim, dim, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -162,10 +171,9 @@ class NativeSparseAttention(ChoosingAttention):
             dtype=dtype,
         )
         self._set_sizes(compress_block, compress_stride, block_size, top_k, window, initial_blocks, local_blocks)
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        sizes = self.num_kv_heads, self.head_dim, self.compress_block, self.compress_stride, place
+        sizes = self.num_kv_heads, self.head_dim, self.compress_block, self.compress_stride, device, dtype
         self.compress_keys, self.compress_values = BlockCompression(*sizes), BlockCompression(*sizes)
-        self.gate = nn.Linear(self.embed_dim, 3 * self.num_heads, **place)
+        self.gate = nn.Linear(self.embed_dim, 3 * self.num_heads, device=device, dtype=dtype)
         self.reset_parameters()
 
     def _set_sizes(

@@ -56,9 +56,9 @@ class ChoosingAttention(nn.Module):
             raise ShapeError("head dim", self.head_dim, "an even number, for rotary_base", "Change num_heads.")
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self._sizes = [self.embed_dim, *[self.num_kv_heads * self.head_dim] * kv_projections]
-        self.in_proj_weight = nn.Parameter(torch.empty(sum(self._sizes), self.embed_dim, **place))
+        self.in_proj_weight = nn.Parameter(torch.empty(sum(self._sizes), self.embed_dim, device=device, dtype=dtype))
         if flag("bias", bias, ShapeError):
-            self.in_proj_bias = nn.Parameter(torch.empty(sum(self._sizes), **place))
+            self.in_proj_bias = nn.Parameter(torch.empty(sum(self._sizes), device=device, dtype=dtype))
         else:
             self.register_parameter("in_proj_bias", None)
         self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **place)

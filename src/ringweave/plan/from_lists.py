@@ -153,13 +153,12 @@ def packed(lists: Selected, relation: Pattern, extent: Extent, group: int) -> Pa
         mask_id.append(np.full(int(ends[-1]), MaskIndex.FULL, np.int32))
         rest = counts % side
         mask_id[-1][ends[rest > 0] - 1] = rest[rest > 0] - 1
-    row_sets = torch.from_numpy(row_ptr).int()
     chosen = np.concatenate(keys) if tiles else np.zeros(side, np.int32)
+    unused = torch.zeros(0, dtype=torch.int32, device="cpu")
     plan = PackedPlan(
-        row_ptr=row_sets, col=torch.arange(tiles, dtype=torch.int32, device="cpu"), mask_id=torch.from_numpy(np.concatenate(mask_id)),
-        col_ptr=torch.zeros(len(sets), 1, dtype=torch.int32, device="cpu"), row=torch.zeros(0, dtype=torch.int32, device="cpu"),
-        mask_id_t=torch.zeros(0, dtype=torch.int32, device="cpu"), mask_words=_prefixes(side),
-        row_set=torch.from_numpy(row_set), launch_order=torch.zeros(0, dtype=torch.int32, device="cpu"),
+        row_ptr=torch.from_numpy(row_ptr).int(), col=torch.arange(tiles, dtype=torch.int32, device="cpu"),
+        mask_id=torch.from_numpy(np.concatenate(mask_id)), col_ptr=unused.new_zeros(len(sets), 1), row=unused,
+        mask_id_t=unused, mask_words=_prefixes(side), row_set=torch.from_numpy(row_set), launch_order=unused,
         nq=nq, nk=max(tiles, 1) * side, q_tile=1, kv_tile=side, chosen=torch.from_numpy(chosen),
     )  # fmt: skip
     return _grouped(plan, group)
