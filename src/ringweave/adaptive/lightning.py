@@ -380,7 +380,7 @@ def lightning_scores_backward(
 
 
 def _cut(q: Tensor, indices: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yield batch elements and ranges of queries whose chosen keys and products fit the budget."""
+    """Yield batch elements and ranges of queries; the chosen keys and products of a range fit the budget."""
     budget = _CHUNK if q.device.type == "cpu" else _CHUNK_ELSEWHERE
     step = max(1, budget // (4 * indices.shape[2] * (q.shape[2] + q.shape[3])))
     for b in range(len(q)):

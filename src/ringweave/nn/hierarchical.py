@@ -13,8 +13,8 @@ from ..errors import ShapeError, UnsupportedError
 from ..hierarchical import COMBINATIONS, hierarchical_attention
 from ..patterns import Causal, Full, Pattern
 from ..weights import BlockWeights
+from .module_arguments import accepted_options, refuse_pattern
 from .multihead import MultiheadAttention
-from .options import accepted_options, refuse_pattern
 
 
 class HierarchicalAttention(MultiheadAttention):

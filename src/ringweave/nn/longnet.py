@@ -11,8 +11,8 @@ from ..api import longnet_attention
 from ..checks import flag
 from ..errors import PatternError, ShapeError
 from ..patterns import LongNet, Pattern
+from .module_arguments import accepted_options, refuse_pattern
 from .multihead import MultiheadAttention
-from .options import accepted_options, refuse_pattern
 
 
 class LongNetAttention(MultiheadAttention):

@@ -19,7 +19,7 @@ from ..terms import Bias, Term
 from ..terms.term import as_terms
 from ..validate import checked_dropout
 from ..weights import BlockWeights, attention_weights
-from .options import accepted_options, module_sizes
+from .module_arguments import accepted_options, module_sizes
 from .rotation import rotated
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from ..checks import flag
 from ..errors import ShapeError, shown
 from ..terms import Term
 from ..terms.term import as_terms
-from .options import module_sizes
+from .module_arguments import module_sizes
 
 
 class NeighborhoodAttention(nn.Module):

@@ -15,7 +15,7 @@ from ..patterns.documents import packed_apart
 from ..precision import NATIVE, Precision, as_precision
 from ..types import AttentionOutput
 from .key_cache import KeyCache
-from .options import module_sizes
+from .module_arguments import module_sizes
 from .rotation import rotated
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ class Latents:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the latents, whose third size is the number of keys."""
+        """Shape of the latents; the third size is the number of keys."""
         return self.latents.shape
 
     def states(self) -> tuple[Tensor, Tensor]:

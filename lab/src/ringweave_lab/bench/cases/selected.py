@@ -67,7 +67,7 @@ def _blocks(tokens: int, options: Options, usual: bool) -> Iterator[Target]:
 
 
 def _single_keys(tokens: int, options: Options, usual: bool) -> Iterator[Target]:
-    """Time single keys that 16 heads with keys of their own share, where neighbouring queries choose alike."""
+    """Time single keys that 16 heads with keys of their own share, where neighbouring queries choose similar keys."""
     q, k, v, _ = _drawn(tokens, heads=16, kv_heads=16, dim=192, value_dim=128)
     lists = [smooth_choice(tokens, min(512, tokens // 4), seed) for seed in range(2)]
     _check("single keys", rw.Selected(lists[0][:_CHECKED]) & rw.Causal(), q, k, v)
