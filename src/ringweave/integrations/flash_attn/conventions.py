@@ -1,0 +1,268 @@
+"""The conventions that both versions of flash-attn share: layouts, alignment to the last key, windows and scores.
+
+A query i of Nq is at position i + Nk - Nq, so that the last query is at the last key, in each sequence of a pack too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...api import attention, attention_with_lse
+from ...checks import INTEGERS
+from ...errors import ShapeError, UnsupportedError, shown
+from ...patterns import Causal, Documents, Full, Pattern, SlidingWindow
+from ...terms import ALiBi, Softcap, Term
+from ...types import DTYPES
+
+_SIDES = ("cu_seqlens_q", "cu_seqlens_k")
+
+#: Queries, keys and values in flash-attn's layout.
+Inputs = tuple[Tensor, Tensor, Tensor]
+#: The ``window_size`` argument of flash-attn: (left, right), or a tensor of the two.
+WindowSize = tuple[int, int] | Sequence[int] | Tensor
+
+
+class Scores(NamedTuple):
+    """How scores become weights.
+
+    Attributes:
+        scale: Factor of the scores; 1 / sqrt(D) for None.
+        softcap: Bound on the scores, before ALiBi; none at 0 or below.
+        slopes: ALiBi's slopes, (H,) or (B, H).
+        dropout: Share of the weights that are dropped.
+    """
+
+    scale: float | None = None
+    softcap: float = 0.0
+    slopes: Tensor | None = None
+    dropout: float = 0.0
+
+    @staticmethod
+    def of(
+        scale: float | None, softcap: float, slopes: Tensor | None, dropout: float, batch: int, heads: int
+    ) -> Scores:
+        """Check the arguments of a call with ``batch`` sequences and ``heads`` query heads."""
+        if softcap > 0 and dropout > 0:
+            remedy = "Train without dropout, or without the cap."
+            raise UnsupportedError("softcap", f"{softcap} with dropout_p={dropout}", "one of the two", remedy)
+        if slopes is not None:
+            fits = isinstance(slopes, Tensor) and slopes.shape in ((heads,), (batch, heads))
+            if not fits or slopes.dtype != torch.float32:
+                wanted = f"a float32 tensor ({heads},) or ({batch}, {heads})"
+                raise ShapeError("alibi_slopes", shown(slopes), wanted, "Pass one slope for each query head.")
+            slopes = slopes.detach()
+            slopes = slopes[0] if slopes.ndim == 2 and batch == 1 else slopes
+        return Scores(scale, float(softcap), slopes, float(dropout))
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """The score terms; slopes must be those of one sequence."""
+        cap = () if self.softcap <= 0 else (Softcap(self.softcap),)
+        return cap if self.slopes is None else (*cap, ALiBi(self.slopes))
+
+    def of_sequence(self, b: int) -> Scores:
+        """Return the scores of one sequence."""
+        apart = self.slopes is not None and self.slopes.ndim == 2
+        return self._replace(slopes=self.slopes[b]) if apart and self.slopes is not None else self
+
+
+class Result(NamedTuple):
+    """Output in flash-attn's layout, and lse with -inf for a query without keys; None unless it was asked for."""
+
+    out: Tensor
+    lse: Tensor | None
+
+
+def sides(window_size: WindowSize) -> tuple[int, int]:
+    """Return both sides of a window, -1 for a side without limit."""
+    pair = window_size.tolist() if isinstance(window_size, Tensor) else window_size
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(_is_whole(side) for side in pair):
+        raise ShapeError("window_size", shown(pair), "two ints, (left, right)", "Pass (-1, -1) for no window.")
+    left, right = (int(side) for side in pair)
+    return max(left, -1), max(right, -1)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, (int, torch.SymInt)) or (isinstance(value, float) and value.is_integer())
+
+
+def relation(left: int | None, right: int | None, reach: int) -> Pattern:
+    """Return the pattern of a window; None is a side without limit, and no pair of the call is ``reach`` apart."""
+    if left is None and right is None:
+        return Full()
+    if left is None and right == 0:
+        return Causal()
+    return SlidingWindow(reach if left is None else left, reach if right is None else right)
+
+
+def attend(inputs: Inputs, pattern: Pattern, scores: Scores, with_lse: bool) -> Result:
+    """Compute attention of q, k, v (B, N, H, D) whose last query is at the last key.
+
+    ``pattern`` depends on distances only, or counts from the first key if there are at most as many queries as keys.
+    """
+    if scores.slopes is not None and scores.slopes.ndim == 2:
+        parts = []
+        for b in range(len(inputs[0])):
+            q, k, v = (x[b : b + 1] for x in inputs)
+            parts.append(attend((q, k, v), pattern, scores.of_sequence(b), with_lse))
+        return Result(torch.cat([part.out for part in parts]), joined(parts, 0))
+    q, k, v = (x.transpose(1, 2) for x in inputs)
+    if 0 in (len(q), q.shape[2], k.shape[2]):
+        return _of_nothing(q, k, v, with_lse)
+    # where every pair is attended, positions change nothing
+    first = 0 if isinstance(pattern, Full) and scores.slopes is None else k.shape[2] - q.shape[2]
+    out, lse = _attended(q, k, v, pattern, scores, with_lse, first)
+    return Result(out.transpose(1, 2).contiguous(), lse)
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores, with_lse: bool, first: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """Return (out, lse) of tensors (B, H, N, D); lse is None unless it was asked for.
+
+    The first query is at position ``first``, counted from the first key.
+    """
+    options: dict[str, Any] = {
+        "scale": scores.scale, "terms": scores.terms, "dropout": scores.dropout, "q_offset": max(first, 0),
+        "k_offset": max(-first, 0),
+    }  # fmt: skip
+    if with_lse:
+        return attention_with_lse(q, k, v, pattern, **options)
+    return attention(q, k, v, pattern, **options), None
+
+
+def _of_nothing(q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> Result:
+    """Return the zeros of a call without queries or keys, connected to its inputs for backward."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    out = (q @ k[:, :, :0].mT) @ v[:, :, :0]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device) if with_lse else None
+    return Result(out.transpose(1, 2).contiguous(), lse)
+
+
+def joined(parts: Sequence[Result], dim: int) -> Tensor | None:
+    """Concatenate the lse of several calls; None if they have none."""
+    found = [part.lse for part in parts if part.lse is not None]
+    return torch.cat(found, dim) if found else None
+
+
+def attend_packed(
+    inputs: Inputs, bounds: tuple[Tensor, Tensor], pattern: Pattern, scores: Scores, with_lse: bool
+) -> Result:
+    """Compute attention of sequences that are packed end to end, (tokens, H, D); lse is (H, tokens).
+
+    Tokens after the last bound belong to no sequence: their output is 0, and no query attends them.
+
+    Args:
+        inputs: q, k and v.
+        bounds: Cumulative lengths of queries and of keys, (sequences + 1,).
+        pattern: A pattern of distances, or one that counts from the first key of each sequence.
+        scores: Scores.
+        with_lse: Whether to return lse.
+    """
+    q, k, v = inputs
+    if torch.compiler.is_compiling() and scores.slopes is None:
+        # a trace does not know the bounds; the operator checks them
+        same = bounds[0] is bounds[1]
+        sides: dict[str, Any] = {"cu_seqlens": bounds[0]} if same else dict(zip(_SIDES, bounds, strict=True))
+        return _in_documents(inputs, Documents(**sides), pattern, scores, with_lse)
+    of_q, of_k = checked_bounds(bounds)
+    inputs = q[: of_q[-1]], k[: of_k[-1]], v[: of_k[-1]]
+    same = of_q == of_k
+    # the distance of a query and a key is that of their indices only if they are packed together
+    together = scores.slopes is None or (same and scores.slopes.ndim == 1)
+    if together and of_q[-1] and of_k[-1]:
+        sides = {"cu_seqlens": sorted({*of_q})} if same else dict(zip(_SIDES, (of_q, of_k), strict=True))
+        result = _in_documents(inputs, Documents(**sides), pattern, scores, with_lse)
+    else:
+        result = _one_by_one(inputs, of_q, of_k, pattern, scores, with_lse)
+    rest = len(q) - of_q[-1]
+    if not rest:
+        return result
+    lse = None if result.lse is None else F.pad(result.lse, (0, rest), value=-torch.inf)
+    return Result(F.pad(result.out, (0, 0, 0, 0, 0, rest)), lse)
+
+
+def _in_documents(inputs: Inputs, documents: Documents, pattern: Pattern, scores: Scores, with_lse: bool) -> Result:
+    """Compute attention of packed sequences in one call."""
+    q, k, v = (x.transpose(0, 1)[None] for x in inputs)
+    out, lse = _attended(q, k, v, pattern.within(documents), scores, with_lse)
+    return Result(out[0].transpose(0, 1).contiguous(), None if lse is None else lse[0])
+
+
+def _one_by_one(
+    inputs: Inputs, of_q: list[int], of_k: list[int], pattern: Pattern, scores: Scores, with_lse: bool
+) -> Result:
+    """Compute attention of packed sequences in a call for each."""
+    q, k, v = inputs
+    parts = []
+    for b in range(len(of_q) - 1):
+        rows, columns = slice(of_q[b], of_q[b + 1]), slice(of_k[b], of_k[b + 1])
+        one = q[rows][None], k[columns][None], v[columns][None]
+        parts.append(attend(one, pattern, scores.of_sequence(b), with_lse))
+    lse = joined(parts, 2)
+    return Result(torch.cat([part.out[0] for part in parts]), None if lse is None else lse[0])
+
+
+def checked_bounds(bounds: tuple[Tensor, Tensor]) -> tuple[list[int], list[int]]:
+    """Read cumulative lengths; raise ShapeError unless they are those of equally many sequences."""
+    listed = []
+    for name, side in zip(_SIDES, bounds, strict=True):
+        fits = isinstance(side, Tensor) and side.ndim == 1 and side.dtype in INTEGERS and len(side) > 1
+        values = side.tolist() if fits else []
+        if not fits or values[0] != 0 or any(a > b for a, b in itertools.pairwise(values)):
+            got = shown(values) if fits else shown(side)
+            raise ShapeError(name, got, "an int32 tensor (sequences + 1,) that grows from 0", "Sum the lengths.")
+        listed.append(values)
+    if len(listed[0]) != len(listed[1]):
+        got = f"{len(listed[1]) - 1} sequences of keys for {len(listed[0]) - 1} of queries"
+        raise ShapeError("cu_seqlens_k", got, "one for each", "Pass bounds of one batch.")
+    return listed[0], listed[1]
+
+
+def check_layout(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
+    """Raise ShapeError unless q, k and v have the axes of a layout, such as "batch, tokens, heads, dim"."""
+    axes = layout.split(", ")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.ndim != len(axes) or x.dtype not in DTYPES:
+            remedy = "flash-attn's layout has tokens before heads."
+            raise ShapeError(name, shown(x), f"a floating tensor ({layout})", remedy)
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ShapeError(name, f"{x.dtype} on {x.device}", f"{q.dtype} on {q.device}, as q", "Convert it.")
+    if k.shape[:-1] != v.shape[:-1] or (len(axes) == 4 and len(k) != len(q)):
+        raise ShapeError(
+            "k, v", f"{shown(k)} and {shown(v)}", f"equal shapes ({layout}), with the batch of q", "Align."
+        )
+    heads, groups = q.shape[-2], k.shape[-2]
+    if not heads or not groups or heads % groups:
+        raise ShapeError("k heads", groups, f"a divisor of the {heads} query heads", "Repeat or drop heads.")
+    if k.shape[-1] != q.shape[-1]:
+        raise ShapeError("k head dim", k.shape[-1], f"{q.shape[-1]}, as q", "Project both to one head dim.")
+
+
+class OutputOnly(torch.autograd.Function):
+    """Return an output and its lse, of which only the output has gradients, as in flash-attn's autograd functions."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, lse: Tensor, empty: float) -> tuple[Tensor, Tensor]:
+        """Return the tensors, with ``empty`` as the lse of queries without keys."""
+        return out.view_as(out), lse.masked_fill(torch.isneginf(lse), empty)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of the output."""
+        return grads[0], None, None
+
+
+def output_and_lse(result: Result, empty: float) -> tuple[Tensor, Tensor]:
+    """Return a result with gradients of the output only, and ``empty`` as the lse of queries without keys."""
+    assert result.lse is not None
+    out, lse = OutputOnly.apply(result.out, result.lse.detach(), empty)  # type: ignore[no-untyped-call]
+    return out, lse

@@ -1,0 +1,307 @@
+"""The attention functions of flash-attn 2, with its names, parameters, layouts and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...errors import ShapeError, shown
+from ...names import only
+from ...patterns import Pattern
+from .conventions import (
+    Result,
+    Scores,
+    WindowSize,
+    attend,
+    attend_packed,
+    check_layout,
+    output_and_lse,
+    relation,
+    sides,
+)
+from .dropped import rounded_up, signed_weights
+
+#: The result of a function: the output, or the output, lse and weights with ``return_attn_probs``.
+Returned = Tensor | tuple[Tensor, Tensor, Tensor]
+
+_EMPTY_ROW = torch.inf
+
+
+def window(window_size: WindowSize, causal: bool, nk: int) -> Pattern:
+    """Return the pattern of flash-attn 2's window: a side of ``nk`` keys or more has no limit.
+
+    A side of -1 beside a limited side is ``nk`` keys wide, which is a limit for queries before the first key.
+    """
+    left, right = sides(window_size)
+    left, right = (-1 if side >= nk else side for side in (left, right))
+    right = 0 if causal else right
+    if left < 0:
+        return relation(None, None if right < 0 else right, nk)
+    return relation(left, nk if right < 0 else right, nk)
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Returned:
+    """Compute attention with flash-attn 2's arguments: the last query is at the last key.
+
+    Query i attends the keys from ``i + Nk - Nq - left`` to ``i + Nk - Nq + right``. A query without keys gives 0.
+
+    Args:
+        q: Queries, (B, Nq, H, D), float32, float16, bfloat16 or float64, any strides.
+        k: Keys, (B, Nk, Hkv, D); Hkv divides H.
+        v: Values, (B, Nk, Hkv, D).
+        dropout_p: Share of the weights that are dropped, by ringweave's generator: other weights than flash-attn's.
+        softmax_scale: Factor of the scores; 1 / sqrt(D) by default.
+        causal: Whether later keys are left out; the right side of the window is then 0.
+        window_size: (left, right), -1 for a side without limit; a tensor of two numbers is taken too.
+        softcap: Bound on the scores, before ALiBi; none at 0 or below.
+        alibi_slopes: (H,) or (B, H), float32: the score of a pair decreases by its slope times its distance.
+        deterministic: Ignored: backward always repeats its bits.
+        return_attn_probs: Whether to return lse and weights too.
+    Returns:
+        Output, (B, Nq, H, D). With ``return_attn_probs`` also lse, (B, H, Nq) float32, inf for a query without keys,
+        and the weights, negative where they were dropped, empty without dropout. Gradients of lse are ignored.
+    Raises:
+        ShapeError: Shapes, dtypes or devices do not fit.
+        UnsupportedError: Both softcap and dropout are given.
+    Example:
+        >>> from ringweave.integrations.flash_attn import flash_attn_func
+        >>> x = torch.randn(2, 100, 4, 32)
+        >>> flash_attn_func(x, x, x, causal=True, window_size=(16, 0)).shape
+        torch.Size([2, 100, 4, 32])
+    """
+    check_layout(q, k, v, "batch, tokens, heads, dim")
+    scores = Scores.of(softmax_scale, softcap, alibi_slopes, dropout_p, len(q), q.shape[2])
+    pattern = window(window_size, causal, k.shape[1])
+    state = torch.get_rng_state() if return_attn_probs and dropout_p > 0 else None
+    result = attend((q, k, v), pattern, scores, return_attn_probs)
+
+    def weights(state: Tensor) -> Tensor:
+        keys = torch.arange(k.shape[1], device=q.device).expand(k.shape[:2])
+        found = signed_weights(
+            lambda values, p: attend((q, k, values), pattern, scores._replace(dropout=p), False).out,
+            state, keys, k.shape[1], v, dropout_p,
+        )  # fmt: skip
+        return rounded_up(found.unbind(0), q.shape[1], k.shape[1])
+
+    return _returned(result, return_attn_probs, q, state, weights)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Returned:
+    """Compute :func:`flash_attn_func` of keys and values in one tensor, (B, Nk, 2, Hkv, D).
+
+    Example:
+        >>> from ringweave.integrations.flash_attn import flash_attn_kvpacked_func
+        >>> flash_attn_kvpacked_func(torch.randn(1, 8, 4, 16), torch.randn(1, 9, 2, 2, 16), causal=True).shape
+        torch.Size([1, 8, 4, 16])
+    """
+    k, v = _unpacked("kv", kv, 2, 5)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Returned:
+    """Compute :func:`flash_attn_func` of queries, keys and values in one tensor, (B, N, 3, H, D).
+
+    Example:
+        >>> from ringweave.integrations.flash_attn import flash_attn_qkvpacked_func
+        >>> flash_attn_qkvpacked_func(torch.randn(1, 8, 3, 4, 16), causal=True).shape
+        torch.Size([1, 8, 4, 16])
+    """
+    q, k, v = _unpacked("qkv", qkv, 3, 5)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Returned:
+    """Compute attention of sequences that are packed end to end; in each, the last query is at the last key.
+
+    A sequence may have no queries, no keys, or more queries than keys; queries without keys give 0. So do queries after
+    the last bound, which belong to no sequence.
+
+    Args:
+        q: Queries of all sequences, (tokens, H, D).
+        k: Keys, (tokens, Hkv, D); with a ``block_table``, pages (pages, page, Hkv, D).
+        v: Values, in the form of k.
+        cu_seqlens_q: Cumulative lengths of the queries, (sequences + 1,) int32: 0, ..., tokens.
+        cu_seqlens_k: Cumulative lengths of the keys.
+        max_seqlen_q: Queries of the longest sequence; the results do not depend on it.
+        max_seqlen_k: Keys of the longest sequence: a side of the window that is as long has no limit.
+        dropout_p: Share of the weights that are dropped.
+        softmax_scale: Factor of the scores; 1 / sqrt(D) by default.
+        causal: Whether later keys are left out.
+        window_size: (left, right), -1 for a side without limit.
+        softcap: Bound on the scores, before ALiBi.
+        alibi_slopes: (H,) or (sequences, H), float32.
+        deterministic: Ignored: backward always repeats its bits.
+        return_attn_probs: Whether to return lse and weights too.
+        block_table: Page numbers of each sequence, (sequences, n) int32; without gradients.
+    Returns:
+        Output, (tokens, H, D). With ``return_attn_probs`` also lse, (H, tokens) float32, and the weights.
+    Raises:
+        ShapeError: Shapes, dtypes or devices do not fit, or the bounds do not grow from 0.
+        UnsupportedError: Both softcap and dropout are given, or pages are to be differentiated.
+    Example:
+        >>> from ringweave.integrations.flash_attn import flash_attn_varlen_func
+        >>> x, bounds = torch.randn(96, 4, 32), torch.tensor([0, 60, 96], dtype=torch.int32)
+        >>> flash_attn_varlen_func(x, x, x, bounds, bounds, 60, 60, causal=True).shape
+        torch.Size([96, 4, 32])
+    """
+    check_layout(q, k, v, "tokens, heads, dim")
+    scores = Scores.of(softmax_scale, softcap, alibi_slopes, dropout_p, len(cu_seqlens_q) - 1, q.shape[1])
+    pattern = window(window_size, causal, int(max_seqlen_k))
+    state = torch.get_rng_state() if return_attn_probs and dropout_p > 0 else None
+    bounds = cu_seqlens_q, cu_seqlens_k
+    result = attend_packed((q, k, v), bounds, pattern, scores, return_attn_probs)
+
+    def weights(state: Tensor) -> Tensor:
+        keys = torch.arange(len(k), device=q.device)
+        first = cu_seqlens_k.long()[torch.searchsorted(cu_seqlens_k.long(), keys, right=True) - 1]
+        found = signed_weights(
+            lambda values, p: attend_packed((q, k, values), bounds, pattern, scores._replace(dropout=p), False).out,
+            state, keys - first, max_seqlen_k, v, dropout_p,
+        )  # fmt: skip
+        return rounded_up(found[: cu_seqlens_q[-1]].split(cu_seqlens_q.diff().tolist()), max_seqlen_q, max_seqlen_k)
+
+    return _returned(result, return_attn_probs, q, state, weights)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Returned:
+    """Compute :func:`flash_attn_varlen_func` of keys and values in one tensor, (tokens, 2, Hkv, D).
+
+    Example:
+        >>> from ringweave.integrations.flash_attn import flash_attn_varlen_kvpacked_func
+        >>> bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
+        >>> q, kv = torch.randn(8, 4, 16), torch.randn(8, 2, 2, 16)
+        >>> flash_attn_varlen_kvpacked_func(q, kv, bounds, bounds, 5, 5, causal=True).shape
+        torch.Size([8, 4, 16])
+    """
+    k, v = _unpacked("kv", kv, 2, 4)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Returned:
+    """Compute :func:`flash_attn_varlen_func` of queries, keys and values in one tensor, (tokens, 3, H, D).
+
+    Example:
+        >>> from ringweave.integrations.flash_attn import flash_attn_varlen_qkvpacked_func
+        >>> bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
+        >>> flash_attn_varlen_qkvpacked_func(torch.randn(8, 3, 4, 16), bounds, 5, causal=True).shape
+        torch.Size([8, 4, 16])
+    """
+    q, k, v = _unpacked("qkv", qkv, 3, 4)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def _unpacked(name: str, packed: Tensor, members: int, ndim: int) -> tuple[Tensor, ...]:
+    if not isinstance(packed, Tensor) or packed.ndim != ndim or packed.shape[-3] != members:
+        wanted = f"({'batch, ' if ndim == 5 else ''}tokens, {members}, heads, dim)"
+        raise ShapeError(name, shown(packed), wanted, "Stack them before the heads.")
+    return packed.unbind(-3)
+
+
+def _returned(
+    result: Result, probabilities: bool, q: Tensor, state: Tensor | None, weights: Callable[[Tensor], Tensor]
+) -> Returned:
+    """Return the output, or three values; ``weights`` computes the last one from the random state before the call."""
+    if not probabilities:
+        return result.out
+    out, lse = output_and_lse(result, _EMPTY_ROW)
+    return out, lse, q.new_empty(0) if state is None else weights(state)
+
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+]
+__dir__ = only(__all__)
