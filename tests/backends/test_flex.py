@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,25 +14,24 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
-from ringweave import program
 from ringweave.backends import BACKENDS, flex
 from ringweave.cache import COMPILED
 from ringweave.call import Call
-from ringweave.errors import UnsupportedError
+from ringweave.errors import WARNED, UnsupportedError
 from ringweave.plan import Branch, branches
 from ringweave.terms import Term
 from ringweave.terms.operands import TermOperands
 
 from .. import oracle
 from ..cases import MIXTURES, PATTERNS
-from ..operators import by_operators
 from ..oracle import Inputs
-from ..test_conformance import conforms
+from ..plan.test_cuda_sync import CUDA, Gpu, Stream
+from ..test_conformance import conforms, run
+from ..test_terms import KINDS as TERMS
+from ..test_terms import PAIRS as TERM_PAIRS
 from ..test_terms import check, inputs, make, ours
 from ..test_terms import dense as terms_of_formula
 
-#: every kind of plan: masks shared and per head, tables, empty rows, views
-NAMES = ["sinks", "per_head", "table_per_head", "future", "window_and_dilated", "longnet_causal"]
 EVERYTHING = PATTERNS | MIXTURES
 
 
@@ -77,10 +78,11 @@ def use(monkeypatch: pytest.MonkeyPatch, attend: flex.Attend) -> None:
     monkeypatch.setattr(flex, "compiled", lambda kind: attend)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", NAMES)
-def test_forward_and_gradients(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", list(EVERYTHING))
+def test_every_pattern(name: str, monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
+    """Out, lse and gradients of each pattern, with grouped queries and a length that is no multiple of a tile."""
     use(monkeypatch, dense)
+    dtype = torch.bfloat16 if len(name) % 2 else torch.float32
     conforms(Inputs.random(300, heads=4, kv_heads=2, batch=2, dim=24, dtype=dtype), EVERYTHING[name](300), "flex")
 
 
@@ -107,7 +109,9 @@ def test_gradients_through_the_compiler_inside_an_operator(monkeypatch: pytest.M
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compile without a code generator, by FlexAttention's own tracing and its dense form, which gives lse on a CPU."""
+    """Compile without a code generator: FlexAttention's own tracing, dense form and backward, which a CPU runs."""
+    from torch.nn.attention import flex_attention
+
     COMPILED.clear()
 
     def as_on_a_gpu(case: Call, branch: Branch) -> str | None:
@@ -116,6 +120,8 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     able = dataclasses.replace(flex.BACKEND, unsupported_reason=as_on_a_gpu)
     monkeypatch.setitem(BACKENDS, "flex", able)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    # it refuses gradients on a CPU, where only its code generator has none
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     yield
     COMPILED.clear()
 
@@ -136,57 +142,168 @@ def test_more_sizes_than_the_compiler_keeps_variants_of_one_function(traced: Non
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == most + 2
 
 
-def fixed(names: tuple[str, ...], n: int, dtype: torch.dtype) -> list[Term]:
-    """Return terms with tables that require no gradients."""
-    return [term.over(*(table.detach() for table in term.tables)) for term in make(names, n, dtype)]
-
-
-def agrees(got: dict[str, Tensor], x: Inputs, pattern: rw.Pattern, names: tuple[str, ...], terms: list[Term]) -> None:
-    def formula(kind: torch.dtype, order: int) -> dict[str, Tensor]:
-        found = terms_of_formula(x, pattern, names, terms, kind, order=order)
-        return {name: found[name] for name in got}
-
-    check(got, formula, x.q.dtype)
-
-
-@pytest.mark.parametrize(
-    ("names", "pattern", "dtype"),
-    [
-        (("softcap", "distance"), (rw.SlidingWindow(40) | rw.Sinks(3)) & rw.Causal(), torch.bfloat16),
-        (("alibi", "bias"), rw.SlidingWindow(20) | rw.Dilated(8, 16), torch.float32),
-        (
-            ("shared_bias", "softcap"),
-            rw.PerHead([rw.Causal(), rw.Full(), rw.SlidingWindow(9), rw.Causal()]),
-            torch.float32,
-        ),
-    ],
-    ids=str,
-)
-def test_terms(
-    names: tuple[str, ...], pattern: rw.Pattern, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+def agrees(
+    got: dict[str, Tensor],
+    x: Inputs,
+    pattern: rw.Pattern | Tensor,
+    names: tuple[str, ...],
+    terms: list[Term],
+    **options: Any,
 ) -> None:
+    check(got, lambda kind, order: terms_of_formula(x, pattern, names, terms, kind, order=order, **options), x.q.dtype)
+
+
+RELATIONS = [
+    (rw.SlidingWindow(40) | rw.Sinks(3)) & rw.Causal(),
+    rw.SlidingWindow(20) | rw.Dilated(8, 16),
+    rw.PerHead([rw.Causal(), rw.Full(), rw.SlidingWindow(9), rw.Causal()]),
+]
+
+
+@pytest.mark.parametrize("names", [(name,) for name in TERMS] + TERM_PAIRS, ids="-".join)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_terms(names: tuple[str, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every term and pair of terms, with the gradients of the tables that learn."""
     use(monkeypatch, dense)
-    x, terms = inputs(150, dtype), fixed(names, 150, dtype)
+    x, terms, pattern = inputs(150, dtype), make(names, 150, dtype), RELATIONS[sum(map(len, names)) % 3]
     agrees(ours(x, pattern, terms, "flex"), x, pattern, names, terms)
 
 
-@torch.no_grad()
-def test_terms_are_traced_as_a_score_mod(traced: None) -> None:
-    names, pattern = ("distance", "alibi", "softcap", "bias"), rw.SlidingWindow(40) & rw.Causal()
-    x, terms = inputs(70), fixed(("distance", "alibi", "softcap", "bias"), 70, torch.float32)
-    out, lse = rw.attention_with_lse(x.q, x.k, x.v, pattern, terms=terms, backend="flex")
-    with torch.enable_grad():
-        agrees({"out": out.double(), "lse": lse.double()}, x, pattern, names, terms)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tables_learn_by_the_backward_of_flex_attention(dtype: torch.dtype, traced: None) -> None:
+    """FlexAttention's backward, and not autograd of a dense formula, gives the gradients of captured tables."""
+    names, pattern = ("distance", "alibi", "softcap", "bias"), RELATIONS[0]
+    x, terms = inputs(150, dtype), make(names, 150, dtype)
+    agrees(ours(x, pattern, terms, "flex"), x, pattern, names, terms)
 
 
-def test_what_a_table_learns_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "sizes"),
+    [
+        (RELATIONS[1], {"heads": 4, "kv_heads": 2}),
+        (rw.KeyPadding([300, 211], [0, 33]) & rw.Causal(), {"heads": 4, "kv_heads": 1, "batch": 2}),
+        (rw.LongNet((64, 300), (1, 4), causal=True), {"heads": 2}),
+    ],
+    ids=["dilated", "bounds by batch element", "mixture"],
+)
+def test_gradients_by_the_backward_of_flex_attention(pattern: rw.Pattern, sizes: dict[str, int], traced: None) -> None:
+    conforms(Inputs.random(300, dim=16, **sizes), pattern, "flex")
+
+
+def test_offsets_by_batch_element_and_learned_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries at other positions in each batch element, terms of distances, and sinks, which join outside."""
+    use(monkeypatch, dense)
+    x, names, pattern = inputs(90), ("distance",), rw.SlidingWindow(40) & rw.Causal()
+    terms, offsets, sinks = make(names, 90, torch.float32), torch.tensor([0, 17]), torch.randn(4)
+    got = ours(x, pattern, terms, "flex", sinks=sinks, q_offset=offsets)
+    allowed = torch.stack([pattern.to_dense(90, 90, heads=4, q_offset=first)[0] for first in offsets.tolist()])
+    agrees(got, x, allowed, names, terms, sinks=sinks, q_offset=offsets)
+
+
+def test_dropout_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, dense)
     x = inputs(40)
-    terms = rw.DistanceBias(torch.zeros(4, 5, requires_grad=True))
-    for call in (rw.attention_with_lse, by_operators):
-        out, _ = call(x.q, x.k, x.v, rw.Full(), terms=terms, backend="flex")
-        with pytest.raises(UnsupportedError, match="FlexAttention's gradients of terms' tables have not been tested"):
-            out.sum().backward()
+    with pytest.raises(UnsupportedError, match="it computes no dropout"):
+        rw.attention(x.q, x.k, x.v, dropout=0.1, backend="flex")
+
+
+@torch.no_grad()
+def test_steps_of_decoding_share_a_compiled_function(traced: None) -> None:
+    """Steps with one more key each, across the end of a tile, compile once; no query attends the keys that are added."""
+    before, terms = torch._dynamo.utils.counters["stats"]["unique_graphs"], rw.ALiBi.of_heads(4)
+    for pattern in (rw.Causal(), rw.SlidingWindow(100, 0)):
+        for n in (380, 383, 384, 385, 511):
+            x = Inputs.random(1, n, heads=4, kv_heads=2)
+            got = rw.attention_with_lse(x.q, x.k, x.v, pattern, q_offset=n - 1, terms=terms, backend="flex")
+            want = rw.attention_with_lse(x.q, x.k, x.v, pattern, q_offset=n - 1, terms=terms, backend="reference")
+            torch.testing.assert_close(got.out, want.out)
+            torch.testing.assert_close(got.lse, want.lse)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 1
+
+
+def finite(results: dict[str, Tensor]) -> bool:
+    return all(bool((x.isfinite() | x.isneginf()).all()) for x in results.values())
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_nobody_attends_reaches_nothing(bad: float, traced: None) -> None:
+    """NaN in keys and values that no query attends, in a partial tile too, and in queries that attend nothing."""
+    table = torch.tensor([[1, 1], [0, 0]]).bool()
+    pattern = rw.patterns.Periodic(1000, 0, 80) & rw.BlockTable(table, 128)
+    x = Inputs.random(200, heads=4, kv_heads=2)
+    clean = run(x, pattern, "flex")
+    for tensor, first in ((x.k, 80), (x.v, 80), (x.q, 128), (x.dout, 128)):
+        tensor[:, :, first:] = bad
+    dirty = run(x, pattern, "flex")
+    assert finite(dirty)
+    assert all(torch.equal(clean[name], dirty[name]) for name in clean)
+
+
+def test_a_nan_in_a_key_stays_with_the_queries_that_attend_it(traced: None) -> None:
+    x = Inputs.random(200, heads=2)
+    clean = run(x, rw.Causal(), "flex")
+    x.k[:, :, 150, 3] = torch.nan
+    dirty = run(x, rw.Causal(), "flex")
+    for name in ("out", "lse", "dq"):
+        assert torch.equal(clean[name][:, :, :150], dirty[name][:, :, :150])
+        assert dirty[name][:, :, 150:].isnan().all()
+    assert dirty["dk"][:, :, :151].isnan().any()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_generates_code_for_masks_and_terms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU inductor computes FlexAttention's out without lse: masks and all terms are code that it can generate."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, grouped: bool, operands: TermOperands | None
+    ) -> tuple[Tensor, Tensor]:
+        assert operands is not None
+
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return operands.apply(score.float(), operands.pairs(b, h, i, j))[-1]
+
+        attended = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+        out = attended(q, k, v, score_mod, mask, scale, grouped)
+        assert isinstance(out, Tensor)
+        return out, dense(q, k, v, mask, scale, grouped, operands)[1]
+
+    use(monkeypatch, attend)
+    names, pattern = ("distance", "alibi", "softcap", "bias"), rw.KeyPadding([150, 101]) & rw.Causal()
+    x, terms = inputs(150), make(names, 150, torch.float32)
+    with torch.no_grad():
+        out = rw.attention(x.q, x.k, x.v, pattern, terms=terms, backend="flex")
+    agrees({"out": out.double()}, x, pattern, names, terms)
+
+
+def test_the_cost_of_a_first_call_is_said_once(traced: None, caplog: pytest.LogCaptureFixture) -> None:
+    WARNED.discard("flex")
+    with caplog.at_level(logging.WARNING, "ringweave"):
+        for n in (40, 41):
+            x = Inputs.random(n)
+            rw.attention(x.q, x.k, x.v, backend="flex")
+    (record,) = caplog.records
+    assert "FlexAttention compiles for each kind of call" in record.getMessage()
+
+
+def test_a_mask_waits_for_its_stream_and_is_not_made_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another stream waits once for a mask and holds its memory; while a graph is captured, none can be made."""
+    branch = branches(rw.SlidingWindow(40), 300, 300, heads=2)[0]
+    made = branch.plan("cpu", tile=128)
+    gpu = Gpu(monkeypatch)
+    monkeypatch.setattr(Branch, "plan", lambda *of, **how: made)
+    mask = flex.Mask.of(branch, CUDA, 2, 300)
+    gpu.stream = Stream()
+    for _ in range(2):
+        assert flex.Mask.of(branch, CUDA, 2, 300) is mask
+    assert len(gpu.stream.waited) == 1
+    assert {id(x) for x, _ in gpu.read} == {id(x) for x in mask.tensors}
+    assert len(mask.tensors) >= 11
+    gpu.capturing = True
+    assert flex.Mask.of(branch, CUDA, 2, 300) is mask
+    with pytest.raises(UnsupportedError, match="while a CUDA graph is captured"):
+        flex.Mask.of(branch, CUDA, 1, 300)
 
 
 def case(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, dim: int = 64, n: int = 256) -> Call:
@@ -212,8 +329,7 @@ def test_refusals(about: Call, reason: str | None) -> None:
     assert unsupported_reason(about) == reason
 
 
-def test_it_runs_only_when_named() -> None:
-    assert "flex" not in program.PREFERENCE
+def test_a_cpu_is_refused() -> None:
     q = torch.randn(1, 2, 64, 16)
     with pytest.raises(UnsupportedError, match="no lse and has no backward"):
         rw.attention(q, q, q, backend="flex")

@@ -2,14 +2,17 @@
 
 A kind comprises the device, the dtype and all sizes, including those of the mask's tables. Each kind has a separate
 compiled function, so a call with another size neither recompiles an existing one nor falls back to FlexAttention's
-dense form. FlexAttention's gradient kernel is only accessible through its forward: backward repeats the forward, and
-autograd computes the branch's share of the gradients.
+dense form, and a new plan of the same sizes compiles nothing. Decoding steps have keys of a power of two, so that a new
+length is seldom a new kind. FlexAttention's gradient kernel is only accessible through its forward: backward repeats
+the forward, and autograd computes the branch's share of the gradients, those of the terms' tables among them.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -17,19 +20,23 @@ from torch import Tensor
 
 from ..cache import COMPILED, derived_values
 from ..call import Call, Operands
-from ..plan import Branch
-from ..terms import KINDS, Term
+from ..errors import warn_once
+from ..plan import BlockPlan, Branch, unpack_masks
+from ..plan.cuda_sync import record_stream, require_no_capture, wait_for_stream
+from ..terms import Term
 from ..terms.operands import TermOperands
 from ..terms.term import written
 from ..torch_compat import AUTOGRAD_WITHIN, autograd_within
-from .backend import Backend, Upstream
+from .backend import Backend, Upstream, by_formula
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # FlexAttention's default tile; smaller tiles are not multiples of the blocks that its kernels are compiled with
 _TILE = 128
 # limit of a BlockMask's size, which has an entry for every tile, empty or not
 _MASK_BYTES = 2**32
-_KINDS = 64
+_MASKS_AT_ONCE = 1024
+#: Up to this many queries count as a decoding step, which has another number of keys each time.
+FEW = 16
 
 Attend = Callable[[Tensor, Tensor, Tensor, Any, float, bool, TermOperands | None], tuple[Tensor, Tensor]]
 
@@ -42,7 +49,8 @@ def _attend(
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         assert terms is not None
-        return terms.apply(score, terms.pairs(b, h, i, j))[-1]
+        # scores are traced in q's dtype, and a term would convert its whole table to it
+        return terms.apply(score.float(), terms.pairs(b, h, i, j))[-1]
 
     out, further = flex_attention(
         q, k, v, block_mask=block_mask, scale=scale, enable_gqa=grouped, return_aux=AuxRequest(lse=True),
@@ -60,45 +68,108 @@ def compiled(kind: tuple[object, ...]) -> Attend:
     """
     made: Attend | None = COMPILED.get(kind)
     if made is None:
+        warn_once(
+            "flex", "FlexAttention compiles for each kind of call (sizes, dtype, terms) at its first call, for seconds"
+        )
         own = types.FunctionType(_attend.__code__.replace(), _attend.__globals__, "flex_attention")
         made = torch.compile(own, dynamic=False, fullgraph=True)
         COMPILED.put(kind, made, 1)
     return made
 
 
-def _mask(branch: Branch, device: torch.device) -> Any:
-    """Return the branch's BlockMask, cached with its plan."""
-    plan = branch.plan(device, tile=_TILE)
-    known = derived_values(plan)
-    if "flex" not in known:
-        known["flex"] = plan.to_block_mask()
-    return known["flex"]
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """A plan as FlexAttention takes it.
+
+    Attributes:
+        block_mask: The BlockMask.
+        tensors: Its tensors.
+        dead: Keys that no query attends, bool (B, Hkv, Nk, 1); None if there is none.
+    """
+
+    block_mask: Any
+    tensors: tuple[Tensor, ...]
+    dead: Tensor | None
+
+    @staticmethod
+    def of(branch: Branch, device: torch.device, kv_heads: int, keys: int) -> Mask:
+        """Return a branch's mask for a number of keys, cached with its plan."""
+        plan = branch.plan(device, tile=_TILE)
+        known, key = derived_values(plan), ("flex", kv_heads, keys)
+        mask: Mask | None = known.get(key)
+        if mask is None:
+            require_no_capture(device)
+            block_mask = plan.to_block_mask(keys)
+            tensors = [x for x in block_mask.as_tuple() if isinstance(x, Tensor)]
+            held = (cell.cell_contents for cell in block_mask.mask_mod.__closure__)
+            mask = Mask(block_mask, (*tensors, *(x for x in held if isinstance(x, Tensor))), _dead(plan, kv_heads))
+            record_stream(mask, device)
+            known[key] = mask
+        else:
+            wait_for_stream(mask, device)
+        return mask
 
 
-def _part(operands: Operands, branch: Branch) -> tuple[Tensor, Tensor]:
+def _dead(plan: BlockPlan, kv_heads: int) -> Tensor | None:
+    """Return the keys that no query attends: FlexAttention multiplies their values, and NaN, by weights of 0."""
+    row, col, code = plan.listed()
+    side, masks = plan.kv_tile, plan.mask_words
+    parts = [unpack_masks(part, side).any(1) for part in masks.split(_MASKS_AT_ONCE) if len(part)]
+    living = torch.cat([torch.ones(1, side, dtype=torch.bool, device=plan.device), *parts]).int()
+    # each kind of tile of a column once
+    found = (((row // plan.q_tiles) * plan.kv_tiles + col) * (len(masks) + 1) + code + 1).unique()
+    attended = living.new_zeros(plan.row_ptr.shape[0] * plan.kv_tiles, side)
+    attended.index_add_(0, found // (len(masks) + 1), living[found % (len(masks) + 1)])
+    of_set = (attended > 0).view(-1, plan.kv_tiles * side)[:, : plan.nk]
+    dead = ~of_set[plan.row_set.long()].unflatten(1, (kv_heads, -1)).any(2)
+    return dead[..., None] if bool(dead.any()) else None
+
+
+def _part(operands: Operands, mask: Mask) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) of a branch as FlexAttention returns them."""
     q, k, v, scale, terms = operands[:5]
-    if terms is not None:
-        terms = terms._replace(terms=tuple(_ready(term, q.device) for term in terms.terms))
     spec, tables = written(() if terms is None else terms.terms)
-    about = spec, *((x.shape, x.dtype, x.stride()) for x in tables)
+    about = spec, *((x.shape, x.dtype, x.stride(), x.requires_grad) for x in tables)
     grouped = q.shape[1] != k.shape[1]
-    mask = _mask(branch, q.device)
-    plan = branch.plan(q.device, tile=_TILE)
-    of_mask = (plan.row_ptr.shape[0], max(plan.mask_words.shape[0] - 1, 0).bit_length())
-    kind = (q.device, q.dtype, q.shape, k.shape, v.shape, scale, q.requires_grad, *of_mask, about)
-    return compiled(kind)(q, k, v, mask, scale, grouped, terms)
+    sizes = tuple(x.shape for x in mask.tensors)
+    kind = (q.device, q.dtype, q.shape, k.shape, v.shape, scale, q.requires_grad, sizes, about)
+    return compiled(kind)(q, k, v, mask.block_mask, scale, grouped, terms)
 
 
-def _ready(term: Term, device: torch.device) -> Term:
-    """Return a term with float32 tables on the device, since a score_mod can convert an entry but not its table."""
-    # the table of a bias with an entry for every pair is too large to convert
-    return term if term.places else term.over(*(table.to(device, torch.float32) for table in term.tables))
+def _prepared(operands: Operands, branch: Branch) -> tuple[Operands, Mask]:
+    """Return the operands as FlexAttention takes them, and the mask.
+
+    Views are copied, so that strides do not cause compilation. Keys that no query attends are 0. Those of a decoding
+    step are padded.
+    """
+    q, k, v, _, terms = operands[:5]
+    nk = k.shape[2]
+    keys = max(_TILE, 1 << (nk - 1).bit_length()) if q.shape[2] <= FEW else nk
+    mask = Mask.of(branch, q.device, k.shape[1], keys)
+    if mask.dead is not None:
+        k, v = k.masked_fill(mask.dead, 0.0), v.masked_fill(mask.dead, 0.0)
+    if keys > nk:
+        k, v = (torch.nn.functional.pad(x, (0, 0, 0, keys - nk)) for x in (k, v))
+    if terms is not None:
+        columns = torch.nn.functional.pad(terms.columns, (0, keys - nk))
+        terms = terms._replace(terms=tuple(_ready(terms, q.device)), columns=columns)
+    return operands._replace(q=q.detach().contiguous(), k=k.contiguous(), v=v.contiguous(), terms=terms), mask
+
+
+def _ready(terms: TermOperands, device: torch.device) -> Iterator[Term]:
+    """Yield the terms with float32 tables on the device, since a score_mod can convert an entry but not its table."""
+    for term, totals in terms.with_totals():
+        # the table of a bias with an entry for every pair is too large to convert, unless its gradient is as large
+        tables = (
+            table.detach() if term.places and total is None else table.detach().to(device, torch.float32)
+            for table, total in zip(term.tables, totals, strict=True)
+        )  # fmt: skip
+        yield term.over(*tables)
 
 
 def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) in one call of FlexAttention; views are copied, so that strides do not cause recompilation."""
-    out, lse = _part(operands.map(lambda x: x.detach().contiguous()), branch)
+    """Compute (out, lse) in one call of FlexAttention."""
+    out, lse = _part(*_prepared(operands.map(Tensor.detach), branch))
     empty = torch.isneginf(lse)
     return out.masked_fill(empty[..., None], 0.0).to(dtype).contiguous(), lse.float().contiguous()
 
@@ -113,9 +184,21 @@ def backward(
     dlse' = rowsum(dout' * out) - w delta, autograd computes P (dout' v - rowsum(dout' * out) + dlse'), which is equal.
     """
     dout, lse, delta, _ = upstream
+    # a query that attends nothing gives nothing to keys, and a NaN in a key, which has made its rows NaN, nothing to
+    # queries that do not attend it
+    alone = torch.isneginf(lse)[..., None]
+    cleaned = operands._replace(q=operands.q.masked_fill(alone, 0.0), k=operands.k.nan_to_num(0.0, inf, -inf))
+    leaves, mask = _prepared(cleaned.map(Tensor.detach), branch)
+    leaves = leaves.map(lambda x: x.requires_grad_())
+    terms, totals = leaves.terms, list[Tensor]()
+    tables = list[Tensor]()
+    if terms is not None:
+        for term, sums in terms.with_totals():
+            learned = [(t, total) for t, total in zip(term.tables, sums, strict=True) if total is not None]
+            tables += [table.requires_grad_() for table, _ in learned]
+            totals += [total for _, total in learned]
     with autograd_within():
-        leaves = operands.map(lambda x: x.detach().contiguous().requires_grad_())
-        part, part_lse = _part(leaves, branch)
+        part, part_lse = _part(leaves, mask)
     with torch.no_grad():
         empty = torch.isneginf(part_lse) | torch.isneginf(lse)
         weight = (part_lse - lse).exp().masked_fill(empty, 0.0)
@@ -123,7 +206,13 @@ def backward(
         mean = (part_dout.float() * part.float()).sum(-1)
         part_dlse = (mean - weight * delta).masked_fill(empty, 0.0)
     with autograd_within():
-        dq, dk, dv = torch.autograd.grad((part, part_lse), leaves[:3], (part_dout, part_dlse.to(part_lse.dtype)))
+        given = part_dout, part_dlse.to(part_lse.dtype)
+        dq, dk, dv, *of_tables = torch.autograd.grad((part, part_lse), (*leaves[:3], *tables), given)
+    for total, grad in zip(totals, of_tables, strict=True):
+        total.add_(grad)
+    dk, dv = (x[:, :, : operands.k.shape[2]] for x in (dk, dv))
+    if mask.dead is not None:
+        dk, dv = dk.masked_fill(mask.dead, 0.0), dv.masked_fill(mask.dead, 0.0)
     return dq.to(dtype).contiguous(), dk.to(dtype).contiguous(), dv.to(dtype).contiguous()
 
 
@@ -146,8 +235,6 @@ def unsupported_reason(call: Call, branch: Branch) -> str | None:
             return f"it needs head dimensions of 16 to 256, and got {name} = {dim}"
     if call.needs_grad and not AUTOGRAD_WITHIN:
         return f"its gradients need private names that torch {torch.__version__} does not have"
-    if call.learned:
-        return "FlexAttention's gradients of terms' tables have not been tested (detach the tables)"
     if _mask_bytes(call, branch) > _MASK_BYTES:
         needed = _mask_bytes(call, branch) / 2**30
         return f"a BlockMask has an entry for every tile, empty or not, and this one would take {needed:.0f} GiB"
@@ -164,9 +251,4 @@ def scratch(call: Call, branch: Branch) -> int:
     return _mask_bytes(call, branch) + copies + again
 
 
-def terms(device: str) -> Iterable[str]:
-    """Return the terms supported in a score_mod: all without tables, and the tested ones with tables."""
-    return [*(name for name, kind in KINDS.items() if not kind.axes), "ALiBi", "DistanceBias", "Bias"]
-
-
-BACKEND = Backend("flex", forward, backward, unsupported_reason, scratch, terms=terms)
+BACKEND = Backend("flex", forward, backward, unsupported_reason, scratch, terms=by_formula)

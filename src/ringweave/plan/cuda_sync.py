@@ -37,7 +37,7 @@ def record_stream(thing: object, device: torch.device) -> bool:
     """Record that an object was made on the current stream; return False if a graph captured it: do not cache it then.
 
     Args:
-        thing: A dataclass of tensors that supports weak references.
+        thing: A dataclass of tensors, and tuples of tensors, that supports weak references.
         device: Device of the tensors.
     """
     if device.type != "cuda":
@@ -73,5 +73,4 @@ def wait_for_stream(thing: object, device: torch.device) -> None:
 
 def _tensors(thing: object) -> Iterator[Tensor]:
     for value in vars(thing).values():
-        if isinstance(value, Tensor):
-            yield value
+        yield from (each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, Tensor))

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from .block_plan import BlockPlan
 
 
-def to_block_mask(plan: BlockPlan) -> Any:
+def to_block_mask(plan: BlockPlan, keys: int | None = None) -> Any:
     """Convert a plan to a BlockMask; see :meth:`BlockPlan.to_block_mask`."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    groups, rows, columns = plan.row_ptr.shape[0], plan.q_tiles, plan.kv_tiles
+    keys = plan.nk if keys is None else keys
+    groups, rows, columns = plan.row_ptr.shape[0], plan.q_tiles, -(-keys // plan.kv_tile)
     line, col, bits = plan.listed()
     # -2 for an empty tile, -1 for a full one, else the number of its mask
     table = torch.full((groups, rows, columns), -2, dtype=torch.int32, device=plan.device)
@@ -29,6 +30,8 @@ def to_block_mask(plan: BlockPlan) -> Any:
     missing = (1 << max(plan.mask_words.shape[0] - 1, 0).bit_length()) - plan.mask_words.shape[0]
     masks = torch.nn.functional.pad(plan.mask_words, (0, 0, 0, 0, 0, missing))
     q_tile, kv_tile = plan.q_tile, plan.kv_tile
+    # a tensor, since compiled code is specialised to a number, and only if keys follow that the plan does not have
+    length = torch.tensor(plan.nk, device=plan.device) if keys > plan.nk else None
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         # as in flex_attention, one batch element or head broadcasts
@@ -37,19 +40,24 @@ def to_block_mask(plan: BlockPlan) -> Any:
         # words of a mask are indexed by the key's place in its tile
         place = k % kv_tile
         word = masks[code.clamp(min=0), q % q_tile, place // 32]
-        return (code == -1) | ((code >= 0) & (((word >> (place % 32)) & 1) == 1))
+        allowed = (code == -1) | ((code >= 0) & (((word >> (place % 32)) & 1) == 1))
+        return allowed if length is None else allowed & (k < length)
 
     def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
         chosen = chosen[group]
         order = torch.argsort(chosen.int(), dim=-1, descending=True, stable=True)
         return chosen.sum(-1).int(), order.int()
 
+    full = table == -1
+    if length is not None:
+        # the tile of the last key has keys that the plan does not have
+        full[:, :, plan.nk // kv_tile :] = False
     return BlockMask.from_kv_blocks(
-        *listed(table >= 0),
-        *listed(table == -1),
+        *listed((table >= -1) & ~full),
+        *listed(full),
         BLOCK_SIZE=(q_tile, kv_tile),
         mask_mod=mask_mod,
-        seq_lengths=(plan.nq, plan.nk),
+        seq_lengths=(plan.nq, keys),
     )
 
 

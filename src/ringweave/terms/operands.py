@@ -48,8 +48,9 @@ class TermOperands(NamedTuple):
             return places[inside] + (index - inside)
 
         row, column = place(row, self.rows), place(column, self.columns)
-        first = self.offsets[batch]
-        return Pairs(batch, self.heads[head], row, column, row + first[..., 0], column + first[..., 1])
+        # one entry at a time, since a score_mod may compute no vectors
+        query, key = row + self.offsets[batch, 0], column + self.offsets[batch, 1]
+        return Pairs(batch, self.heads[head], row, column, query, key)
 
     def apply(self, t: Tensor, at: Pairs, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Return the scaled scores t before the terms and after each; scores that are not finite end unchanged.
