@@ -31,7 +31,7 @@ _BANK_BYTES = 2**26
 
 
 @dataclass(eq=False, repr=False)
-class _Batch:
+class Batch:
     """A batch of R query tiles (lines) with n key tiles each, or a piece of such a batch."""
 
     line: Tensor  # (R,) index into the query tiles of all batch elements and heads
@@ -51,10 +51,10 @@ class _Scored:
     kept: Tensor | None = None  # dropout's factor of each weight
 
 
-class _Layout:
+class Layout:
     """The operands cut into tiles, and the plan's rows grouped into batches."""
 
-    def __init__(self, operands: Operands, plan: BlockPlan):
+    def __init__(self, operands: Operands, plan: BlockPlan, limit: int | None = None):
         # imported at first use, to keep `import ringweave` fast
         from ..memory.workspace import scratch
 
@@ -68,7 +68,8 @@ class _Layout:
         self.q_tiles = self.queries(q)
         self.k_tiles, self.v_tiles = (k, v) if self.pages is not None else (self.keys(k), self.keys(v))
         tile = (plan.q_tile, plan.kv_tile)
-        self.limit = max(1, _BUDGET.get(q.device.type, _BUDGET_ELSEWHERE) // (tile[0] * tile[1] * 4))
+        #: Most key tiles of a batch.
+        self.limit = limit or max(1, _BUDGET.get(q.device.type, _BUDGET_ELSEWHERE) // (tile[0] * tile[1] * 4))
         tail = torch.arange(plan.kv_tile, device=q.device) < self.nk - (plan.kv_tiles - 1) * plan.kv_tile
         self.tail = tail.expand(1, *tile)
         self.ragged = self.nk % plan.kv_tile != 0
@@ -89,7 +90,7 @@ class _Layout:
         masks = unpack_masks(self.plan.mask_words[code.clamp(max=self.plan.mask_words.shape[0] - 1)], self.plan.kv_tile)
         return torch.where((code == self.plan.mask_words.shape[0])[:, None, None], self.tail, masks)
 
-    def batches(self) -> Iterator[_Batch]:
+    def batches(self) -> Iterator[Batch]:
         """Yield batches that cover each tile once; pieces of one query tile come in ascending order of keys."""
         plan = self.plan
         device = plan.device
@@ -112,15 +113,15 @@ class _Layout:
                     places = torch.arange(piece, min(piece + self.limit, size), device=device)
                     yield self._batch(chosen, first[chosen, None] + places, base[chosen, None])
 
-    def _batch(self, line: Tensor, entry: Tensor, base: Tensor) -> _Batch:
+    def _batch(self, line: Tensor, entry: Tensor, base: Tensor) -> Batch:
         col, code = self.plan.col[entry].long(), self.plan.mask_id[entry].long()
         if self.ragged:
             last = (col == self.plan.kv_tiles - 1) & (code < 0)
             code = torch.where(last, self.plan.mask_words.shape[0], code)
         rows, places = (code >= 0).nonzero(as_tuple=True)
-        return _Batch(line, entry, base + col, (rows, places), self._mask(code[rows, places]))
+        return Batch(line, entry, base + col, (rows, places), self._mask(code[rows, places]))
 
-    def gathered(self, tiles: Tensor, batch: _Batch, only_attended: bool) -> Tensor:
+    def gathered(self, tiles: Tensor, batch: Batch, only_attended: bool) -> Tensor:
         """Gather key or value tiles, (R, n * kv_tile, C).
 
         With ``only_attended``, tokens that no query of a tile may attend are zero.
@@ -153,11 +154,11 @@ class _Layout:
         token = torch.minimum(token, lengths.long()[of_batch] - 1).clamp_(min=0)
         return x[table[of_batch, token // size].long(), head, token % size]
 
-    def taken(self, batch: _Batch) -> Tensor:
+    def taken(self, batch: Batch) -> Tensor:
         """Return the queries of a batch, (R, q_tile, D)."""
         return self.q_tiles[batch.line].to(self.acc)
 
-    def scored(self, queries: Tensor, keys: Tensor, batch: _Batch) -> _Scored:
+    def scored(self, queries: Tensor, keys: Tensor, batch: Batch) -> _Scored:
         """Compute the scores of a batch; -inf is selected where not allowed, so that a NaN in a masked key is lost."""
         before, after = sides(self.scale)
         scores = self.product(queries * before, keys.mT)
@@ -180,16 +181,23 @@ class _Layout:
             return torch.bmm(a, b)
         return torch.bmm(a, b, out=self.space.take((*a.shape[:2], b.shape[2]), a.dtype))
 
-    def _pairs(self, batch: _Batch) -> Pairs:
+    def _pairs(self, batch: Batch) -> Pairs:
         assert self.terms is not None
+        return self.terms.pairs(*self.indices(batch))
+
+    def indices(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the batch elements and query heads, (R, 1, 1), queries, (R, q_tile, 1), and keys, (R, 1, n * kv_tile).
+
+        Tiles may reach beyond the last query and the last key.
+        """
         plan, device = self.plan, self.plan.device
         pair, tile = batch.line // plan.q_tiles, batch.line % plan.q_tiles
         rows = tile[:, None] * plan.q_tile + torch.arange(plan.q_tile, device=device)
         columns = (batch.key % plan.kv_tiles)[..., None] * plan.kv_tile + torch.arange(plan.kv_tile, device=device)
         of_batch, head = (x[:, None, None] for x in (pair // self.heads, pair % self.heads))
-        return self.terms.pairs(of_batch, head, rows[:, :, None], columns.flatten(1)[:, None])
+        return of_batch, head, rows[:, :, None], columns.flatten(1)[:, None]
 
-    def masked(self, x: Tensor, batch: _Batch, value: float) -> Tensor:
+    def masked(self, x: Tensor, batch: Batch, value: float) -> Tensor:
         """Fill (R, q_tile, n * kv_tile) with ``value`` in place where pairs are not allowed."""
         if batch.mask.shape[0]:
             by_tile = x.unflatten(2, (-1, self.plan.kv_tile)).transpose(1, 2)
@@ -202,7 +210,7 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
     operands = operands.widened()
     q, _, v = operands[:3]
     plan = branch.plan(q.device)
-    layout = _Layout(operands, plan)
+    layout = Layout(operands, plan)
     out = q.new_zeros(layout.q_tiles.shape[0], plan.q_tile, v.shape[3], dtype=layout.acc)
     lse = q.new_full(out.shape[:2], -torch.inf, dtype=layout.acc)
     pieced = int(plan.row_ptr.diff(dim=1).max()) > layout.limit
@@ -234,7 +242,7 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
 
 def tile_mass(operands: Operands, lse: Tensor, plan: BlockPlan, first: Tensor, per_row: bool) -> Tensor:
     """Sum the weights in each tile, (T,) or per row (T, q_tile); ``first`` is the index of each head's first tile."""
-    layout = _Layout(operands, plan)
+    layout = Layout(operands, plan)
     # a row that attends nothing has zero weights, whatever it contains
     lse = lse.masked_fill(torch.isneginf(lse), torch.inf)
     missing = layout.q_tiles.shape[0] // (layout.batch * layout.heads) * plan.q_tile - layout.nq
@@ -261,7 +269,7 @@ def backward(
         q, dout = (x.masked_fill((dead | lse.isnan())[..., None], 0.0) for x in (operands.q, dout))
         operands, lse = operands._replace(q=q), lse.masked_fill(dead, 0.0)
     device, scale = operands.q.device, operands.scale
-    layout = _Layout(operands, branch.plan(device))
+    layout = Layout(operands, branch.plan(device))
     finite_keys = bool(operands.k.isfinite().all())
     dout_tiles = layout.queries(dout)
     # rows of padding have zero weights, however large a term makes their scores

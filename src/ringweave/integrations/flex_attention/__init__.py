@@ -1,0 +1,1 @@
+"""FlexAttention for callers of torch, on a processor and with gradients."""

@@ -1,0 +1,351 @@
+"""Attention with any score_mod, over computed tiles only.
+
+Scores of a few tiles at a time are computed, given to the score_mod, and masked. Backward computes them again. Masked
+pairs get the score 0 before the score_mod, and their results and gradients are selected afterwards, so a NaN there
+reaches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...backends.backend import delta_in_chunks
+from ...backends.dense_batched import Batch, Layout
+from ...call import Operands
+from ...errors import PatternError, UnsupportedError
+from ...merge import merge_into
+from ...patterns import Pattern
+from ...patterns.fitting import fitting
+from ...plan import BlockPlan, plan_cache
+from ...plan.tile_size import tile_size_of
+from ...torch_compat import forward_mode, transforming
+from ...torch_ops import Differentiable, refuse_twice
+from ...types import acc_dtype
+from .score_functions import Changed, Pairs, ScoreFunction, ScoreMod
+
+# Bytes of a chunk's scores and of the tensors that the score_mod computes from them: fits a CPU's cache, and a bounded
+# part of a GPU's memory.
+_BUDGET, _BUDGET_ELSEWHERE = 2**24, 2**28
+# Sides of the smallest tile.
+_LEAST = 16
+
+
+class Attended(NamedTuple):
+    """The results of attention.
+
+    Attributes:
+        out: Output, (B, Hq, Nq, Dv), in the dtype and order of strides of the queries.
+        lse: Log-sum-exp of each row's scores, (B, Hq, Nq), natural log; -inf where a row attends nothing.
+        max_scores: Largest score of each row, (B, Hq, Nq), without gradient; -inf where a row attends nothing.
+    """
+
+    out: Tensor
+    lse: Tensor
+    max_scores: Tensor
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, score_mod: ScoreMod, *, scale: float
+) -> Attended:
+    """Compute attention with a score_mod over the pairs that a pattern allows.
+
+    The scores are ``score_mod(scale * <q, k>, b, h, q_idx, kv_idx)`` in float32 (float64 for float64 queries), where
+    the function gets 0-dim tensors. Differentiable in queries, keys, values and each tensor that the function captures.
+
+    Args:
+        query: Queries, (B, Hq, Nq, D).
+        key: Keys, (B, Hkv, Nk, D); Hkv divides Hq.
+        value: Values, (B, Hkv, Nk, Dv).
+        pattern: A relation, which is applied after the function.
+        score_mod: The function; a score of -inf masks a pair.
+        scale: Factor of the scores.
+    Raises:
+        PatternError: The pattern is made for other lengths, heads or batch, or is a LongNet.
+        ShapeError: The function does not return a 0-dim floating tensor.
+        UnsupportedError: The function has effects, or returns different results for the same arguments; or a transform
+            of ``torch.func`` or forward-mode differentiation is active.
+    """
+    if forward_mode() or transforming(query, key, value):
+        wanted = "reverse-mode derivatives of first order, by torch.autograd"
+        raise UnsupportedError("score_mod", "a transform of torch.func", wanted, "Express it by terms, as in Softcap.")
+    function = ScoreFunction(score_mod, acc_dtype(query.dtype), query.device)
+    work = _Work(function, _plan(query, key, pattern, function), scale)
+    inputs = query, key, value, *function.captured
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        return Attended(*_Attention.apply(work, *inputs))  # type: ignore[no-untyped-call]
+    return work.forward(query.detach(), key.detach(), value.detach())[0]
+
+
+def _plan(query: Tensor, key: Tensor, pattern: Pattern, function: ScoreFunction) -> BlockPlan | None:
+    """Return the plan of the pattern; None for a call without pairs."""
+    (batch, heads, nq, _), (_, kv_heads, nk, _) = query.shape, key.shape
+    if 0 in (batch, heads, nq, nk):
+        return None
+    pattern = fitting(pattern._for_call(), nq, nk, heads, batch, 0, kv_heads)[0]
+    if not pattern.combinable:
+        raise PatternError("pattern", repr(pattern), "a relation", "Call longnet_attention for a mixture.")
+    q_tile, kv_tile = tile_size_of(None, pattern, nq, nk)
+    while q_tile > _LEAST and q_tile * kv_tile * function.nbytes > 2 * _budget(query.device):
+        q_tile //= 2
+    tile = max(q_tile - q_tile % _LEAST, _LEAST), kv_tile
+    return plan_cache.get(pattern, nq, nk, heads=heads, batch=batch, tile=tile, device=query.device)
+
+
+def _budget(device: torch.device) -> int:
+    return _BUDGET if device.type == "cpu" else _BUDGET_ELSEWHERE
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """The scores of a batch of tiles, (R, q_tile, n * kv_tile), 0 where masked, and the indices of its pairs."""
+
+    scores: Tensor
+    at: Pairs
+
+
+@dataclass(eq=False)
+class _Work:
+    """Everything about a call except its tensors."""
+
+    function: ScoreFunction
+    plan: BlockPlan | None
+    scale: float
+
+    def limit(self, q: Tensor) -> int:
+        """Return the most key tiles of a batch."""
+        assert self.plan is not None
+        pair = self.function.nbytes + 3 * acc_dtype(q.dtype).itemsize
+        return max(1, _budget(q.device) // (self.plan.q_tile * self.plan.kv_tile * pair))
+
+    def pieced(self, q: Tensor) -> bool:
+        """Whether a row may have more key tiles than a batch."""
+        return self.plan is not None and int(self.plan.row_ptr.diff(dim=1).max()) > self.limit(q)
+
+    def layout(self, q: Tensor, k: Tensor, v: Tensor) -> Layout:
+        """Cut the tensors into tiles, and the tiles into batches that fit the budget."""
+        assert self.plan is not None
+        return Layout(Operands(q, k, v, self.scale), self.plan, self.limit(q))
+
+    def chunk(self, layout: Layout, batch: Batch, queries: Tensor, keys: Tensor) -> _Chunk:
+        """Compute the scores of a batch."""
+        scores = layout.product(queries, keys.mT).mul_(self.scale)
+        b, h, q, k = layout.indices(batch)
+        # tiles reach beyond the last tokens, where a captured tensor has no entries
+        return _Chunk(
+            layout.masked(scores, batch, 0.0), Pairs(b, h, q.clamp(max=layout.nq - 1), k.clamp(max=layout.nk - 1))
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Attended, Tensor]:
+        """Compute attention, a batch of equally long rows at a time, and the output in the dtype of sums."""
+        acc, shape = acc_dtype(q.dtype), q.shape[:3]
+        result = _in_order_of(q, v.shape[3])
+        if self.plan is None:
+            empty = torch.full(shape, -torch.inf, dtype=acc, device=q.device)
+            return Attended(result.zero_(), empty, empty.clone()), result
+        with torch.autocast(q.device.type, enabled=False):
+            layout, finite = self.layout(q, k, v), bool(v.isfinite().all())
+            out = q.new_zeros(layout.q_tiles.shape[0], self.plan.q_tile, v.shape[3], dtype=acc)
+            lse = q.new_full(out.shape[:2], -torch.inf, dtype=acc)
+            largest = lse.clone()
+            for batch in layout.batches():
+                part, part_lse, top = self._part(layout, batch, finite)
+                whole, whole_lse = out[batch.line], lse[batch.line]
+                merge_into(whole, whole_lse, part, part_lse)
+                out[batch.line], lse[batch.line] = whole, whole_lse
+                largest[batch.line] = torch.maximum(largest[batch.line], top)
+        out = out.view(*shape[:2], -1, v.shape[3])[:, :, : layout.nq]
+        lse, largest = (x.view(*shape[:2], -1)[:, :, : layout.nq].contiguous() for x in (lse, largest))
+        return Attended(result.copy_(out), lse, largest), out
+
+    def _part(self, layout: Layout, batch: Batch, finite: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute (out, lse, largest score) of a batch."""
+        chunk = self.chunk(layout, batch, layout.taken(batch), layout.gathered(layout.k_tiles, batch, False))
+        # the function may return its argument, or an expanded tensor
+        scores = layout.masked(self.function(chunk.scores, chunk.at).clone(), batch, -torch.inf)
+        values = layout.gathered(layout.v_tiles, batch, True)
+        if not finite:
+            values = values.masked_fill((scores == -torch.inf).all(1)[..., None], 0.0)
+        top = scores.amax(-1, keepdim=True)
+        shift = top.masked_fill(torch.isneginf(top), 0.0)
+        weights = scores.sub_(shift).exp_()
+        total = weights.sum(-1, keepdim=True)
+        part = layout.product(weights, values).div_(total.masked_fill(total == 0, 1.0))
+        part_lse = torch.where(torch.isposinf(shift), shift, shift + total.log())
+        return part, part_lse[..., 0], top[..., 0]
+
+    def backward(self, inputs: Sequence[Tensor], returned: _Returned, learns: list[bool]) -> tuple[Tensor, ...]:
+        """Compute (dq, dk, dv, gradients of captured tensors that learn)."""
+        sums = [x for x, learn in zip(self.function.captured, learns, strict=True) if learn]
+        totals = [torch.zeros(x.shape, dtype=acc_dtype(x.dtype), device=x.device) for x in sums]
+        if self.plan is None:
+            return *map(torch.zeros_like, inputs), *map(torch.zeros_like, sums)
+        with torch.autocast(inputs[0].device.type, enabled=False):
+            grads = _Gradients(self, inputs, returned)
+            for batch in grads.layout.batches():
+                grads.add(batch, learns, totals)
+            return *grads.joined(), *(total.to(x.dtype) for total, x in zip(totals, sums, strict=True))
+
+
+class _Returned(NamedTuple):
+    """What backward gets besides the inputs.
+
+    Attributes:
+        dout: Gradient of the output.
+        dlse: Gradient of lse, or None.
+        lse: Log-sum-exp of the rows.
+        out: Output in the dtype of sums, where a row may be in several batches; else None.
+    """
+
+    dout: Tensor
+    dlse: Tensor | None
+    lse: Tensor
+    out: Tensor | None
+
+
+class _Gradients:
+    """Sums of the gradients of queries, keys and values by tile."""
+
+    def __init__(self, work: _Work, inputs: Sequence[Tensor], returned: _Returned):
+        self.inputs = inputs
+        (q, k, v), (dout, dlse, lse, out) = inputs, returned
+        # A row that attends nothing has zero gradients, whatever it contains. A row of NaN has NaN weights where it
+        # attends; elsewhere, 0 times its query or dout would still be NaN and reach keys that it does not attend.
+        dead = torch.isneginf(lse)
+        self.broken = bool(lse.isnan().any())
+        if self.broken or bool(dead.any()):
+            q, dout = (x.masked_fill((dead | lse.isnan())[..., None], 0.0) for x in (q, dout))
+            lse = lse.masked_fill(dead, torch.inf)
+            dlse = None if dlse is None else dlse.masked_fill(dead, 0.0)
+        self.work, self.layout = work, work.layout(q, k, v)
+        layout = self.layout
+        self.finite_keys, self.finite_values = (bool(x.isfinite().all()) for x in (k, v))
+        self.dout, self.whole_rows = layout.queries(dout), out is None
+        # The mean of the gradients of a row's weights, less the gradient of lse, is subtracted from them. Where a batch
+        # contains whole rows it is computed from the weights, which is more accurate than from the output.
+        if out is not None:
+            delta = delta_in_chunks(dout, out, returned.lse, dlse)
+        else:
+            delta = torch.zeros_like(lse) if dlse is None else -dlse
+        # rows of padding have zero weights
+        lse = torch.nn.functional.pad(lse, (0, -layout.nq % layout.plan.q_tile), value=torch.inf)
+        self.lse, self.delta = (layout.queries(x[..., None].to(layout.acc)) for x in (lse, delta))
+        self.dq, self.dk, self.dv = (
+            torch.zeros(x.shape, dtype=layout.acc, device=x.device)
+            for x in (layout.q_tiles, layout.k_tiles, layout.v_tiles)
+        )
+
+    def add(self, batch: Batch, learns: list[bool], totals: list[Tensor]) -> None:
+        """Add the gradients of a batch."""
+        layout, work = self.layout, self.work
+        queries, dout = layout.taken(batch), self.dout[batch.line].to(layout.acc)
+        keys, values = (layout.gathered(x, batch, True) for x in (layout.k_tiles, layout.v_tiles))
+        chunk = work.chunk(layout, batch, queries, keys)
+        scores, differentiated = work.function.differentiable(chunk.scores, chunk.at, learns)
+        weights = layout.masked(torch.sub(scores, self.lse[batch.line]).exp_(), batch, 0.0)
+        if self.whole_rows:
+            # lse is rounded as a large number is, and would change all weights of a row by one factor
+            total = weights.sum(-1, keepdim=True)
+            weights.div_(total.masked_fill_(~(total > 0), 1.0))
+        where = batch.key.reshape(-1)
+        self.dv.index_add_(0, where, layout.product(weights.mT, dout).view(-1, *self.dv.shape[1:]))
+        unattended = weights == 0
+        slopes, delta = layout.product(dout, values.mT), self.delta[batch.line]
+        if self.broken or not self.finite_values:
+            slopes.masked_fill_(unattended, 0.0)
+        if self.whole_rows:
+            delta = delta + (slopes * weights).sum(-1, keepdim=True)
+        slopes.sub_(delta).mul_(weights)
+        if self.broken or not self.finite_values:
+            slopes.masked_fill_(unattended, 0.0)
+        changed = differentiated.backward(slopes)
+        if totals and not changed.finite():
+            # a function may be infinite or NaN at masked pairs, and so may be 0 times its derivative
+            changed = self._at_attended(chunk, ~unattended, slopes, learns)
+        changed.add_to(totals)
+        if changed.scores is None:
+            return
+        score_grads = changed.scores.masked_fill(unattended, 0.0)
+        if not self.finite_keys:
+            # A row that attends an infinite or NaN key has gradients of NaN, or of 0 at a score of -inf, already.
+            # The key must not make the gradients of other rows NaN.
+            keys = keys.nan_to_num(0.0, 0.0, 0.0)
+        self.dq[batch.line] += layout.product(score_grads, keys)
+        self.dk.index_add_(0, where, layout.product(score_grads.mT, queries).view(-1, *self.dk.shape[1:]))
+
+    def _at_attended(self, chunk: _Chunk, attended: Tensor, slopes: Tensor, learns: list[bool]) -> Changed:
+        """Return the gradients of a chunk from evaluating the function at attended pairs only."""
+        at = Pairs(*(x.expand(attended.shape)[attended] for x in chunk.at))
+        _, differentiated = self.work.function.differentiable(chunk.scores[attended], at, learns)
+        changed = differentiated.backward(slopes[attended])
+        if changed.scores is None:
+            return changed
+        scores = torch.zeros_like(slopes).masked_scatter_(attended, changed.scores)
+        return changed._replace(scores=scores)
+
+    def joined(self) -> Iterator[Tensor]:
+        """Yield the gradients of queries, keys and values in their shapes and dtypes."""
+        for x, tiles, factor in zip(
+            self.inputs, (self.dq, self.dk, self.dv), (self.work.scale,) * 2 + (1.0,), strict=True
+        ):
+            whole = tiles.mul_(factor).view(*x.shape[:2], -1, x.shape[3])
+            yield whole[:, :, : x.shape[2]].to(x.dtype).contiguous()
+
+
+def _in_order_of(q: Tensor, channels: int) -> Tensor:
+    """Return an empty output with the order of strides of the queries."""
+    order = sorted(range(4), key=q.stride, reverse=True)
+    shape = *q.shape[:3], channels
+    inverse = [order.index(dim) for dim in range(4)]
+    return torch.empty([shape[dim] for dim in order], dtype=q.dtype, device=q.device).permute(inverse)
+
+
+class _Attention(torch.autograd.Function):
+    """The differentiable call."""
+
+    @staticmethod
+    def forward(ctx: Any, work: _Work, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        found, wide = work.forward(*inputs[:3])
+        ctx.work = work
+        ctx.save_for_backward(*inputs, found.lse, wide if work.pieced(inputs[0]) else None)
+        ctx.mark_non_differentiable(found.max_scores)
+        ctx.set_materialize_grads(False)
+        return found.out, found.lse, found.max_scores
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        *inputs, lse, out = ctx.saved_tensors
+        learns = [bool(needed) for needed in ctx.needs_input_grad[4:]]
+        if dout is None:
+            dout = inputs[0].new_zeros(*lse.shape, inputs[2].shape[3])
+        found = _Backward.apply(ctx.work, learns, dout, dlse, lse, out, *inputs)  # type: ignore[no-untyped-call]
+        grads, of_captured = found[:3], iter(found[3:])
+        needed = (x if need else None for x, need in zip(grads, ctx.needs_input_grad[1:4], strict=True))
+        return None, *needed, *(next(of_captured) if learn else None for learn in learns)
+
+
+class _Backward(Differentiable):
+    """The gradients, which have no derivative."""
+
+    backward = staticmethod(refuse_twice)
+
+    @staticmethod
+    def forward(
+        work: _Work,
+        learns: list[bool],
+        dout: Tensor,
+        dlse: Tensor | None,
+        lse: Tensor,
+        out: Tensor | None,
+        *inputs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        work.function.check()
+        return work.backward(inputs[:3], _Returned(dout, dlse, lse, out), learns)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Save nothing, since there is no second derivative."""

@@ -1,0 +1,611 @@
+"""Attention with any score_mod over tiles: results and gradients against the dense definition in float64, and refusals."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import ringweave as rw
+from ringweave.errors import ShapeError, UnsupportedError
+from ringweave.integrations.flex_attention.score_tiles import attend
+from ringweave.memory import peak
+from ringweave.patterns import Pattern
+
+from .. import oracle
+from ..cases import PATTERNS
+from ..oracle import Inputs
+
+CPU = torch.device("cpu")
+Learned = dict[str, Tensor]
+Dense = Callable[[Learned, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A score_mod and its dense definition.
+
+    Attributes:
+        shapes: Shapes of the tensors that it captures, for (batch, heads, queries, keys).
+        score_mod: Makes the function of one pair from the captured tensors.
+        dense: Computes all scores from captured tensors, scores (B, H, Nq, Nk), and index tensors that broadcast.
+        mapped: Whether torch can map the function of one pair, with gradients, and so shows another order of the sums.
+    """
+
+    shapes: Callable[[int, int, int, int], dict[str, tuple[int, ...]]]
+    score_mod: Callable[[Learned], ScoreMod]
+    dense: Dense
+    mapped: bool = True
+
+    def by_pair(self, c: Learned, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """Compute all scores by mapping the function of one pair, as FlexAttention does."""
+        function: Callable[..., Tensor] = self.score_mod(c)
+        for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+            function = torch.vmap(function, (0, *dims))
+        with _Indexed():
+            return function(s, *(x.flatten() for x in (b, h, q, k)))
+
+
+class _Indexed(TorchFunctionMode):
+    """Reads tensors at indices of a pair, which ``Tensor.__getitem__`` would convert to numbers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__ and isinstance(args[1], (Tensor, tuple)):
+            return torch.ops.aten.index(args[0], args[1] if isinstance(args[1], tuple) else [args[1]])
+        return func(*args, **(kwargs or {}))
+
+
+class Biased(torch.nn.Module):
+    """A module with a method that is a score_mod."""
+
+    def __init__(self, weight: Tensor, table: Tensor):
+        super().__init__()
+        self.weight, self.table = weight, table
+
+    def score_mod(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score * self.weight.exp() + torch.tanh(self.table[b, h])
+
+    def forward(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        features = torch.stack([score, (q - k) / 100.0])
+        rows = self.table[b].to(score.dtype)
+        return torch.nn.functional.linear(features, rows[None], self.weight.to(score.dtype)[None]).sum()
+
+
+def _slope(slopes: Tensor, score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return score - slopes[h] * (q - k).abs()
+
+
+def _branches(c: Learned, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.where((q + k) % 3 == 0, s * c["w"][b], torch.where(k % 5 == 4, -torch.inf, s - 0.1 * h))
+
+
+def _table(c: Learned, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return s + c["table"][b, h, q, k]
+
+
+CASES = {
+    "softcap": Case(
+        lambda b, h, n, m: {},
+        lambda c: lambda s, b, h, q, k: 3 * torch.tanh(s / 3),
+        lambda c, s, b, h, q, k: 3 * torch.tanh(s / 3),
+    ),
+    "slopes": Case(
+        lambda b, h, n, m: {"slopes": (h,)},
+        lambda c: functools.partial(_slope, c["slopes"]),
+        lambda c, s, b, h, q, k: _slope(c["slopes"], s, b, h, q, k),
+    ),
+    "table": Case(lambda b, h, n, m: {"table": (b, h, n, m)}, lambda c: functools.partial(_table, c), _table),
+    "rows": Case(
+        lambda b, h, n, m: {"table": (b, h, n, m)},
+        lambda c: lambda s, b, h, q, k: s + c["table"][b][h][q, k],
+        _table,
+    ),
+    "columns": Case(
+        lambda b, h, n, m: {"table": (n, 3, m)},
+        lambda c: lambda s, b, h, q, k: s + c["table"][:, 1, k][q] - c["table"][..., k][q, -1],
+        lambda c, s, b, h, q, k: s + c["table"][q, 1, k] - c["table"][q, 2, k],
+        mapped=False,
+    ),
+    "distances": Case(
+        lambda b, h, n, m: {"table": (2 * max(n, m), h)},
+        lambda c: lambda s, b, h, q, k: s + c["table"][k - q, h],
+        lambda c, s, b, h, q, k: s + c["table"][(k - q) % len(c["table"]), h],
+    ),
+    "products": Case(
+        lambda b, h, n, m: {"left": (n, 5), "right": (m, 5)},
+        lambda c: lambda s, b, h, q, k: s + (c["left"][q] * c["right"][k]).sum(),
+        lambda c, s, b, h, q, k: s + c["left"] @ c["right"].mT,
+    ),
+    "branches": Case(
+        lambda b, h, n, m: {"w": (b,)},
+        lambda c: functools.partial(_branches, c),
+        _branches,
+    ),
+    "method": Case(
+        lambda b, h, n, m: {"weight": (), "table": (b, h)},
+        lambda c: Biased(c["weight"], c["table"]).score_mod,
+        lambda c, s, b, h, q, k: s * c["weight"].exp() + torch.tanh(c["table"])[:, :, None, None],
+    ),
+    "module": Case(
+        lambda b, h, n, m: {"weight": (), "table": (b, 2)},
+        lambda c: Biased(c["weight"], c["table"]),
+        lambda c, s, b, h, q, k: s * c["table"][b, 0] + (q - k) / 100.0 * c["table"][b, 1] + c["weight"],
+    ),
+    "in_place": Case(
+        lambda b, h, n, m: {"added": (m,)},
+        lambda c: lambda s, b, h, q, k: s.mul_(2).add_(c["added"][k]),
+        lambda c, s, b, h, q, k: 2 * s + c["added"][k],
+    ),
+    "no_score": Case(
+        lambda b, h, n, m: {"added": (m,)},
+        lambda c: lambda s, b, h, q, k: c["added"][k] + 0.5,
+        lambda c, s, b, h, q, k: s * 0 + (c["added"][k] + 0.5),
+    ),
+}
+
+
+def drawn(case: Case, x: Inputs, dtype: torch.dtype) -> Learned:
+    """Return the captured tensors of a case, quantised to a dtype."""
+    generator = torch.Generator(CPU).manual_seed(7)
+    shapes = case.shapes(*x.q.shape[:3], x.k.shape[2])
+    return {name: torch.randn(shape, generator=generator, device=CPU).to(dtype) for name, shape in shapes.items()}
+
+
+def definition(
+    dense: Dense, x: Inputs, allowed: Tensor, learned: Learned, dtype: torch.dtype, scale: float
+) -> dict[str, Tensor]:
+    """Return out, lse and gradients by the dense formula; tensors are in a dtype, and scores in float32 or wider."""
+    leaves = x.leaves(dtype)
+    captured = {name: each.detach().to(dtype).requires_grad_() for name, each in learned.items()}
+    sizes = *x.q.shape[:3], x.k.shape[2]
+    grid = [torch.arange(n, device=CPU).view([-1 if d == dim else 1 for d in range(4)]) for dim, n in enumerate(sizes)]
+
+    def scored(scores: Tensor) -> Tensor:
+        return dense(captured, scores, *grid)
+
+    # the pairs that a function masks depend on no value of the cases
+    masked = dense(learned, torch.zeros(sizes, device=CPU), *grid).isneginf()
+    counts = (allowed & ~masked).expand(sizes)
+    wide = [leaf.to(torch.promote_types(dtype, torch.float32)) for leaf in leaves]
+    out, lse = oracle.attention(*wide, counts, scale, scored=lambda scores: scored(scores).masked_fill(~counts, 0.0))
+    return oracle.results(out.to(dtype), lse, x, leaves, **captured)
+
+
+def results(case: Case, x: Inputs, pattern: Pattern, learned: Learned, scale: float = 0.25) -> dict[str, Tensor]:
+    """Return out, lse and gradients of the tiled computation."""
+    leaves = x.leaves()
+    captured = {name: each.clone().requires_grad_() for name, each in learned.items()}
+    out, lse, _ = attend(*leaves, pattern, case.score_mod(captured), scale=scale)
+    return oracle.results(out, lse, x, leaves, **captured)
+
+
+def check(case: Case, x: Inputs, pattern: Pattern, learned: Learned) -> dict[str, Tensor]:
+    """Check all results against float64: the error is at most twice that of the dense formula in the call's dtype."""
+    allowed = rw.plan(pattern, x.q.shape[2], x.k.shape[2], heads=x.q.shape[1], batch=x.q.shape[0]).to_dense()
+    got = results(case, x, pattern, learned)
+    want = definition(case.dense, x, allowed, learned, torch.float64, 0.25)
+    floor = {name: torch.finfo(torch.float64 if x.q.dtype == torch.float64 else torch.float32).eps * 8 for name in got}
+    if x.q.dtype in (torch.bfloat16, torch.float16):
+        for name in ("out", "dq", "dk", "dv", *learned):
+            floor[name] = torch.finfo(x.q.dtype).eps
+    assert all(got[name].dtype == x.q.dtype for name in ("out", "dq", "dk", "dv"))
+    assert all(got[name].dtype == each.dtype for name, each in learned.items())
+    orders = [case.dense, *[case.by_pair] * case.mapped]
+    theirs = (oracle.errors(definition(dense, x, allowed, learned, x.q.dtype, 0.25), want) for dense in orders)
+    oracle.check_errors(got, want, theirs, floor)
+    return got
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_functions_match_the_definition(name: str, dtype: torch.dtype) -> None:
+    """Each kind of function, in grouped heads, with a value dimension of its own and odd lengths."""
+    x = Inputs.random(77, 93, batch=2, heads=4, kv_heads=2, dim=16, value_dim=24, dtype=dtype)
+    check(CASES[name], x, rw.SlidingWindow(30, 20), drawn(CASES[name], x, dtype))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("name", ["table", "products"])
+def test_patterns_match_the_definition(pattern: str, name: str) -> None:
+    """Each kind of pattern, with functions that broadcast and that are mapped."""
+    x = Inputs.random(150, batch=2, heads=4, kv_heads=2, dim=8)
+    check(CASES[name], x, PATTERNS[pattern](150), drawn(CASES[name], x, torch.float32))
+
+
+def test_batch_elements_differ() -> None:
+    """Bounds, documents and lists of each batch element."""
+    x = Inputs.random(150, batch=2, heads=4, kv_heads=2, dim=8)
+    learned = drawn(CASES["table"], x, torch.float32)
+    ids = torch.arange(150, device=CPU) // torch.tensor([[40], [17]], device=CPU)
+    by_batch = rw.from_mask_mod(lambda b, h, q, k: (q - k).abs() <= 9 * (b + 1))
+    tables = torch.rand(2, 2, 5, 5, device=CPU) < 0.5
+    for pattern in (
+        rw.KeyPadding(torch.tensor([150, 31], device=CPU)) & rw.Causal(),
+        rw.Documents(ids=ids) & rw.Causal(),
+        by_batch,
+        rw.BlockTable(tables, block_size=32, heads="kv"),
+    ):
+        check_bound(CASES["table"], x, pattern, learned)
+
+
+def check_bound(case: Case, x: Inputs, pattern: Pattern, learned: Learned) -> None:
+    check(case, x, pattern.bound(x.q.shape[1], x.k.shape[1]), learned)
+    got, bound = (results(case, x, each, learned) for each in (pattern, pattern.bound(x.q.shape[1], x.k.shape[1])))
+    assert all(torch.equal(got[name], bound[name]) for name in got)
+
+
+@pytest.mark.parametrize("name", ["table", "products", "branches"])
+def test_several_pieces_of_a_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row with more key tiles than a chunk holds is computed in pieces."""
+    from ringweave.integrations.flex_attention import score_tiles
+
+    x = Inputs.random(300, heads=2, dim=8)
+    monkeypatch.setattr(score_tiles, "_BUDGET", 2**16)
+    check(CASES[name], x, rw.Causal(), drawn(CASES[name], x, torch.float32))
+
+
+def test_gradcheck() -> None:
+    """Numerical derivatives, of captured tensors too, through out and lse."""
+    x = Inputs.random(18, heads=2, dim=4, dtype=torch.float64)
+    slopes, rows = torch.rand(2, dtype=torch.float64).requires_grad_(), torch.rand(18, 3, dtype=torch.float64)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return torch.tanh(s) * slopes[h] + (rows[q] * rows[k]).sum()
+
+        out, lse, _ = attend(q, k, v, rw.Causal(), score_mod, scale=0.5)
+        return out, lse
+
+    assert torch.autograd.gradcheck(call, (*x.leaves(), slopes, rows.requires_grad_()), fast_mode=True)
+
+
+def test_captured_tensors_of_every_kind() -> None:
+    """Non-leaf, expanded and transposed tensors, one leaf twice, and a tensor beside one that was computed from it."""
+    x = Inputs.random(40, heads=2, dim=8, dtype=torch.float64)
+    leaf = torch.rand(2, 1, dtype=torch.float64).requires_grad_()
+    doubled, wide, turned = leaf * 2, leaf.expand(2, 40), leaf.exp().t()
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s * leaf[h, 0] + doubled[h, 0] - wide[h, k] * turned[0, h] + leaf[h].sum() * (q - k)
+
+    out, _, _ = attend(x.q, x.k, x.v, rw.Causal(), score_mod, scale=0.5)
+    (got,) = torch.autograd.grad((out * x.dout).sum(), leaf)
+    w = leaf.detach().requires_grad_()
+    a = w[:, :, None]
+    far = torch.arange(40, device=CPU)[:, None] - torch.arange(40, device=CPU)
+    want, _ = oracle.attention(
+        x.q,
+        x.k,
+        x.v,
+        torch.ones(40, 40, device=CPU).tril(),
+        0.5,
+        scored=lambda s: s * a + 2 * a - a * a.exp() + a * far,
+    )
+    (expected,) = torch.autograd.grad((want * x.dout).sum(), w)
+    torch.testing.assert_close(got, expected)
+
+
+def test_only_captured_tensors_need_gradients() -> None:
+    x = Inputs.random(40, heads=2, dim=8)
+    weight = torch.nn.Parameter(torch.ones((), device=CPU))
+    out, lse, largest = attend(x.q, x.k, x.v, rw.Causal(), lambda s, b, h, q, k: s * weight, scale=1.0)
+    assert out.requires_grad
+    assert lse.requires_grad
+    assert not largest.requires_grad
+    lse.sum().backward()
+    want = torch.where(torch.ones(40, 40, device=CPU).tril() > 0, x.q @ x.k.mT, -torch.inf)
+    torch.testing.assert_close(largest, want.amax(-1))
+    torch.testing.assert_close(weight.grad, (want.softmax(-1) * want.nan_to_num(0, 0, 0)).sum())
+
+
+def test_empty_rows_and_empty_calls() -> None:
+    """Rows without keys give 0, -inf and no gradients, and so do calls without tokens, batch elements or heads."""
+    x = Inputs.random(40, heads=2, dim=8)
+    leaves, slopes = x.leaves(), torch.ones(2, requires_grad=True, device=CPU)
+    for pattern, score_mod in (
+        (~rw.Full(), lambda s, b, h, q, k: s * slopes[h]),
+        (rw.Full(), lambda s, b, h, q, k: torch.where(s * slopes[h] > 99, s, -torch.inf)),
+    ):
+        out, lse, largest = attend(*leaves, pattern, score_mod, scale=1.0)
+        grads = torch.autograd.grad(
+            (out.sum(), lse.masked_fill(lse.isneginf(), 0).sum()), [*leaves], [torch.ones(()), torch.ones(())]
+        )
+        assert not out.any()
+        assert lse.isneginf().all()
+        assert largest.isneginf().all()
+        assert all(not grad.any() for grad in grads)
+    for batch, heads, nq, nk in ((0, 2, 5, 5), (1, 0, 5, 5), (1, 2, 0, 5), (1, 2, 5, 0)):
+        q = torch.randn(batch, heads, nq, 8, requires_grad=True, device=CPU)
+        k = torch.randn(batch, heads, nk, 8, requires_grad=True, device=CPU)
+        out, lse, largest = attend(q, k, k, rw.Full(), lambda s, b, h, q, k: s * slopes[0], scale=1.0)
+        assert out.shape == q.shape
+        assert lse.shape == largest.shape == q.shape[:3]
+        assert not out.any()
+        assert lse.isneginf().all()
+        assert all(
+            not grad.any() for grad in torch.autograd.grad(out.sum() + lse.nan_to_num(0, 0, 0).sum(), [q, k, slopes])
+        )
+
+
+def test_nan_at_masked_pairs_reaches_nothing() -> None:
+    """NaN in keys and values that are never attended, and from functions at masked pairs."""
+    x = Inputs.random(100, heads=2, dim=8)
+    slopes, rows = torch.rand(2, device=CPU), torch.rand(100, device=CPU)
+
+    def call(hole: bool, bad: float) -> list[Tensor]:
+        leaves = x.leaves()
+        a, r = slopes.clone().requires_grad_(), rows.clone().requires_grad_()
+        k, v = (each.clone() for each in leaves[1:])
+        k[:, :, 60:], v[:, :, 60:] = bad, bad
+
+        def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            far = (q - k).to(s.dtype)
+            far = torch.sqrt(far) if hole else torch.sqrt(far.clamp(min=0) + 0.0)
+            return torch.tanh(s) - a[h] * far * r[k] * (1 + s * 0)
+
+        allowed = rw.Causal() & rw.KeyPadding(60)
+        out, lse, _ = attend(leaves[0], k, v, allowed, score_mod, scale=1.0)
+        return [out, lse, *torch.autograd.grad((out * x.dout).sum() + lse.sum(), [*leaves, a, r])]
+
+    # the distance of a token to itself is 0, where the derivative of the root is infinite
+    for got, want in zip(call(True, torch.nan), call(False, 0.0), strict=True):
+        assert got.isfinite().all()
+        torch.testing.assert_close(got, want)
+
+
+def test_minus_infinity_is_a_masked_pair() -> None:
+    """A function that masks gives the results of a pattern, with NaN in the keys and values that it masks."""
+    x = Inputs.random(150, heads=2, dim=8)
+    x.k[:, :, 120:], x.v[:, :, 120:] = torch.nan, torch.nan
+    leaves = x.leaves()
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return torch.where((k < 120) & (q >= k), torch.tanh(s), -torch.inf)
+
+    out, lse, _ = attend(*leaves, rw.Full(), score_mod, scale=1.0)
+    want, want_lse, _ = attend(
+        *leaves, rw.Causal() & rw.KeyPadding(120), lambda s, b, h, q, k: torch.tanh(s), scale=1.0
+    )
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, want_lse)
+    for got, expected in zip(
+        torch.autograd.grad((out * x.dout).sum(), leaves),
+        torch.autograd.grad((want * x.dout).sum(), leaves),
+        strict=True,
+    ):
+        assert expected.isfinite().all()
+        torch.testing.assert_close(got, expected)
+
+
+def test_nan_at_an_attended_pair_reaches_its_row() -> None:
+    x = Inputs.random(40, heads=1, dim=8)
+    x.q[0, 0, 7] = torch.nan
+    leaves = x.leaves()
+    out, lse, _ = attend(*leaves, rw.Causal(), lambda s, b, h, q, k: s.tanh(), scale=1.0)
+    dq, dk, dv = torch.autograd.grad(out.sum(), leaves)
+    assert out[0, 0, 7].isnan().all()
+    assert lse[0, 0, 7].isnan()
+    assert out.isnan().sum() == 8
+    assert dk[0, 0, 8:].isfinite().all()
+    assert dv[0, 0, 8:].isfinite().all()
+    assert dq[0, 0, 8:].isfinite().all()
+
+
+def test_memory_is_bounded_by_tiles() -> None:
+    """At 8,192 tokens scores take less than one matrix of all pairs, for functions of both kinds."""
+    n = 8192
+    leaves = [torch.randn(1, 1, n, 16, requires_grad=True, device=CPU) for _ in range(3)]
+    rows = torch.randn(n, 16, requires_grad=True, device=CPU)
+
+    def products(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s + (rows[q] * rows[k]).sum()
+
+    def sine(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s.sin() * rows[k, 0]
+
+    def call(pattern: Pattern, score_mod: ScoreMod) -> None:
+        out, _, _ = attend(*leaves, pattern, score_mod, scale=0.1)
+        torch.autograd.grad(out.sum(), [*leaves, rows], allow_unused=True)
+
+    for pattern, score_mod in ((rw.Causal(), sine), (rw.SlidingWindow(100), products)):
+        call(pattern, score_mod)
+        peak.begin(CPU)
+        before = peak.in_use(CPU)
+        call(pattern, score_mod)
+        if peak.is_known(CPU):
+            assert peak.highest(CPU) - before < n * n
+
+
+@pytest.mark.parametrize("name", ["table", "products", "distances"])
+def test_results_repeat(name: str) -> None:
+    """Two runs have equal bits, and so have two backward passes of one run."""
+    x = Inputs.random(300, batch=2, heads=4, kv_heads=2, dim=8)
+    learned = drawn(CASES[name], x, torch.float32)
+    one, two = (results(CASES[name], x, rw.Causal(), learned) for _ in range(2))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    leaves = x.leaves()
+    out, _, _ = attend(*leaves, rw.Causal(), CASES[name].score_mod(learned), scale=1.0)
+    twice = [torch.autograd.grad(out.sum(), leaves, retain_graph=True) for _ in range(2)]
+    assert all(map(torch.equal, *twice))
+
+
+def test_threads_compute_as_one() -> None:
+    x = Inputs.random(200, heads=2, dim=8)
+    learned = drawn(CASES["distances"], x, torch.float32)
+    want, found = results(CASES["distances"], x, rw.Causal(), learned), list[dict[str, Tensor]]()
+    threads = [
+        threading.Thread(target=lambda: found.append(results(CASES["distances"], x, rw.Causal(), learned)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert all(torch.equal(each[key], want[key]) for each in found for key in want)
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+def test_no_gradients(guard: Callable[[], torch.no_grad]) -> None:
+    x = Inputs.random(100, heads=2, dim=8)
+    learned = {name: each.requires_grad_() for name, each in drawn(CASES["table"], x, torch.float32).items()}
+    score_mod = CASES["table"].score_mod(learned)
+    want = attend(*x.leaves(), rw.Causal(), score_mod, scale=1.0)
+    with guard():
+        got = attend(*x.leaves(), rw.Causal(), score_mod, scale=1.0)
+    assert all(not each.requires_grad for each in got)
+    assert all(map(torch.equal, got, want))
+
+
+def test_output_has_the_order_of_the_query() -> None:
+    x = Inputs.random(50, batch=2, heads=2, dim=8)
+    want = attend(x.q, x.k, x.v, rw.Causal(), lambda s, b, h, q, k: s.tanh(), scale=1.0)
+    q = x.q.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    k, v = (each.mT.contiguous().mT for each in (x.k, x.v))
+    got = attend(q, k, v, rw.Causal(), lambda s, b, h, q, k: s.tanh(), scale=1.0)
+    assert got.out.stride() == q.stride()
+    assert all(map(torch.equal, got, want))
+    got.out.sum().backward()
+
+
+def test_autocast_reaches_the_function() -> None:
+    """A module in the function computes as in its caller's autocast, in backward too."""
+    x = Inputs.random(40, heads=2, dim=8)
+    layer = torch.nn.Linear(1, 1, device=CPU)
+    kinds = []
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        changed = s[None, None] @ layer.weight
+        kinds.append(changed.dtype)
+        return changed[0, 0]
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, lse, _ = attend(x.q, x.k, x.v, rw.Causal(), score_mod, scale=1.0)
+    out.sum().backward()
+    assert set(kinds) == {torch.bfloat16}
+    assert out.dtype == lse.dtype == layer.weight.grad.dtype == torch.float32
+
+
+def test_a_changed_tensor_raises() -> None:
+    """A tensor that is written between forward and backward, with a gradient or without, raises as in torch."""
+    x = Inputs.random(40, heads=2, dim=8)
+    for table in (torch.rand(40, device=CPU), torch.rand(40, device=CPU).requires_grad_()):
+        q, k, v = x.leaves()
+        out, _, _ = attend(q, k, v, rw.Causal(), lambda s, b, h, q, k, t=table: s + t[k], scale=1.0)
+        with torch.no_grad():
+            table.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_values_that_change_before_backward_raise() -> None:
+    """A number, an attribute or a tensor that is bound again."""
+    x = Inputs.random(40, heads=2, dim=8)
+
+    class Holder:
+        factor, table = 2.0, torch.rand(40, device=CPU)
+
+    for name, value in (("factor", 3.0), ("table", torch.rand(40, device=CPU))):
+        holder, (q, k, v) = Holder(), x.leaves()
+        out, _, _ = attend(
+            q, k, v, rw.Causal(), lambda s, b, h, q, k, of=holder: s * of.factor + of.table[k], scale=1.0
+        )
+        out.sum().backward(retain_graph=True)
+        setattr(holder, name, value)
+        with pytest.raises(UnsupportedError, match="other values in backward"):
+            out.sum().backward()
+
+
+def test_impure_functions_raise() -> None:
+    """Counters, random numbers and writes to captured tensors."""
+    x, count, buffer = Inputs.random(40, heads=2, dim=8), [0], torch.zeros(40, device=CPU)
+
+    def counting(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        count[0] += 1
+        return s * count[0]
+
+    def writing(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        buffer.add_(1)
+        return s + buffer[k]
+
+    generator = torch.Generator(CPU)
+    for score_mod, error, match in (
+        (counting, UnsupportedError, "another result"),
+        (writing, UnsupportedError, "writes to a captured tensor with add_"),
+        (lambda s, b, h, q, k: s + torch.rand((), device=CPU), RuntimeError, "random"),
+        (lambda s, b, h, q, k: s + torch.rand((), device=CPU, generator=generator), RuntimeError, "random"),
+        (lambda s, b, h, q, k: torch.nn.functional.dropout(s), RuntimeError, "random"),
+        (lambda s, b, h, q, k: s if s > 0 else -s, RuntimeError, "data-dependent"),
+        (lambda s, b, h, q, k: 1.0, ShapeError, "0-dim"),
+        (lambda s, b, h, q, k: s[None], ShapeError, "0-dim"),
+        (lambda s, b, h, q, k: q > k, ShapeError, "0-dim"),
+        (lambda s, b, h, q, k: s + buffer[q, k], IndexError, "too many indices"),
+    ):
+        with pytest.raises(error, match=match):
+            attend(x.q, x.k, x.v, rw.Causal(), score_mod, scale=1.0)
+    assert not buffer.any()
+
+
+def test_derivatives_that_do_not_exist_raise() -> None:
+    """Second derivatives, transforms and forward mode raise a typed error."""
+    x = Inputs.random(20, heads=1, dim=8)
+    q, k, v = x.leaves()
+
+    def call(q: Tensor) -> Tensor:
+        return attend(q, k, v, rw.Causal(), lambda s, b, h, q, k: s.tanh(), scale=1.0).out.sum()
+
+    (grad,) = torch.autograd.grad(call(q), q, create_graph=True)
+    with pytest.raises(UnsupportedError, match="second derivative"):
+        grad.sum().backward()
+    for act in (
+        lambda: torch.func.grad(call)(q),
+        lambda: torch.func.vmap(call)(q[None]),
+        lambda: torch.func.jvp(call, (q,), (q,)),
+    ):
+        with pytest.raises(UnsupportedError, match="reverse-mode"):
+            act()
+
+
+def test_a_mixture_is_refused() -> None:
+    x = Inputs.random(64, heads=1, dim=8)
+    with pytest.raises(rw.PatternError, match="a relation"):
+        attend(x.q, x.k, x.v, rw.LongNet([32, 64], [1, 2]), lambda s, b, h, q, k: s, scale=1.0)
+
+
+def test_checkpointing_and_hooks_on_saved_tensors() -> None:
+    x, table = Inputs.random(60, heads=2, dim=8), torch.rand(60, requires_grad=True, device=CPU)
+    leaves = x.leaves()
+
+    def call(*leaves: Tensor) -> Tensor:
+        return attend(*leaves, rw.Causal(), lambda s, b, h, q, k: s + table[k], scale=1.0).out
+
+    want = torch.autograd.grad((call(*leaves) * x.dout).sum(), [*leaves, table])
+    again = torch.utils.checkpoint.checkpoint(call, *leaves, use_reentrant=False)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x.clone()):
+        hooked = call(*leaves)
+    for out in (again, hooked):
+        got = torch.autograd.grad((out * x.dout).sum(), [*leaves, table])
+        assert all(map(torch.equal, got, want))
+
+
+def test_indices_are_whole_numbers_and_functions_see_one_pair() -> None:
+    """Values have no dimensions and indices are int64, so that a function may look at them."""
+    x, seen = Inputs.random(40, heads=2, dim=8, dtype=torch.bfloat16), []
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen.append((s.dtype, *(x.dtype for x in (b, h, q, k)), *(x.shape for x in (s, b, h, q, k))))
+        return s
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attend(x.q, x.k, x.v, rw.Causal(), score_mod, scale=1.0)
+    assert set(seen) == {(torch.float32, *(torch.int64,) * 4, *(torch.Size(),) * 5)}
