@@ -336,6 +336,21 @@ def paged_attention(
     References:
         Kwon et al. (2023), PagedAttention, section 4.1.
     """
+    return attend_pages(q, cache, pattern, scale, terms, sink_logits, backend, with_lse=False)[0]
+
+
+def attend_pages(
+    q: Tensor,
+    cache: PagedCache,
+    pattern: Pattern,
+    scale: float | None = None,
+    terms: Term | Sequence[Term] | None = None,
+    sink_logits: Tensor | None = None,
+    backend: str = "auto",
+    *,
+    with_lse: bool = True,
+) -> tuple[Tensor, Any]:
+    """Compute (out, lse) of :func:`paged_attention`; without ``with_lse``, lse may be None."""
     # by an attribute of the class: an import in each call would take half a microsecond
     if not hasattr(cache, "_book"):
         raise ShapeError("cache", type(cache).__name__, "a PagedCache", "Create one with PagedCache.empty.")
@@ -348,20 +363,20 @@ def paged_attention(
         key, program = find(given, cache)
         if program is not None and program.prepared is not None:
             pages = Pages(cache.table, cache.lengths, cache.page)
-            with_lse = sink_logits is not None
-            found = program.prepared.forward(q, cache.k, cache.v, with_lse, pages, keys, cache.scales)
+            needs_lse = with_lse or sink_logits is not None
+            found = program.prepared.forward(q, cache.k, cache.v, needs_lse, pages, keys, cache.scales)
             if found is not None and sink_logits is None:
-                return found[0]
+                return found
             if found is not None and sink_logits is not None:
                 check_sinks(sink_logits, q)
-                return with_sinks(*found, sink_logits).out
+                return with_sinks(*found, sink_logits)
     call, q, k, v, tensors, _ = paged(given, cache)
     out, lse = attend(call, q, k, v, tensors)
     if key is not None:
         keep(
             key, call, Operands(q, k, v, call.scale, None, Pages(cache.table, cache.lengths, cache.page), cache.scales)
         )
-    return out if sink_logits is None else with_sinks(out, lse, sink_logits).out
+    return (out, lse) if sink_logits is None else with_sinks(out, lse, sink_logits)
 
 
 @_public

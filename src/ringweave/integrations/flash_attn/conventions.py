@@ -182,7 +182,12 @@ def attend_packed(
         result = _in_documents(inputs, Documents(**sides), pattern, scores, with_lse)
     else:
         result = _one_by_one(inputs, of_q, of_k, pattern, scores, with_lse)
-    rest = len(q) - of_q[-1]
+    return with_rest(result, len(q))
+
+
+def with_rest(result: Result, tokens: int) -> Result:
+    """Append zeros for the queries of no sequence to a packed result, up to a number of tokens."""
+    rest = tokens - len(result.out)
     if not rest:
         return result
     lse = None if result.lse is None else F.pad(result.lse, (0, rest), value=-torch.inf)
@@ -208,6 +213,11 @@ def _one_by_one(
         parts.append(attend(one, pattern, scores.of_sequence(b), with_lse))
     lse = joined(parts, 2)
     return Result(torch.cat([part.out[0] for part in parts]), None if lse is None else lse[0])
+
+
+def sequences(bounds: Tensor) -> int:
+    """Return the number of sequences that cumulative lengths have, without checking them."""
+    return len(bounds) - 1 if isinstance(bounds, Tensor) and bounds.ndim else 0
 
 
 def checked_bounds(bounds: tuple[Tensor, Tensor]) -> tuple[list[int], list[int]]:
@@ -245,6 +255,13 @@ def check_layout(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
         raise ShapeError("k heads", groups, f"a divisor of the {heads} query heads", "Repeat or drop heads.")
     if k.shape[-1] != q.shape[-1]:
         raise ShapeError("k head dim", k.shape[-1], f"{q.shape[-1]}, as q", "Project both to one head dim.")
+
+
+def check_queries(q: Tensor, ndim: int) -> None:
+    """Raise ShapeError unless q is (B, N, H, D), or (tokens, H, D) with three axes."""
+    if not isinstance(q, Tensor) or q.ndim != ndim or q.dtype not in DTYPES or 0 in q.shape[-2:]:
+        wanted = f"a floating tensor ({'batch, ' if ndim == 4 else ''}tokens, heads, dim)"
+        raise ShapeError("q", shown(q), wanted, "flash-attn's layout has tokens before heads.")
 
 
 class OutputOnly(torch.autograd.Function):

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ...errors import ShapeError, shown
+from ...errors import ShapeError, UnsupportedError, shown
 from ...names import only
-from ...patterns import Pattern
+from ...patterns import Full, Pattern
+from .caches import Cache, append, attend_cache, attend_packed_cache, checked_cache, new_tokens, rotated, whole_numbers
 from .conventions import (
+    Inputs,
     Result,
     Scores,
     WindowSize,
     attend,
     attend_packed,
     check_layout,
+    check_queries,
+    checked_bounds,
     output_and_lse,
     relation,
+    sequences,
     sides,
 )
 from .dropped import rounded_up, signed_weights
+from .rotary import Rotary
 
 #: The result of a function: the output, or the output, lse and weights with ``return_attn_probs``.
 Returned = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -200,9 +207,13 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(x, x, x, bounds, bounds, 60, 60, causal=True).shape
         torch.Size([96, 4, 32])
     """
-    check_layout(q, k, v, "tokens, heads, dim")
-    scores = Scores.of(softmax_scale, softcap, alibi_slopes, dropout_p, len(cu_seqlens_q) - 1, q.shape[1])
+    check_queries(q, 3)
+    scores = Scores.of(softmax_scale, softcap, alibi_slopes, dropout_p, sequences(cu_seqlens_q), q.shape[1])
     pattern = window(window_size, causal, int(max_seqlen_k))
+    if block_table is not None:
+        result = _over_pages((q, k, v), (cu_seqlens_q, cu_seqlens_k), block_table, pattern, scores, return_attn_probs)
+        return _returned(result, return_attn_probs, q, None, lambda state: state)
+    check_layout(q, k, v, "tokens, heads, dim")
     state = torch.get_rng_state() if return_attn_probs and dropout_p > 0 else None
     bounds = cu_seqlens_q, cu_seqlens_k
     result = attend_packed((q, k, v), bounds, pattern, scores, return_attn_probs)
@@ -217,6 +228,22 @@ def flash_attn_varlen_func(
         return rounded_up(found[: cu_seqlens_q[-1]].split(cu_seqlens_q.diff().tolist()), max_seqlen_q, max_seqlen_k)
 
     return _returned(result, return_attn_probs, q, state, weights)
+
+
+def _over_pages(
+    inputs: Inputs, bounds: tuple[Tensor, Tensor], table: Tensor, pattern: Pattern, scores: Scores, with_lse: bool
+) -> Result:
+    """Compute attention of packed queries over pages, without gradients or dropout."""
+    if scores.dropout or (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+        got = "dropout" if scores.dropout else "inputs that require gradients"
+        raise UnsupportedError("block_table", got, "inference", "Pass packed keys and values, without a table.")
+    q, k, v = inputs
+    of_q, of_k = checked_bounds(bounds)
+    sizes = [b - a for a, b in itertools.pairwise(of_k)]
+    rows = checked_cache(q, k, v, table, None, len(sizes), "block_table")
+    cache = Cache(k, v, table, rows, [0] * len(sizes), sizes, "block_table")
+    cache.check_room([0] * len(sizes))
+    return attend_packed_cache(q, of_q, cache, pattern, scores, with_lse)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -279,6 +306,87 @@ def flash_attn_varlen_qkvpacked_func(
     )  # fmt: skip
 
 
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Write new keys and values into a cache in place, and compute attention of the queries over it, without gradients.
+
+    The last query of a sequence is at its last key, new keys included. Pages are read where they are.
+
+    Args:
+        q: Queries, (B, Nq, H, D).
+        k_cache: Keys, (rows, capacity, Hkv, D), or pages (pages, page, Hkv, D) of any size with a ``block_table``.
+        v_cache: Values, in the form of k_cache.
+        k: New keys, (B, Nnew, Hkv, D), which are written from ``cache_seqlens`` on.
+        v: New values.
+        rotary_cos: Cosines, (positions, rotary dim / 2), by which new keys and queries are rotated.
+        rotary_sin: Sines.
+        cache_seqlens: Number of tokens in the cache, an int or (B,) int32; the whole cache by default. It is not
+            changed.
+        cache_batch_idx: Row of the cache for each sequence, (B,) int32.
+        cache_leftpad: Number of tokens of padding before each sequence, (B,) int32; ``cache_seqlens`` includes them.
+        block_table: Page numbers of each sequence, (B, n) int32.
+        softmax_scale: Factor of the scores; 1 / sqrt(D) by default.
+        causal: Whether later keys are left out.
+        window_size: (left, right), -1 for a side without limit.
+        softcap: Bound on the scores, before ALiBi.
+        rotary_interleaved: Whether dimensions 0 and 1 rotate together; otherwise 0 and half of the rotary dim.
+        alibi_slopes: (H,) or (B, H), float32.
+        num_splits: Ignored: a row's result does not depend on how its keys are divided.
+        return_softmax_lse: Whether to return lse too.
+    Returns:
+        Output, (B, Nq, H, D); with ``return_softmax_lse`` also lse, (B, H, Nq) float32, inf for a query without keys.
+    Raises:
+        ShapeError: Shapes, dtypes or devices do not fit, or a row of the cache has no room for the new keys.
+        PageError: The block table has too few columns.
+        UnsupportedError: A block table is combined with ``cache_batch_idx`` or ``cache_leftpad``.
+    Example:
+        >>> from ringweave.integrations.flash_attn import flash_attn_with_kvcache
+        >>> keys, values = torch.zeros(1, 64, 2, 16), torch.zeros(1, 64, 2, 16)
+        >>> q, new = torch.randn(1, 1, 4, 16), torch.randn(1, 1, 2, 16)
+        >>> out = flash_attn_with_kvcache(q, keys, values, new, new, cache_seqlens=10, causal=True)
+        >>> torch.equal(keys[:, 10], new[:, 0])
+        True
+    """
+    check_queries(q, 4)
+    count = len(q)
+    for name, x in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
+        if block_table is not None and x is not None:
+            remedy = f"Leave {name} out: the table says where a sequence is."
+            raise UnsupportedError(name, "a tensor with block_table", "one of the two", remedy)
+    rows = checked_cache(q, k_cache, v_cache, block_table, cache_batch_idx, count, "block_table")
+    cache = Cache(k_cache, v_cache, block_table, rows, [], [], "block_table")
+    cache.first = whole_numbers("cache_leftpad", cache_leftpad, 0, count)
+    cache.stop = whole_numbers("cache_seqlens", cache_seqlens, cache.capacity, count)
+    scores = Scores.of(softmax_scale, softcap, alibi_slopes, 0.0, count, q.shape[2])
+    pattern = window(window_size, causal, cache.capacity)
+    rotary = Rotary.of(rotary_cos, rotary_sin, rotary_interleaved, q.shape[3])
+    new = new_tokens(k, v, cache, None, rotary, cache_seqlens is not None)
+    with torch.no_grad():
+        q = rotated(q, rotary, cache.stop, steps=not isinstance(pattern, Full))
+        append(cache, new, rotary, cache.stop)
+        result = attend_cache(q, cache, pattern, scores, return_softmax_lse)
+        return output_and_lse(result, _EMPTY_ROW) if return_softmax_lse else result.out
+
+
 def _unpacked(name: str, packed: Tensor, members: int, ndim: int) -> tuple[Tensor, ...]:
     if not isinstance(packed, Tensor) or packed.ndim != ndim or packed.shape[-3] != members:
         wanted = f"({'batch, ' if ndim == 5 else ''}tokens, {members}, heads, dim)"
@@ -303,5 +411,6 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
 ]
 __dir__ = only(__all__)

@@ -1,0 +1,305 @@
+"""Keys and values that a caller stores: rows of a batch, or pages that a table maps to sequences."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...api import attend_pages
+from ...checks import INTEGERS
+from ...errors import PageError, ShapeError, shown
+from ...kv_cache import SIZES, PagedCache
+from ...patterns import Pattern
+from ...types import DTYPES
+from .conventions import Result, Scores, attend, checked_bounds, joined, with_rest
+from .rotary import Rotary
+
+
+class New(NamedTuple):
+    """Tokens to append to sequences.
+
+    Attributes:
+        k: Keys of all sequences, (tokens, Hkv, D).
+        v: Values.
+        sizes: Number of tokens of each sequence.
+        sequence: Sequence of each token.
+        step: Number of each token among those of its sequence.
+    """
+
+    k: Tensor
+    v: Tensor
+    sizes: list[int]
+    sequence: Tensor
+    step: Tensor
+
+    @staticmethod
+    def of(k: Tensor, v: Tensor, sizes: list[int]) -> New:
+        """Number the tokens."""
+        counts = torch.tensor(sizes, device=k.device)
+        sequence = torch.arange(len(sizes), device=k.device).repeat_interleave(counts)
+        step = torch.arange(len(k), device=k.device) - (counts.cumsum(0) - counts)[sequence]
+        return New(k, v, sizes, sequence, step)
+
+
+@dataclass
+class Cache:
+    """Keys and values of several sequences, in tensors of the caller.
+
+    Attributes:
+        k: (rows, capacity, Hkv, D), or pages (pages, page, Hkv, D).
+        v: In the same form.
+        table: Page numbers, (sequences, n), if there are pages.
+        rows: Row, or row of the table, of each sequence.
+        first: Number of tokens of padding before each sequence.
+        stop: End of each sequence, padding included.
+        named: Name of the table in the caller's function.
+    """
+
+    k: Tensor
+    v: Tensor
+    table: Tensor | None
+    rows: list[int]
+    first: list[int]
+    stop: list[int]
+    named: str
+
+    @property
+    def capacity(self) -> int:
+        """Number of tokens that a sequence has room for."""
+        return self.k.shape[1] * (1 if self.table is None else self.table.shape[1])
+
+    def check_room(self, new: list[int]) -> None:
+        """Raise an error unless every sequence and its new tokens have places."""
+        for b, (first, stop, more) in enumerate(zip(self.first, self.stop, new, strict=True)):
+            if not 0 <= first <= stop:
+                wanted = "0 <= cache_leftpad <= cache_seqlens"
+                raise ShapeError("cache_seqlens", f"{stop} after {first} of padding", wanted, "Correct them.")
+            if stop + more > self.capacity:
+                got = f"{stop} tokens and {more} new ones in sequence {b}"
+                if self.table is None:
+                    raise ShapeError("cache_seqlens", got, f"at most {self.capacity}", "Allocate a longer cache.")
+                wanted = f"at most {self.capacity}, the tokens of its columns"
+                raise PageError(self.named, got, wanted, "Allocate more columns.")
+        if self.table is not None:
+            used = torch.tensor([self.stop[b] + new[b] for b in range(len(new))], device="cpu")
+            columns = torch.arange(self.table.shape[1]) * self.k.shape[1] < used[:, None]
+            numbers = self.table.cpu()[self.rows][columns]
+            wrong = numbers[(numbers < 0) | (numbers >= len(self.k))]
+            if len(wrong):
+                raise ShapeError(self.named, int(wrong[0]), f"page numbers from 0 to {len(self.k) - 1}", "Correct it.")
+
+    def write(self, new: New, k: Tensor) -> None:
+        """Append new tokens in place, with their keys as they are stored."""
+        starts, rows = (torch.tensor(each, device=k.device)[new.sequence] for each in (self.stop, self.rows))
+        place = starts + new.step
+        if self.table is not None:
+            page = self.k.shape[1]
+            rows, place = self.table[rows, place // page].long(), place % page
+        for into, x in ((self.k, k), (self.v, new.v)):
+            shared = into.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+            into.index_put_((rows, place), x.clone() if shared else x)
+        self.stop = [stop + more for stop, more in zip(self.stop, new.sizes, strict=True)]
+
+    def tokens(self, b: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of a sequence, (n, Hkv, D): views of a row, or a copy of pages."""
+        inside = slice(self.first[b], self.stop[b])
+        if self.table is None:
+            return self.k[self.rows[b], inside], self.v[self.rows[b], inside]
+        numbers = self.table[self.rows[b], : -(-self.stop[b] // self.k.shape[1])].long()
+        return self.k[numbers].flatten(0, 1)[inside], self.v[numbers].flatten(0, 1)[inside]
+
+    def together(self) -> tuple[Tensor, Tensor] | None:
+        """Return keys and values of all sequences as views of the rows; None if their lengths or places differ."""
+        sequences = len(self.rows)
+        same = len({*self.first}) == len({*self.stop}) == 1
+        if self.table is not None or not same or self.rows != list(range(sequences)):
+            return None
+        inside = slice(self.first[0], self.stop[0])
+        return self.k[:sequences, inside], self.v[:sequences, inside]
+
+    def paged(self, chosen: slice) -> PagedCache | None:
+        """Return some sequences as a cache that reads the same pages; None if pages have to be copied."""
+        if self.table is None or any(self.first):
+            return None
+        views = _small_pages(self.k, self.v)
+        if views is None:
+            return None
+        k, v, step, parts = views
+        table = self.table[self.rows[chosen]].int()
+        if step > 1 or parts > 1:
+            table = (table[:, :, None] * step + torch.arange(parts, dtype=torch.int32, device=table.device)).flatten(1)
+        lengths = torch.tensor(self.stop[chosen], dtype=torch.int32, device=k.device)
+        return PagedCache(k.transpose(1, 2), v.transpose(1, 2), table.contiguous(), lengths)
+
+
+def _small_pages(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int, int] | None:
+    """View pages of any size as pages of a size that kernels read.
+
+    Returns:
+        k and v in smaller pages, the number of them between the beginnings of two pages, and the number in a page;
+        None if a page cannot be viewed so.
+    """
+    page = k.shape[1]
+    size = max((each for each in SIZES if page % each == 0), default=0)
+    if not size or k.stride(3) != 1 or v.stride(3) != 1:
+        return None
+    parts = page // size
+    if parts == 1:
+        return k, v, 1, 1
+    steps = []
+    for x in (k, v):
+        step, rest = divmod(x.stride(0), size * x.stride(1)) if x.stride(1) else (0, 1)
+        if rest or step < parts:
+            return None
+        steps.append(step)
+    if steps[0] != steps[1]:
+        return None
+    count = (len(k) - 1) * steps[0] + parts
+    small = [x.as_strided((count, size, *x.shape[2:]), (size * x.stride(1), *x.stride()[1:])) for x in (k, v)]
+    return small[0], small[1], steps[0], parts
+
+
+def attend_cache(q: Tensor, cache: Cache, pattern: Pattern, scores: Scores, with_lse: bool) -> Result:
+    """Compute attention of queries (B, Nq, H, D) over stored sequences; their last query is at their last key."""
+    together = cache.together()
+    if together is not None:
+        return attend((q, *together), pattern, scores, with_lse)
+    enough = all(stop >= q.shape[1] or not stop for stop in cache.stop)
+    shared = scores.slopes is None or scores.slopes.ndim == 1
+    if shared and enough and q.numel():
+        pages = cache.paged(slice(None))
+        if pages is not None:
+            return _attend_pages(q, pages, pattern, scores, with_lse)
+    parts = [
+        attend_sequence(q[b : b + 1], cache, b, pattern, scores.of_sequence(b), with_lse)
+        for b in range(len(cache.rows))
+    ]
+    return Result(torch.cat([part.out for part in parts]), joined(parts, 0))
+
+
+def attend_sequence(q: Tensor, cache: Cache, b: int, pattern: Pattern, scores: Scores, with_lse: bool) -> Result:
+    """Compute attention of the queries (1, Nq, H, D) of one sequence."""
+    if q.numel() and cache.stop[b] >= q.shape[1]:
+        pages = cache.paged(slice(b, b + 1))
+        if pages is not None:
+            return _attend_pages(q, pages, pattern, scores, with_lse)
+    k, v = cache.tokens(b)
+    return attend((q, k[None], v[None]), pattern, scores, with_lse)
+
+
+def attend_packed_cache(
+    q: Tensor, of_q: list[int], cache: Cache, pattern: Pattern, scores: Scores, with_lse: bool
+) -> Result:
+    """Compute attention of packed queries (tokens, H, D) with cumulative lengths over stored sequences."""
+    sizes = [b - a for a, b in itertools.pairwise(of_q)]
+    packed = q[: of_q[-1]]
+    if len({*sizes}) == 1:
+        out, lse = attend_cache(packed.unflatten(0, (len(sizes), sizes[0])), cache, pattern, scores, with_lse)
+        out, lse = out.flatten(0, 1), None if lse is None else lse.transpose(0, 1).flatten(1)
+    else:
+        parts = []
+        for b, one in enumerate(packed.split(sizes)):
+            parts.append(attend_sequence(one[None], cache, b, pattern, scores.of_sequence(b), with_lse))
+        joint = joined(parts, 2)
+        out, lse = torch.cat([part.out[0] for part in parts]), None if joint is None else joint[0]
+    return with_rest(Result(out, lse), len(q))
+
+
+def _attend_pages(q: Tensor, pages: PagedCache, pattern: Pattern, scores: Scores, with_lse: bool) -> Result:
+    q = q.transpose(1, 2)
+    out, lse = attend_pages(q, pages, pattern, scores.scale, scores.terms, with_lse=with_lse)
+    return Result(out.transpose(1, 2).contiguous(), lse if with_lse else None)
+
+
+def whole_numbers(name: str, value: int | Tensor | None, default: int, count: int) -> list[int]:
+    """Return an argument with one whole number for each sequence: an int, an integer tensor (B,), or None."""
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return [default if value is None else value] * count
+    if not isinstance(value, Tensor) or value.dtype not in INTEGERS or value.shape != (count,):
+        raise ShapeError(name, shown(value), f"an int or an int32 tensor ({count},)", "Pass one for each sequence.")
+    listed: list[int] = value.tolist()
+    return listed
+
+
+def checked_cache(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, chosen: Tensor | None, count: int, named: str
+) -> list[int]:
+    """Check the tensors of a cache for ``count`` sequences; return the row of each."""
+    for name, x in (("k_cache", k), ("v_cache", v)):
+        if not isinstance(x, Tensor) or x.ndim != 4 or x.dtype not in DTYPES:
+            wanted = "(batch, tokens, heads, dim), or (pages, page, heads, dim) with a table"
+            raise ShapeError(name, shown(x), wanted, "flash-attn's layout has tokens before heads.")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ShapeError(name, f"{x.dtype} on {x.device}", f"{q.dtype} on {q.device}, as q", "Convert it.")
+    if v.shape[:3] != k.shape[:3]:
+        raise ShapeError("v_cache", shown(v), f"{tuple(k.shape[:3])}, as k_cache", "Allocate both together.")
+    if k.shape[3] != q.shape[-1] or not k.shape[2] or q.shape[-2] % k.shape[2]:
+        wanted = f"the head dim {q.shape[-1]} of q, and heads that divide its {q.shape[-2]}"
+        raise ShapeError("k_cache", shown(k), wanted, "Take q and the cache from one layer.")
+    if table is not None:
+        fits = isinstance(table, Tensor) and table.ndim == 2 and table.dtype in INTEGERS and table.numel()
+        if not fits or (chosen is None and len(table) != count):
+            raise ShapeError(named, shown(table), f"page numbers ({count}, n), int32", "Pass a row for each sequence.")
+    rows = len(k) if table is None else len(table)
+    if chosen is None:
+        if rows < count:
+            raise ShapeError("k_cache rows", rows, f"at least the {count} of q", "Allocate a row for each sequence.")
+        return list(range(count))
+    listed = whole_numbers("cache_batch_idx", chosen, 0, count)
+    if any(not 0 <= row < rows for row in listed):
+        raise ShapeError("cache_batch_idx", shown(listed), f"rows from 0 to {rows - 1}", "Correct it.")
+    return listed
+
+
+def new_tokens(
+    k: Tensor | None, v: Tensor | None, cache: Cache, bounds: Tensor | None, rotary: Rotary | None, known: bool
+) -> New | None:
+    """Check the new keys and values of a call, (B, n, Hkv, D), or packed with ``bounds``; None without any.
+
+    ``known`` tells whether the caller gave the lengths of the sequences.
+    """
+    if k is None or v is None:
+        if k is not v:
+            raise ShapeError("k, v", "one of the two", "both or neither", "Pass new keys with their values.")
+        if rotary is not None:
+            remedy = "Rotate q before the call."
+            raise ShapeError("rotary_cos", "tables without new keys", "new keys, k and v", remedy)
+        cache.check_room([0] * len(cache.rows))
+        return None
+    if not known:
+        remedy = "Pass the number of tokens that are stored already."
+        raise ShapeError("cache_seqlens", None, "lengths, with new keys", remedy)
+    count = len(cache.rows)
+    for name, x, of in (("k", k, cache.k), ("v", v, cache.v)):
+        ndim = 4 if bounds is None else 3
+        fits = isinstance(x, Tensor) and x.ndim == ndim and x.shape[-2:] == of.shape[-2:] and x.dtype == of.dtype
+        if not fits or x.device != of.device or (bounds is None and len(x) != count) or x.shape[:-1] != k.shape[:-1]:
+            tokens = f"{count}, tokens" if bounds is None else "tokens"
+            wanted = f"{of.dtype} ({tokens}, {of.shape[2]}, {of.shape[3]}) on {of.device}"
+            raise ShapeError(name, shown(x), wanted, "Convert it to the form of the cache.")
+    if bounds is None:
+        new = New.of(k.flatten(0, 1), v.flatten(0, 1), [k.shape[1]] * count)
+    else:
+        stops = checked_bounds((bounds, bounds))[0]
+        new = New.of(k[: stops[-1]], v[: stops[-1]], [b - a for a, b in itertools.pairwise(stops)])
+    cache.check_room(new.sizes)
+    return new
+
+
+def append(cache: Cache, new: New | None, rotary: Rotary | None, starts: list[int]) -> None:
+    """Write new tokens, with keys rotated at the positions from ``starts`` on."""
+    if new is not None and len(new.k):
+        at = torch.tensor(starts, device=new.k.device)[new.sequence] + new.step
+        cache.write(new, new.k if rotary is None else rotary.rotate(new.k, at))
+
+
+def rotated(q: Tensor, rotary: Rotary | None, starts: list[int], *, steps: bool) -> Tensor:
+    """Rotate queries (B, Nq, H, D) from each start on, or all at the start without ``steps``."""
+    if rotary is None:
+        return q
+    at = torch.tensor(starts, device=q.device)[:, None] + torch.arange(q.shape[1], device=q.device) * steps
+    return rotary.rotate(q, at)
