@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,15 @@ class Options(NamedTuple):
     scale: float | None = None
     softcap: float = 0.0
     slopes: Tensor | None = None  # (H,) or (B, H)
+    chunk: int = 0
 
-    def keywords(self) -> dict[str, object]:
+    def keywords_3(self) -> dict[str, Any]:
+        return {
+            "causal": self.causal, "window_size": self.window, "softmax_scale": self.scale, "softcap": self.softcap,
+            "attention_chunk": self.chunk,
+        }  # fmt: skip
+
+    def keywords(self) -> dict[str, Any]:
         return {
             "causal": self.causal, "window_size": self.window, "softmax_scale": self.scale, "softcap": self.softcap,
             "alibi_slopes": self.slopes,
@@ -38,12 +45,14 @@ def allowed(nq: int, nk: int, options: Options, limit: int | None = None, versio
     if version == 2:
         left, right = (-1 if side < 0 or side >= limit else side for side in (left, right))
     right = 0 if options.causal else right
+    position, key = torch.arange(nq)[:, None] + nk - nq, torch.arange(nk)
+    chunk = options.chunk
+    inside = position // chunk == key // chunk if chunk else torch.ones(nq, nk, dtype=torch.bool)
     if left < 0 and right < 0:
-        return torch.ones(nq, nk, dtype=torch.bool)
+        return inside
     far = limit if version == 2 else nq + nk
     left, right = (far if side < 0 else side for side in (left, right))
-    position, key = torch.arange(nq)[:, None] + nk - nq, torch.arange(nk)
-    return (key >= position - left) & (key <= position + right)
+    return inside & (key >= position - left) & (key <= position + right)
 
 
 def scored(nq: int, nk: int, options: Options, batch: int) -> Callable[[Tensor], Tensor]:

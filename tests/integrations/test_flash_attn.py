@@ -32,7 +32,7 @@ def qkv(
 
 def check_dense(inputs: list[Tensor], options: Options) -> None:
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return flash_attn.flash_attn_func(q, k, v, return_attn_probs=True, **options.keywords())  # type: ignore[arg-type]
+        return flash_attn.flash_attn_func(q, k, v, return_attn_probs=True, **options.keywords())
 
     check(ours, lambda q, k, v: dense(q, k, v, options), inputs)
 
@@ -86,7 +86,7 @@ def check_packed(queries: list[int], keys: list[int], options: Options, dtype: t
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return flash_attn.flash_attn_varlen_func(
             q, k, v, bounds(queries), bounds(keys), max(queries), max(keys), return_attn_probs=True,
-            **options.keywords(),  # type: ignore[arg-type]
+            **options.keywords(),
         )  # fmt: skip
 
     check(ours, lambda q, k, v: packed(q, k, v, queries, keys, options), inputs)

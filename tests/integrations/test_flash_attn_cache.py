@@ -109,7 +109,7 @@ def check_cache(
     fresh = (k, v) if new else (None, None)
     got = flash_attn.flash_attn_with_kvcache(
         q, cache.k, cache.v, *fresh, *((None, None) if rotary is None else (cos, sin)), stop, cache.rows, pad,
-        cache.table, rotary_interleaved=bool(rotary), return_softmax_lse=True, **options.keywords(),  # type: ignore[arg-type]
+        cache.table, rotary_interleaved=bool(rotary), return_softmax_lse=True, **options.keywords(),
     )  # fmt: skip
     assert all(map(torch.equal, (q, k, v, stop), given))
     assert before is None or torch.equal(cache.k[untouched], before)
@@ -288,7 +288,7 @@ def test_packed_queries_over_pages(kind: str, queries: list[int]) -> None:
     for options in (Options(True), Options(False, (30, 4), softcap=3.0), Options(slopes=slopes)):
         out, lse, weights = flash_attn.flash_attn_varlen_func(
             q, cache.k, cache.v, bounds(queries), bounds(keys), max(queries), max(keys), return_attn_probs=True,
-            block_table=cache.table, **options.keywords(),  # type: ignore[arg-type]
+            block_table=cache.table, **options.keywords(),
         )  # fmt: skip
         assert weights.numel() == 0
         assert not out[-2:].any()

@@ -19,6 +19,13 @@ from .conventions import Result, Scores, attend, checked_bounds, joined, with_re
 from .rotary import Rotary
 
 
+def numbered(sizes: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the sequence of each token of a pack, and the token's number in it."""
+    counts = torch.tensor(sizes, device=device)
+    sequence = torch.arange(len(sizes), device=device).repeat_interleave(counts)
+    return sequence, torch.arange(len(sequence), device=device) - (counts.cumsum(0) - counts)[sequence]
+
+
 class New(NamedTuple):
     """Tokens to append to sequences.
 
@@ -39,10 +46,7 @@ class New(NamedTuple):
     @staticmethod
     def of(k: Tensor, v: Tensor, sizes: list[int]) -> New:
         """Number the tokens."""
-        counts = torch.tensor(sizes, device=k.device)
-        sequence = torch.arange(len(sizes), device=k.device).repeat_interleave(counts)
-        step = torch.arange(len(k), device=k.device) - (counts.cumsum(0) - counts)[sequence]
-        return New(k, v, sizes, sequence, step)
+        return New(k, v, sizes, *numbered(sizes, k.device))
 
 
 @dataclass
@@ -297,9 +301,9 @@ def append(cache: Cache, new: New | None, rotary: Rotary | None, starts: list[in
         cache.write(new, new.k if rotary is None else rotary.rotate(new.k, at))
 
 
-def rotated(q: Tensor, rotary: Rotary | None, starts: list[int], *, steps: bool) -> Tensor:
-    """Rotate queries (B, Nq, H, D) from each start on, or all at the start without ``steps``."""
+def rotated(q: Tensor, rotary: Rotary | None, starts: list[int], sizes: list[int], *, steps: bool) -> Tensor:
+    """Rotate packed queries (tokens, H, D) from each sequence's start on, or all at the start without ``steps``."""
     if rotary is None:
         return q
-    at = torch.tensor(starts, device=q.device)[:, None] + torch.arange(q.shape[1], device=q.device) * steps
-    return rotary.rotate(q, at)
+    sequence, step = numbered(sizes, q.device)
+    return rotary.rotate(q, torch.tensor(starts, device=q.device)[sequence] + step * steps)

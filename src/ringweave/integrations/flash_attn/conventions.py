@@ -16,7 +16,8 @@ from torch import Tensor
 from ...api import attention, attention_with_lse
 from ...checks import INTEGERS
 from ...errors import ShapeError, UnsupportedError, shown
-from ...patterns import Causal, Documents, Full, Pattern, SlidingWindow
+from ...patterns import Causal, Documents, Full, Pattern, Segments, SlidingWindow
+from ...patterns.base import parts_of
 from ...terms import ALiBi, Softcap, Term
 from ...types import DTYPES
 
@@ -104,7 +105,7 @@ def relation(left: int | None, right: int | None, reach: int) -> Pattern:
 def attend(inputs: Inputs, pattern: Pattern, scores: Scores, with_lse: bool) -> Result:
     """Compute attention of q, k, v (B, N, H, D) whose last query is at the last key.
 
-    ``pattern`` depends on distances only, or counts from the first key if there are at most as many queries as keys.
+    ``pattern`` has windows and segments, which count from the first key.
     """
     if scores.slopes is not None and scores.slopes.ndim == 2:
         parts = []
@@ -128,9 +129,12 @@ def _attended(
 
     The first query is at position ``first``, counted from the first key.
     """
+    # segments count from the first key, so that they move by whole ones
+    step = next((part.length for part in parts_of(pattern, Segments)), 1)
+    k_offset = -(min(first, 0) // step) * step
     options: dict[str, Any] = {
-        "scale": scores.scale, "terms": scores.terms, "dropout": scores.dropout, "q_offset": max(first, 0),
-        "k_offset": max(-first, 0),
+        "scale": scores.scale, "terms": scores.terms, "dropout": scores.dropout, "q_offset": first + k_offset,
+        "k_offset": k_offset,
     }  # fmt: skip
     if with_lse:
         return attention_with_lse(q, k, v, pattern, **options)
@@ -162,7 +166,7 @@ def attend_packed(
     Args:
         inputs: q, k and v.
         bounds: Cumulative lengths of queries and of keys, (sequences + 1,).
-        pattern: A pattern of distances, or one that counts from the first key of each sequence.
+        pattern: Windows and segments, which count from the first key of each sequence.
         scores: Scores.
         with_lse: Whether to return lse.
     """

@@ -381,7 +381,8 @@ def flash_attn_with_kvcache(
     rotary = Rotary.of(rotary_cos, rotary_sin, rotary_interleaved, q.shape[3])
     new = new_tokens(k, v, cache, None, rotary, cache_seqlens is not None)
     with torch.no_grad():
-        q = rotated(q, rotary, cache.stop, steps=not isinstance(pattern, Full))
+        sizes = [q.shape[1]] * count
+        q = rotated(q.flatten(0, 1), rotary, cache.stop, sizes, steps=not isinstance(pattern, Full)).view(q.shape)
         append(cache, new, rotary, cache.stop)
         result = attend_cache(q, cache, pattern, scores, return_softmax_lse)
         return output_and_lse(result, _EMPTY_ROW) if return_softmax_lse else result.out
