@@ -43,6 +43,7 @@ from .flash_attn.conventions import (
     sequences,
     sides,
 )
+from .flash_attn.installation import install
 from .flash_attn.rotary import Rotary
 
 #: The output, or the output and lse.
@@ -380,5 +381,6 @@ __all__ = [
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "install",
 ]
 __dir__ = only(__all__)

@@ -14,6 +14,7 @@ from .flash_attn_interface import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+from .installation import install
 
 #: Version of flash-attn that the functions follow.
 __version__ = "2.8.4"
@@ -29,5 +30,6 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "install",
 ]
 __dir__ = only(__all__)
