@@ -90,7 +90,7 @@ class Cache:
                 raise PageError(self.named, got, wanted, "Allocate more columns.")
         if self.table is not None:
             used = torch.tensor([self.stop[b] + new[b] for b in range(len(new))], device="cpu")
-            columns = torch.arange(self.table.shape[1]) * self.k.shape[1] < used[:, None]
+            columns = torch.arange(self.table.shape[1], device="cpu") * self.k.shape[1] < used[:, None]
             numbers = self.table.cpu()[self.rows][columns]
             wrong = numbers[(numbers < 0) | (numbers >= len(self.k))]
             if len(wrong):
