@@ -26,7 +26,7 @@ from ...plan.tile_size import tile_size_of
 from ...torch_compat import forward_mode, transforming
 from ...torch_ops import Differentiable, refuse_twice
 from ...types import acc_dtype
-from .score_functions import Changed, Pairs, ScoreFunction, ScoreMod
+from .score_functions import Pairs, Pass, ScoreFunction, ScoreMod
 
 # Bytes of a chunk's scores and of the tensors that the score_mod computes from them: fits a CPU's cache, and a bounded
 # part of a GPU's memory.
@@ -75,7 +75,7 @@ def attend(
         raise UnsupportedError("score_mod", "a transform of torch.func", wanted, "Express it by terms, as in Softcap.")
     function = ScoreFunction(score_mod, acc_dtype(query.dtype), query.device)
     work = _Work(function, _plan(query, key, pattern, function), scale)
-    inputs = query, key, value, *function.captured
+    inputs = query, key, value, *function.reading.captured
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         return Attended(*_Attention.apply(work, *inputs))  # type: ignore[no-untyped-call]
     return work.forward(query.detach(), key.detach(), value.detach())[0]
@@ -90,7 +90,7 @@ def _plan(query: Tensor, key: Tensor, pattern: Pattern, function: ScoreFunction)
     if not pattern.combinable:
         raise PatternError("pattern", repr(pattern), "a relation", "Call longnet_attention for a mixture.")
     q_tile, kv_tile = tile_size_of(None, pattern, nq, nk)
-    while q_tile > _LEAST and q_tile * kv_tile * function.nbytes > 2 * _budget(query.device):
+    while q_tile > _LEAST and q_tile * kv_tile * function.reading.nbytes > 2 * _budget(query.device):
         q_tile //= 2
     tile = max(q_tile - q_tile % _LEAST, _LEAST), kv_tile
     return plan_cache.get(pattern, nq, nk, heads=heads, batch=batch, tile=tile, device=query.device)
@@ -119,7 +119,7 @@ class _Work:
     def limit(self, q: Tensor) -> int:
         """Return the most key tiles of a batch."""
         assert self.plan is not None
-        pair = self.function.nbytes + 3 * acc_dtype(q.dtype).itemsize
+        pair = self.function.reading.nbytes + 3 * acc_dtype(q.dtype).itemsize
         return max(1, _budget(q.device) // (self.plan.q_tile * self.plan.kv_tile * pair))
 
     def pieced(self, q: Tensor) -> bool:
@@ -151,9 +151,9 @@ class _Work:
             layout, finite = self.layout(q, k, v), bool(v.isfinite().all())
             out = q.new_zeros(layout.q_tiles.shape[0], self.plan.q_tile, v.shape[3], dtype=acc)
             lse = q.new_full(out.shape[:2], -torch.inf, dtype=acc)
-            largest = lse.clone()
+            largest, function = lse.clone(), Pass(self.function)
             for batch in layout.batches():
-                part, part_lse, top = self._part(layout, batch, finite)
+                part, part_lse, top = self._part(function, layout, batch, finite)
                 whole, whole_lse = out[batch.line], lse[batch.line]
                 merge_into(whole, whole_lse, part, part_lse)
                 out[batch.line], lse[batch.line] = whole, whole_lse
@@ -162,11 +162,11 @@ class _Work:
         lse, largest = (x.view(*shape[:2], -1)[:, :, : layout.nq].contiguous() for x in (lse, largest))
         return Attended(result.copy_(out), lse, largest), out
 
-    def _part(self, layout: Layout, batch: Batch, finite: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def _part(self, function: Pass, layout: Layout, batch: Batch, finite: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Compute (out, lse, largest score) of a batch."""
         chunk = self.chunk(layout, batch, layout.taken(batch), layout.gathered(layout.k_tiles, batch, False))
         # the function may return its argument, or an expanded tensor
-        scores = layout.masked(self.function(chunk.scores, chunk.at).clone(), batch, -torch.inf)
+        scores = layout.masked(function(chunk.scores, chunk.at).clone(), batch, -torch.inf)
         values = layout.gathered(layout.v_tiles, batch, True)
         if not finite:
             values = values.masked_fill((scores == -torch.inf).all(1)[..., None], 0.0)
@@ -180,15 +180,14 @@ class _Work:
 
     def backward(self, inputs: Sequence[Tensor], returned: _Returned, learns: list[bool]) -> tuple[Tensor, ...]:
         """Compute (dq, dk, dv, gradients of captured tensors that learn)."""
-        sums = [x for x, learn in zip(self.function.captured, learns, strict=True) if learn]
-        totals = [torch.zeros(x.shape, dtype=acc_dtype(x.dtype), device=x.device) for x in sums]
+        function = Pass(self.function, learns)
         if self.plan is None:
-            return *map(torch.zeros_like, inputs), *map(torch.zeros_like, sums)
+            return *map(torch.zeros_like, inputs), *function.gradients()
         with torch.autocast(inputs[0].device.type, enabled=False):
-            grads = _Gradients(self, inputs, returned)
+            grads = _Gradients(self, function, inputs, returned)
             for batch in grads.layout.batches():
-                grads.add(batch, learns, totals)
-            return *grads.joined(), *(total.to(x.dtype) for total, x in zip(totals, sums, strict=True))
+                grads.add(batch)
+            return *grads.joined(), *function.gradients()
 
 
 class _Returned(NamedTuple):
@@ -210,8 +209,8 @@ class _Returned(NamedTuple):
 class _Gradients:
     """Sums of the gradients of queries, keys and values by tile."""
 
-    def __init__(self, work: _Work, inputs: Sequence[Tensor], returned: _Returned):
-        self.inputs = inputs
+    def __init__(self, work: _Work, function: Pass, inputs: Sequence[Tensor], returned: _Returned):
+        self.inputs, self.function = inputs, function
         (q, k, v), (dout, dlse, lse, out) = inputs, returned
         # A row that attends nothing has zero gradients, whatever it contains. A row of NaN has NaN weights where it
         # attends; elsewhere, 0 times its query or dout would still be NaN and reach keys that it does not attend.
@@ -239,13 +238,13 @@ class _Gradients:
             for x in (layout.q_tiles, layout.k_tiles, layout.v_tiles)
         )
 
-    def add(self, batch: Batch, learns: list[bool], totals: list[Tensor]) -> None:
+    def add(self, batch: Batch) -> None:
         """Add the gradients of a batch."""
         layout, work = self.layout, self.work
         queries, dout = layout.taken(batch), self.dout[batch.line].to(layout.acc)
         keys, values = (layout.gathered(x, batch, True) for x in (layout.k_tiles, layout.v_tiles))
         chunk = work.chunk(layout, batch, queries, keys)
-        scores, differentiated = work.function.differentiable(chunk.scores, chunk.at, learns)
+        scores, differentiated = self.function.differentiable(chunk.scores, chunk.at)
         weights = layout.masked(torch.sub(scores, self.lse[batch.line]).exp_(), batch, 0.0)
         if self.whole_rows:
             # lse is rounded as a large number is, and would change all weights of a row by one factor
@@ -262,14 +261,15 @@ class _Gradients:
         slopes.sub_(delta).mul_(weights)
         if self.broken or not self.finite_values:
             slopes.masked_fill_(unattended, 0.0)
-        changed = differentiated.backward(slopes)
-        if totals and not changed.finite():
+        score_grads = differentiated.backward(slopes)
+        if not differentiated.finite():
             # a function may be infinite or NaN at masked pairs, and so may be 0 times its derivative
-            changed = self._at_attended(chunk, ~unattended, slopes, learns)
-        changed.add_to(totals)
-        if changed.scores is None:
+            score_grads = self._at_attended(chunk, ~unattended, slopes)
+        else:
+            differentiated.add()
+        if score_grads is None:
             return
-        score_grads = changed.scores.masked_fill(unattended, 0.0)
+        score_grads = score_grads.masked_fill(unattended, 0.0)
         if not self.finite_keys:
             # A row that attends an infinite or NaN key has gradients of NaN, or of 0 at a score of -inf, already.
             # The key must not make the gradients of other rows NaN.
@@ -277,15 +277,13 @@ class _Gradients:
         self.dq[batch.line] += layout.product(score_grads, keys)
         self.dk.index_add_(0, where, layout.product(score_grads.mT, queries).view(-1, *self.dk.shape[1:]))
 
-    def _at_attended(self, chunk: _Chunk, attended: Tensor, slopes: Tensor, learns: list[bool]) -> Changed:
-        """Return the gradients of a chunk from evaluating the function at attended pairs only."""
+    def _at_attended(self, chunk: _Chunk, attended: Tensor, slopes: Tensor) -> Tensor | None:
+        """Add the gradients of a chunk from evaluating the function at attended pairs only."""
         at = Pairs(*(x.expand(attended.shape)[attended] for x in chunk.at))
-        _, differentiated = self.work.function.differentiable(chunk.scores[attended], at, learns)
-        changed = differentiated.backward(slopes[attended])
-        if changed.scores is None:
-            return changed
-        scores = torch.zeros_like(slopes).masked_scatter_(attended, changed.scores)
-        return changed._replace(scores=scores)
+        _, differentiated = self.function.differentiable(chunk.scores[attended], at)
+        score_grads = differentiated.backward(slopes[attended])
+        differentiated.add()
+        return None if score_grads is None else torch.zeros_like(slopes).masked_scatter_(attended, score_grads)
 
     def joined(self) -> Iterator[Tensor]:
         """Yield the gradients of queries, keys and values in their shapes and dtypes."""

@@ -1,0 +1,264 @@
+"""Probe a score_mod: record its operations at one pair, to know how it can be evaluated on many pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ...errors import UnsupportedError
+
+_UNARY = """abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
+    cos cosh deg2rad erf erfc erfinv exp exp2 expm1 fix floor frac isfinite isinf isnan lgamma log log10 log1p log2
+    logical_not logit nan_to_num neg negative positive rad2deg reciprocal round rsqrt sgn sigmoid sign signbit
+    sin sinc sinh sqrt square tan tanh trunc relu celu elu gelu hardsigmoid hardswish hardtanh leaky_relu
+    logsigmoid mish relu6 selu silu softplus softsign tanhshrink __abs__ __neg__ __invert__ __pos__"""
+_BINARY = """add arctan2 atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor clamp clamp_max
+    clamp_min clip copysign div divide eq equal_to false_divide float_power floor_divide fmax fmin fmod ge
+    greater greater_equal gt heaviside hypot le lerp less less_equal logaddexp logaddexp2 logical_and logical_or
+    logical_xor lt maximum minimum mul multiply ne not_equal pow remainder rsub sub subtract true_divide where
+    xlogy addcmul addcdiv __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__
+    __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __and__ __rand__ __or__ __ror__ __xor__
+    __rxor__ __lshift__ __rlshift__ __rshift__ __rrshift__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__"""
+_CASTS = """to type float double half bfloat16 int long short bool byte char type_as clone detach contiguous zeros_like
+    ones_like full_like"""
+_SPACES = torch, Tensor, F
+#: Operations that compute each element from the same elements of their arguments.
+_ELEMENTWISE = frozenset(
+    getattr(space, name) for name in f"{_UNARY} {_BINARY} {_CASTS}".split() for space in _SPACES if hasattr(space, name)
+)
+_FILLS = frozenset([torch.masked_fill, Tensor.masked_fill])
+#: Attributes that are the same for one pair and for many.
+_SAME = frozenset(getattr(Tensor, name).__get__ for name in ("device", "requires_grad", "is_leaf", "layout"))
+ITEM = Tensor.__getitem__
+
+
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to the tensors in arguments of an operation."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if type(value) in (tuple, list):
+        return type(value)(mapped(each, change) for each in value)
+    if type(value) is dict:
+        return {key: mapped(each, change) for key, each in value.items()}
+    if type(value) is slice:
+        return slice(*(mapped(each, change) for each in (value.start, value.stop, value.step)))
+    return value
+
+
+def leaves_of(value: Any) -> Iterator[Any]:
+    """Yield the tensors and other objects in arguments of an operation."""
+    if type(value) in (tuple, list):
+        for each in value:
+            yield from leaves_of(each)
+    elif type(value) is dict:
+        for key, each in value.items():
+            yield key
+            yield from leaves_of(each)
+    elif type(value) is slice:
+        yield from leaves_of((value.start, value.stop, value.step))
+    else:
+        yield value
+
+
+def _is_place(part: object, many: bool = False) -> bool:
+    """Whether a part of an index is a whole number in a 0-dim tensor, or with ``many`` any tensor of whole numbers."""
+    whole = isinstance(part, Tensor) and not part.is_floating_point() and part.dtype != torch.bool
+    return whole and (many or part.ndim == 0)  # type: ignore[attr-defined]
+
+
+def _dims(part: Any) -> int:
+    """Count the dimensions that a part of an index takes."""
+    if part is None or part is Ellipsis or isinstance(part, bool):
+        return 0
+    return part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1
+
+
+def places_of(x: Tensor, index: Any, many: bool = False) -> tuple[list[Tensor | None], tuple[Any, ...]] | None:
+    """Split an index with 0-dim tensors into the indices of each dimension and the index of the remaining dimensions.
+
+    ``Tensor.__getitem__`` would read the 0-dim tensors as numbers, which vmap forbids.
+    With ``many`` the tensors are those of many pairs, in an index of nothing else.
+
+    Returns:
+        (indices, rest); None for an index without such tensors.
+    """
+    parts = index if isinstance(index, tuple) else (index,)
+    if not any(_is_place(part, many) for part in parts):
+        return None
+    if many and not all(type(part) is int or _is_place(part, many) for part in parts):
+        return None
+    used = sum(map(_dims, parts))
+    if used > x.ndim:
+        raise IndexError(f"too many indices for tensor of dimension {x.ndim}")
+    dim, indices, rest = 0, list[Tensor | None](), list[Any]()
+    for part in parts:
+        skipped = x.ndim - used if part is Ellipsis else _dims(part)
+        if _is_place(part, many):
+            indices.append(part)
+        elif type(part) is int:
+            indices.append(torch.tensor(part, device=x.device))
+        else:
+            indices += [None] * skipped
+            rest.append(part)
+        dim += skipped
+    while indices[-1] is None:
+        indices.pop()
+    return indices, () if all(part is Ellipsis for part in rest) else tuple(rest)
+
+
+def entries_of(x: Tensor, indices: list[Tensor | None], rest: tuple[Any, ...]) -> Tensor:
+    """Index a tensor with the result of :func:`places_of`."""
+    found: Tensor = torch.ops.aten.index(x, indices)
+    return found[rest] if rest else found
+
+
+_WRITES = frozenset(
+    ["__setitem__", "__set__", *(f"__i{name}__" for name in (
+        "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"
+    ))]
+)  # fmt: skip
+
+
+class Reading(NamedTuple):
+    """What a probe found.
+
+    Attributes:
+        log: The operations and their arguments, equal for equal functions that read equal values.
+        objects: The arguments that ``log`` names by ``id``.
+        captured: The captured tensors, in the order of their first use.
+        once: Whether each operation is the same for all pairs.
+        rows: Positions of operations that index some dimensions of a tensor, where only further indices use the result.
+        broadcasts: Whether the function computes the same on tensors that broadcast.
+        writes: Whether it writes to its arguments or to other tensors that it made.
+        nbytes: Bytes of the tensors that it computes for a pair.
+    """
+
+    log: list[object]
+    objects: list[object]
+    captured: list[Tensor]
+    once: list[bool]
+    rows: frozenset[int]
+    broadcasts: bool
+    writes: bool
+    nbytes: int
+
+    def same(self, other: Reading) -> bool:
+        """Whether two probes saw equal operations on equal values and the same captured tensors."""
+        if self.log != other.log or len(self.captured) != len(other.captured):
+            return False
+        return all(a is b or _same_constant(a, b) for a, b in zip(self.captured, other.captured, strict=True))
+
+
+def _same_constant(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors without gradients are equal, such as those of one array."""
+    if a.requires_grad or b.requires_grad or (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+        return False
+    return torch.equal(a, b)
+
+
+class Probe(TorchFunctionMode):
+    """Records the operations of a score_mod at one pair."""
+
+    def __init__(self, arguments: Sequence[Tensor]):
+        super().__init__()
+        #: Names of tensors by id; the tensors are kept, so that no id is used again.
+        self.names: dict[int, tuple[str, int]] = {id(x): ("argument", n) for n, x in enumerate(arguments)}
+        self.of_pair = set(self.names)
+        self.kept: list[Tensor] = list(arguments)
+        self.objects: list[object] = []
+        self.captured: list[Tensor] = []
+        self.log: list[object] = []
+        self.once: list[bool] = []
+        #: Rows of tensors: position of the operation, and bytes, by id.
+        self.rows: dict[int, tuple[int, int]] = {}
+        self.used: set[int] = set()
+        self.same, self.writes, self.nbytes = True, False, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = list(leaves_of((args, kwargs)))
+        self.log.append((func, *map(self.key, given)))
+        tensors = [x for x in given if isinstance(x, Tensor)]
+        self.note_write(func, args, kwargs)
+        places = places_of(args[0], args[1]) if func is ITEM else None
+        of_pair = any(id(x) in self.of_pair for x in tensors)
+        if of_pair and func not in _SAME:
+            self.note_use(func, tensors, places)
+        result = func(*args, **kwargs) if places is None else entries_of(args[0], *places)
+        for x in leaves_of(result):
+            if isinstance(x, Tensor) and id(x) not in self.names:
+                self.names[id(x)] = "made", len(self.kept)
+                self.kept.append(x)
+                if of_pair:
+                    self.of_pair.add(id(x))
+                    self.nbytes += x.numel() * x.element_size()
+                    if places is not None and x.ndim and self.is_base(args[0]) and _leads(*places):
+                        self.rows[id(x)] = len(self.once), x.numel() * x.element_size()
+        self.once.append(not of_pair)
+        return result
+
+    def reading(self, result: Tensor) -> Reading:
+        """Return the reading of a function that returned ``result``."""
+        self.used.add(id(result))
+        unused = {place: row for place, row in self.rows.items() if place not in self.used}
+        broadcasts = self.same and len(unused) == len(self.rows)
+        nbytes = self.nbytes - sum(size for _, size in unused.values())
+        rows = frozenset(position for position, _ in unused.values())
+        return Reading(
+            self.log, self.objects, self.captured, self.once, rows, broadcasts and not self.writes, self.writes, nbytes
+        )
+
+    def key(self, x: object) -> Hashable:
+        """Return a value that is equal for equal arguments of two probes."""
+        if isinstance(x, Tensor):
+            if id(x) not in self.names:
+                self.names[id(x)] = "captured", len(self.captured)
+                self.captured.append(x)
+            return self.names[id(x)]
+        if x is None or isinstance(x, (bool, int, float, complex, str, torch.dtype, torch.device)):
+            return type(x), repr(x)
+        self.objects.append(x)
+        return "object", id(x)
+
+    def is_base(self, x: Tensor) -> bool:
+        """Whether a tensor is the same for all pairs, or a row of such a tensor."""
+        return id(x) not in self.of_pair or id(x) in self.rows
+
+    def note_use(self, func: Any, tensors: list[Tensor], places: Any) -> None:
+        """Note whether an operation on values of a pair is the same on tensors that broadcast, and its use of rows."""
+        if places is not None and self.is_base(tensors[0]) and _leads(*places):
+            self.used.update(map(id, tensors[1:]))
+            return
+        self.used.update(map(id, tensors))
+        # masked_fill takes no value for each pair
+        elementwise = func in _ELEMENTWISE or (func in _FILLS and len(tensors) < 3)
+        self.same = self.same and elementwise and all(x.ndim == 0 for x in tensors)
+
+    def note_write(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Note that an operation writes to its first argument; raise UnsupportedError if that is a captured tensor."""
+        name = getattr(func, "__name__", "")
+        in_place = (name.endswith("_") and not name.endswith("__")) or name in _WRITES or bool(kwargs.get("inplace"))
+        # activation functions take ``inplace`` by position, too
+        in_place = in_place or (getattr(func, "__module__", "") == F.__name__ and any(x is True for x in args))
+        targets = [args[0]] if in_place else list(leaves_of(kwargs.get("out")))
+        for x in targets:
+            if isinstance(x, Tensor):
+                self.writes = True
+                if id(x) not in self.of_pair:
+                    raise impure(f"a function that writes to a captured tensor with {name or 'out='}")
+
+
+def _leads(indices: list[Tensor | None], rest: tuple[Any, ...]) -> bool:
+    """Whether an index is of tensors for the first dimensions only."""
+    return not rest and all(index is not None for index in indices)
+
+
+def impure(got: str) -> UnsupportedError:
+    """Return the error of a function that is not one of its arguments alone."""
+    wanted = "one that computes the same from the same arguments, without other effects"
+    return UnsupportedError("score_mod", got, wanted, "Compute what changes before the call, as a tensor to capture.")
