@@ -85,6 +85,10 @@ inline void backward_piece(const Problem &pb, const Unit &u, const Piece &piece,
   const float size = scale.before * scale.size;
   Pairs pairs(pb, m.terms, u.batch, true);
   if (Scored) pairs.set_lanes(lanes.first, lanes.rows, lanes.count);
+  BackwardMemory of_few = m;
+  of_few.x = m.few_x, of_few.y = m.few_y, of_few.dx = m.few_dx, of_few.keys = m.few_keys;
+  Places places;
+  Dead bad = nullptr;
   float *dk = partial ? partial : m.dx, *dv = dk + (size_t)lanes.count * pb.d;
   begin_keys(pb, lanes, partial ? Visit() : piece.visit, turns, dk);
   if (piece.begin < piece.end) {
@@ -92,8 +96,8 @@ inline void backward_piece(const Problem &pb, const Unit &u, const Piece &piece,
     pack<Op>(pb.v, lanes, pb.dv_dim, 1, m.y, m.rows);
     // The product dS K uses 0 for broken keys. A row that attends one has dS = NaN already, or 0 at a score of -inf.
     // 0 * NaN must not spread to other rows.
-    const Dead broken = find_bad(pb.k, lanes, pb.d, m.bad, m.rows) ? m.bad : nullptr;
-    pack_channels<Op>(tile_columns<Op>(pb.k, u.batch, u.kv_head, lanes.first, lanes.rows, pb.d, broken, m.a),
+    bad = find_bad(pb.k, lanes, pb.d, m.bad, m.rows) ? m.bad : nullptr;
+    pack_channels<Op>(tile_columns<Op>(pb.k, u.batch, u.kv_head, lanes.first, lanes.rows, pb.d, bad, m.a),
                       lanes.rows, pb.d, m.keys);
   }
   int64_t before = 0;  // number of entries of the previous heads
@@ -114,8 +118,12 @@ inline void backward_piece(const Problem &pb, const Unit &u, const Piece &piece,
           pairs.kept = kept_keys(pb, {u.batch, h, first, 1, rows, pad_lanes(rows)}, lanes.first, lanes.rows, m.dropout);
       }
       Streamed t;
-      t.rows = rows, t.key_count = lanes.rows;
       t.mask = column_mask<Op>(pb, plan.mask_id_t[e], rows, lanes.rows, m);
+      const bool few = !Scored && find_few<Op>(pb, plan.mask_id_t[e], rows, lanes, places);
+      const Lanes keys = few ? keep_few<Op>(pb, u, lanes, places, scale.packed, bad, m, t.mask, rows) : lanes;
+      const BackwardMemory &of_keys = few ? of_few : m;
+      float *sums = few ? m.few_dx : dk, *value_sums = sums + (size_t)keys.count * pb.d;
+      t.rows = rows, t.key_count = keys.rows;
       if (e + 1 < end) {
         const int64_t then = (int64_t)plan.row[e + 1] * plan.q_tile;
         t.ahead = Ahead(pb.q, pb.dout, u.batch, h, then, (int)smaller(plan.q_tile, pb.nq - then), pb.d, pb.dv_dim);
@@ -141,15 +149,16 @@ inline void backward_piece(const Problem &pb, const Unit &u, const Piece &piece,
       t.dq = turns.sums + at * sum_floats(pb);
       int32_t *done = turns.done + at;
       const int32_t turn = turns.rank[e];
-      for (int lane = 0; lane < lanes.count; lane += panel_width(lane, lanes.count)) {
-        const int n = panel_width(lane, lanes.count) / W;
+      for (int lane = 0; lane < keys.count; lane += panel_width(lane, keys.count)) {
+        const int n = panel_width(lane, keys.count) / W;
         if (kWide == 4 && n == 4)
-          backward_panel<Op, kWide, Scored>(pb, m, size, lane, t, done, turn, dk, dv, pairs);
+          backward_panel<Op, kWide, Scored>(pb, of_keys, size, lane, t, done, turn, sums, value_sums, pairs);
         else if (n == 2)
-          backward_panel<Op, 2, Scored>(pb, m, size, lane, t, done, turn, dk, dv, pairs);
+          backward_panel<Op, 2, Scored>(pb, of_keys, size, lane, t, done, turn, sums, value_sums, pairs);
         else
-          backward_panel<Op, 1, Scored>(pb, m, size, lane, t, done, turn, dk, dv, pairs);
+          backward_panel<Op, 1, Scored>(pb, of_keys, size, lane, t, done, turn, sums, value_sums, pairs);
       }
+      if (few) add_few(lanes, places, pb.d, sums, dk), add_few(lanes, places, pb.dv_dim, value_sums, dv);
       if (Scored) pairs.end_rows();
       if (turn + 1 == turns.total[g * plan.q_tiles + i]) write_query_tile(pb, u.batch, h, first, rows, t.dq, m.rows);
       __atomic_store_n(done, turn + 1, __ATOMIC_RELEASE);

@@ -17,6 +17,51 @@ inline void write_scaled(const View &t, const Lanes &lanes, int width, const flo
   unpack(t, lanes, width, from, factors, memory);
 }
 
+// Whether the queries of an entry attend so few of its keys that these are packed by themselves; finds their places.
+template <class Op>
+inline bool find_few(const Problem &pb, int32_t mask_id, int rows, const Lanes &lanes, Places &places) {
+  const Plan &plan = pb.plan;
+  if (mask_id < 0) return false;
+  const uint32_t *mask = (const uint32_t *)plan.mask_words + (ptrdiff_t)mask_id * plan.q_tile * plan.words;
+  find_places(mask, rows, plan.words, lanes.rows, 1, places);
+  return places.count && pad_lanes(places.count) <= most_few(lanes.count);
+}
+
+// Packs the keys at the places, as the lanes of a task with their sums at 0, and keeps their bits of the mask.
+template <class Op>
+inline Lanes keep_few(const Problem &pb, const Unit &u, const Lanes &lanes, const Places &places, float factor, Dead broken,
+                      const BackwardMemory &m, TileMask &mask, int rows) {
+  const Lanes few{u.batch, u.kv_head, lanes.first, 1, places.count, pad_lanes(places.count)};
+  pack<Op>(pb.k, few, pb.d, factor, m.few_x, m.rows, &places);
+  pack<Op>(pb.v, few, pb.dv_dim, 1, m.few_y, m.rows, &places);
+  for (int i = 0; broken && i < places.count; ++i) m.few_bad[i] = broken[places.row[i]];
+  const Dead bad = broken ? m.few_bad : nullptr;
+  pack_channels<Op>(
+      tile_columns<Op>(pb.k, u.batch, u.kv_head, lanes.first, places.count, pb.d, bad, m.a, false, &places),
+      places.count, pb.d, m.few_keys);
+  memset(m.few_dx, 0, 4 * (size_t)few.count * (pb.d + pb.dv_dim));
+  mask.words = keep_bits(mask.rows, rows, mask.words, places, m.mask);
+  mask.rows = m.mask;
+  return few;
+}
+
+// Adds the sums of the keys at the places to those of all keys.
+inline void add_few(const Lanes &lanes, const Places &places, int width, const float *few, float *all) {
+  const int count = pad_lanes(places.count);
+  for (int p = 0; p < places.count; p += panel_width(p, count)) {
+    const int pw = panel_width(p, count), n = (int)smaller(pw, places.count - p);
+    for (int i = 0; i < n; ++i) {
+      const int place = places.row[p + i];
+      int start = 0;
+      while (place >= start + panel_width(start, lanes.count)) start += panel_width(start, lanes.count);
+      const int step = panel_width(start, lanes.count);
+      float *to = all + (ptrdiff_t)start * width + (place - start);
+      const float *from = few + (ptrdiff_t)p * width + i;
+      for (int c = 0; c < width; ++c) to[(ptrdiff_t)c * step] += from[(ptrdiff_t)c * pw];
+    }
+  }
+}
+
 // Calls f(element of the result, lane's sum, additional byte) for each channel of each key.
 template <class Sum, class Low, class F>
 RW_INLINE void each_sum(const View &t, const Lanes &lanes, int width, Sum *sums, Low *low, F f) {

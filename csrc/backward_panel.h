@@ -9,13 +9,17 @@ namespace {
 
 constexpr int kBackwardRows = kPanelRows;  // number of rows of P and dS that are computed together
 
+// The most lanes of the keys of an entry that are packed by themselves (measured; see keep_few).
+inline int most_few(int lanes) { return lanes * 3 / 4; }
+
 struct BackwardMemory {
   float *x, *y, *dx, *p, *p_pair, *ds, *ds_rows;  // x, y: K and V across lanes
   PerLane<float> low, delta;
   float *keys, *dt;  // keys: K with channels across lanes; dt: gradient of the scores after the terms
+  float *few_x, *few_y, *few_dx, *few_keys;  // see keep_few
   char *a, *b, *a_columns, *b_columns, *rows;
   uint32_t *mask;
-  uint8_t *dead, *broken, *bad;  // broken: see broken_rows; bad: keys with a NaN or an infinity
+  uint8_t *dead, *broken, *bad, *few_bad;  // broken: see broken_rows; bad: keys with a NaN or an infinity
   TermMemory terms;
   DropoutMemory dropout;
   size_t bytes;
@@ -38,6 +42,10 @@ struct BackwardMemory {
     dead = m.take<uint8_t>(larger(q, k));
     broken = m.take<uint8_t>(q), bad = m.take<uint8_t>(k);
     dt = m.take<float>(pb.score_terms.any() ? panel : 0);
+    const size_t few = pb.score_terms.any() ? 0 : (size_t)most_few(lanes);
+    few_x = m.take<float>(few * pb.d), few_y = m.take<float>(few * pb.dv_dim);
+    few_dx = m.take<float>(few * (pb.d + pb.dv_dim)), few_keys = m.take<float>(few * pad_lanes(pb.d));
+    few_bad = m.take<uint8_t>(few);
     terms = TermMemory(pb, m, lanes, true);
     dropout = DropoutMemory(pb, m, q);
     bytes = (size_t)(m.at - block);

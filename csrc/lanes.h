@@ -36,9 +36,15 @@ RW_INLINE V times(V x, V factor, Pair) {
 }
 #endif
 
-// Writes rows times a factor (see `times`) across lanes: to[channel][lane], elements of Op; padding lanes are 0.
+// Writes rows times a factor (see `times`) across lanes: to[channel][lane], elements of Op; padding lanes are 0. With
+// places, which one head has, lane i is the row at place i.
 template <class Op>
-inline void pack(const View &t, const Lanes &lanes, int width, float factor, float *to, char *memory) {
+inline void pack(const View &t, const Lanes &lanes, int width, float factor, float *to, char *memory,
+                 const Places *places = nullptr) {
+  const auto row_of = [&](int lane) -> const char * {
+    if (!places) return lane_row(t, lanes, lane);
+    return lane < places->count ? row_at(t, lanes.batch, lanes.head, lanes.first + places->row[lane]) : nullptr;
+  };
   const bool raw = Op::depth == 2 || t.dtype == F32;
   const int elements = width / Op::depth;
   for (int p = 0; p < lanes.count; p += panel_width(p, lanes.count)) {
@@ -47,7 +53,7 @@ inline void pack(const View &t, const Lanes &lanes, int width, float factor, flo
     for (int g = 0; g < pw; g += W) {
       const char *r[W];
       for (int i = 0; i < W; ++i) {
-        const char *from = lane_row(t, lanes, p + g + i);
+        const char *from = row_of(p + g + i);
         char *copy = memory + (ptrdiff_t)i * width * 4;
         r[i] = from && raw ? from : copy;
         if (from && !raw)
@@ -178,6 +184,22 @@ template <class T>
 inline void move_to_front(T *rows, const Places &places, int width) {
   for (int i = 0; i < places.count; ++i)
     for (int j = 0; j < width; ++j) rows[(ptrdiff_t)i * width + j] = rows[(ptrdiff_t)places.row[i] * width + j];
+}
+
+// Keeps the bits at the places of n rows of a mask: bit i of a row is the one at place i. Returns the words of a row.
+inline int keep_bits(const uint32_t *mask, int n, int words, const Places &places, uint32_t *to) {
+  const int kept = (pad_lanes(places.count) + 31) / 32;
+  for (int r = 0; r < n; ++r, mask += words)
+    for (int w = 0; w < kept; ++w) {
+      uint32_t bits = 0;
+      const int last = (int)smaller(32, places.count - 32 * w);
+      for (int i = 0; i < last; ++i) {
+        const int place = places.row[32 * w + i];
+        bits |= (mask[place >> 5] >> (place & 31) & 1) << i;
+      }
+      *to++ = bits;
+    }
+  return kept;
 }
 
 // Whether computing two halves of a panel, each with its own live rows, is faster than the whole panel. A half takes

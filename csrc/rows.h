@@ -237,7 +237,7 @@ inline Tile tile_rows(const View &t, int64_t b, int64_t h, int64_t first, int n,
 }
 
 // A tile's rows for a contraction over rows. With pairs, rows 2i and 2i+1 are interleaved channel by channel; if
-// `apart`, each row is interleaved with zeros. Places hold whole pairs.
+// `apart`, each row is interleaved with zeros. With places, row i is the one at place i.
 template <class Op>
 inline Tile tile_columns(const View &t, int64_t b, int64_t h, int64_t first, int n, int width, Dead dead,
                          char *memory, bool apart = false, const Places *places = nullptr) {
@@ -253,7 +253,11 @@ inline Tile tile_columns(const View &t, int64_t b, int64_t h, int64_t first, int
     else if (i == run)
       from = token_at(t, b, h, token), run += run_of(t, token, n - i);
     const bool low = !(dead && dead[i]), high = !apart && i + 1 < n && !(dead && dead[i + 1]);
-    const char *next = t.chosen && high ? token_at(t, b, h, token + 1) : from + t.token;
+    const char *next = from + t.token;
+    if (high && places)
+      next = token_at(t, b, h, first + places->row[i + 1]);
+    else if (high && t.chosen)
+      next = token_at(t, b, h, token + 1);
     char *to = memory + (ptrdiff_t)i * width * (4 / step);
     for (int c = 0; c < width; c += 8) {
       const H8 x = low ? *(const H8 *)(from + 2 * c) : H8{}, y = high ? *(const H8 *)(next + 2 * c) : H8{};
