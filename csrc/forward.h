@@ -132,12 +132,12 @@ inline int chunk_end(const Spacing &s, const Places *places, int row, int end) {
 // these are tiles of the whole.
 struct Blocks {
   const PerLane<int32_t> attended, end;
-  int lanes, side;
+  int lanes, tiles;  // of a block
   const Spacing spacing;
   Blocks(const Problem &pb, const ForwardMemory &m, int lanes, int64_t at)
       : attended(m.attended), end(m.ends), lanes(lanes),
-        side(pb.spacing.apart() ? (int)pb.spacing.side : pb.plan.kv_tile), spacing(pb.spacing) {
-    const auto ended = (int32_t)block_end(at, side);
+        tiles((int)block_tiles(pb, pb.spacing.apart() ? pb.spacing.side : pb.plan.kv_tile)), spacing(pb.spacing) {
+    const auto ended = (int32_t)block_end(at, tiles);
     attended.fill(lanes, [&](int) { return (int32_t)at; });
     end.fill(lanes, [&](int) { return ended; });
   }
@@ -147,7 +147,7 @@ struct Blocks {
     int to = spacing.apart() ? tile_cut(spacing, from, keys) : keys;
     any = begin(mask, from, to, full);
     for (int i = 0; any && i < lanes; ++i)
-      if (full[i / 32] >> (i % 32) & 1) end[i] = (int32_t)block_end(end[i], side);
+      if (full[i / 32] >> (i % 32) & 1) end[i] = (int32_t)block_end(end[i], tiles);
     count(mask, from, to);
     while (to < keys) {
       const int after = tile_cut(spacing, to, keys);
@@ -440,7 +440,7 @@ inline Running sum_blocks(const Problem &pb, const Unit &u, const Piece &piece, 
   float *to = whole ? nullptr : partials.first + partials.stride * piece.slot;
   int64_t at = piece.begin;
   do {
-    const int64_t end = whole ? piece.end : smaller(piece.end, block_end(at, pb.plan.kv_tile));
+    const int64_t end = whole ? piece.end : smaller(piece.end, block_end(at, block_tiles(pb, pb.plan.kv_tile)));
     if (!whole) state = Running(to, lanes.count, pb.dv_dim), to += partials.stride;
     state.reset(lanes.count, pb.dv_dim);
     state = add(pb, u, lanes, m, state, at, start + at, start + end, last, next);

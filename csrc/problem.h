@@ -209,13 +209,18 @@ static inline int64_t tile_queries(const Problem &pb, int64_t tile) {
   return smaller(pb.plan.q_tile, pb.nq - tile * pb.plan.q_tile) * (pb.q_heads / pb.kv_heads);
 }
 
+// Tiles of `side` keys in a block of few tiles. Packed keys are few, and reading them is slow, so that several threads
+// should share a row of them.
+static inline int64_t block_tiles(const Problem &pb, int64_t side) {
+  return larger(1, (pb.k.chosen ? 512 : 2048) / side);
+}
+
 // A row is summed in blocks of the tiles that it attends, in ascending order. Each block starts from 0, and the blocks
 // are joined from first to last, whether one thread computed them all or several threads left them in slots. Returns
 // the end of the block that begins after `at` tiles. The end depends on nothing else, so a row has the same bits
-// whichever thread computes it, and together with whichever other rows. A block has 2048 keys, or in long rows about
-// 1/32 of the keys before it.
-static inline int64_t block_end(int64_t at, int64_t kv_tile) {
-  int64_t length = larger(1, 2048 / kv_tile);
+// whichever thread computes it, and together with whichever other rows. A block has block_tiles(), or in long rows about
+// 1/32 of the tiles before it.
+static inline int64_t block_end(int64_t at, int64_t length) {
   while (length * 32 <= at) length *= 2;
   return at + length;
 }

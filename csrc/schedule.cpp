@@ -43,9 +43,9 @@ std::vector<int64_t> even_ends(int64_t length, int64_t parts) {
 }
 
 // The ends of a list's blocks, if every row attends a prefix of the list.
-std::vector<int64_t> block_ends(int64_t length, int64_t kv_tile) {
+std::vector<int64_t> block_ends(int64_t length, int64_t tiles) {
   std::vector<int64_t> ends;
-  for (int64_t at = 0; at < length; ends.push_back(at)) at = smaller(length, block_end(at, kv_tile));
+  for (int64_t at = 0; at < length; ends.push_back(at)) at = smaller(length, block_end(at, tiles));
   return ends;
 }
 
@@ -166,7 +166,7 @@ Work row_work(const Problem &pb, bool longest) {
     return plan.row_ptr + (int64_t)plan.row_set[u.batch * pb.q_heads + u.head] * (plan.q_tiles + 1);
   };
   for (const Unit &u : work.units) work.tiles += (int64_t)u.heads * (ends(u)[plan.q_tiles] - ends(u)[0]);
-  const int64_t total = work.tiles;
+  const int64_t total = work.tiles, block = block_tiles(pb, plan.kv_tile);
   // calls use(unit, query tile, length, pieces) for every list; no piece of several blocks is much longer than a share
   auto each_list = [&](int64_t shares, auto use) {
     for (size_t i = 0; i < work.units.size(); ++i) {
@@ -176,7 +176,7 @@ Work row_work(const Problem &pb, bool longest) {
         const int64_t begin = ends(u)[t], n = ends(u)[t + 1] - begin;
         const int64_t queries = smaller(plan.q_tile, pb.nq - t * plan.q_tile);
         // in a view, a tile may belong to two blocks
-        const bool one = pb.spacing.apart() || n <= most || n <= block_end(0, plan.kv_tile) ||
+        const bool one = pb.spacing.apart() || n <= most || n <= block_end(0, block) ||
                          !from_the_first(plan, begin, begin + n, queries);
         use((int32_t)i, (int32_t)t, n, one ? 1 : (n + most - 1) / most);
       }
@@ -185,7 +185,7 @@ Work row_work(const Problem &pb, bool longest) {
   auto partial_bytes = [&](int64_t shares) {
     int64_t slots = 0;
     each_list(shares, [&](int32_t, int32_t, int64_t n, int64_t parts) {
-      if (parts > 1) slots += (int64_t)block_ends(n, plan.kv_tile).size();
+      if (parts > 1) slots += (int64_t)block_ends(n, block).size();
     });
     return slots * work.lanes * pb.dv_dim * 4;
   };
@@ -194,7 +194,7 @@ Work row_work(const Problem &pb, bool longest) {
   work.pieces.reserve(work.units.size() * plan.q_tiles);
   int32_t slot = 0;
   each_list(shares, [&](int32_t unit, int32_t tile, int64_t n, int64_t parts) {
-    add_list(work, slot, unit, tile, n, parts, [&] { return block_ends(n, plan.kv_tile); });
+    add_list(work, slot, unit, tile, n, parts, [&] { return block_ends(n, block); });
   });
   if (longest) longest_first(work);
   return work;
