@@ -33,7 +33,9 @@ class _Shape:
         tokens: Sequence length.
         heads: Query heads of 64 channels.
         sizes: Other settings of its configuration.
+        share: Query heads of a key head; None if the configuration does not have the number of key heads.
         bound: Upper bound on ringweave's time over sdpa's.
+        chooses: Whether the model chooses its keys, so that ringweave replaces its indexer too.
     """
 
     name: str
@@ -41,18 +43,26 @@ class _Shape:
     tokens: int
     heads: int
     sizes: dict[str, Any]
+    share: int | None = None
     bound: float | None = None
+    chooses: bool = False
 
 
 _SHAPES = (
-    _Shape("a Llama-like layer", "Llama", 512, 16, {"num_hidden_layers": 1, "num_key_value_heads": 4}, 1.05),
+    _Shape("a Llama-like layer", "Llama", 512, 16, {"num_hidden_layers": 1}, share=4, bound=1.05),
     _Shape(
         "ModernBERT's shape, 3 layers", "ModernBert", 8192, 12,
         {"num_hidden_layers": 3, "intermediate_size": 1152, "local_attention": 128, "global_attn_every_n_layers": 3},
     ),
     _Shape(
         "Mistral-like, window 1,024", "Mistral", 16384, 8,
-        {"num_hidden_layers": 2, "num_key_value_heads": 2, "sliding_window": 1024},
+        {"num_hidden_layers": 2, "sliding_window": 1024}, share=4,
+    ),
+    _Shape(
+        "DeepSeek-V3.2's shape, a layer, 512 keys", "DeepseekV32", 4096, 16,
+        {"num_hidden_layers": 1, "hidden_size": 2048, "mlp_layer_types": ["dense"], "n_routed_experts": 4,
+         "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "index_topk": 512, "index_n_heads": 16},
+        share=1, bound=0.2, chooses=True,
     ),
 )  # fmt: skip
 
@@ -72,6 +82,9 @@ def measure(options: Options, say: Say) -> Measuring:
             options.heads or (4 if options.quick else shape.heads),
         )
         size = f"{tokens:,} tokens, {heads} heads"
+        if not hasattr(transformers, f"{shape.kind}Config"):
+            yield Target(shape.name, size, None, None, True, reason=f"transformers {transformers.__version__} has none")
+            continue
         models = {name: _model(transformers, shape, name, tokens, heads) for name in ("ringweave", "sdpa", "eager")}
         # sdpa needs a mask of bytes; eager needs scores and weights, and backward keeps one of them for each layer
         for name, squares in (("sdpa", 1), ("eager", 4 * heads * (shape.sizes["num_hidden_layers"] + 1))):
@@ -108,11 +121,14 @@ def _model(transformers: Any, shape: _Shape, attention: str, tokens: int, heads:
         "max_position_embeddings": tokens, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1,
         "sep_token_id": 2,
     }  # fmt: skip
-    shared = {} if "num_key_value_heads" not in shape.sizes else {"num_key_value_heads": max(1, heads // 4)}
+    shared = {} if shape.share is None else {"num_key_value_heads": max(1, heads // shape.share)}
     config = getattr(transformers, f"{shape.kind}Config")(**(sizes | shape.sizes | shared))
     config._attn_implementation = attention
     torch.manual_seed(0)
-    return getattr(transformers, f"{shape.kind}Model")(config).eval()
+    model = getattr(transformers, f"{shape.kind}Model")(config).eval()
+    if shape.chooses and attention == "ringweave":
+        importlib.import_module("ringweave.integrations.transformers").patch(model)
+    return model
 
 
 def _inference(model: Any, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
