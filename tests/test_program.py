@@ -9,7 +9,7 @@ import torch
 
 import ringweave as rw
 from ringweave import program
-from ringweave.backends import cpu, triton
+from ringweave.backends import cpu, flex
 from ringweave.backends.backend import delta_in_chunks
 from ringweave.call import Call
 from ringweave.environment import CPU_VARIANT
@@ -41,13 +41,13 @@ def test_auto_takes_the_native_kernel_where_it_can() -> None:
 
 
 def test_auto_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "installed", lambda: True)
-    for pattern, name in ((rw.Causal(), "flash"), (rw.Full(), "flash"), (rw.SlidingWindow(9), "triton")):
+    monkeypatch.setattr(flex, "installed", lambda: True)
+    for pattern, name in ((rw.Causal(), "flash"), (rw.Full(), "flash"), (rw.SlidingWindow(9), "flex")):
         assert chosen(pattern, case(device="cuda")) == name
     # PyTorch's fused kernels need Dv == D
-    assert chosen(rw.Causal(), dataclasses.replace(case(device="cuda"), value_dim=8)) == "triton"
+    assert chosen(rw.Causal(), dataclasses.replace(case(device="cuda"), value_dim=16)) == "flex"
     assert chosen(rw.Causal(), case(dtype=torch.float64, device="cuda")) == "dense_batched"
-    monkeypatch.setattr(triton, "installed", lambda: False)
+    monkeypatch.setattr(flex, "installed", lambda: False)
     assert chosen(rw.SlidingWindow(9), case(device="cuda")) == "dense_batched"
 
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from .plan.steps import StepPart
     from .terms.operands import TermOperands
 
-# backends that auto considers, best first; the last one runs every call
-PREFERENCE: tuple[str, ...] = ("cpu", "sdpa", "flash", "triton", "gather", "dense_batched")
+# backends that auto considers without a trial or measurement, best first; the last one runs every call
+PREFERENCE: tuple[str, ...] = ("cpu", "sdpa", "flash", "gather", "flex", "dense_batched")
 # Larger calls are not prepared, since their compute time hides the overhead. The bounds are rows of tiles over batch
 # and heads, and listed tiles.
 _MOST_ROWS, _MOST_TILES = 2**12, 2**14
@@ -60,6 +60,8 @@ def choose_backend(name: str, call: Call, branch: Branch) -> Backend:
 def choose_step(name: str, call: Call, branch: Branch) -> Step:
     """Choose the backend of one branch, and under auto the measured tile sizes; see :func:`choose_backend`."""
     if name == "auto":
+        if call.device != "cpu":
+            _begin_trial(call, branch)
         usual = (backend for backend, reason in candidates(call, branch) if reason is None)
         return measured(call, branch) or Step(branch, next(usual))
     backend = BACKENDS.get(name)
@@ -73,9 +75,19 @@ def choose_step(name: str, call: Call, branch: Branch) -> Step:
 
 
 def measured(call: Call, branch: Branch) -> Step | None:
-    """Return the step that ``ringweave tune`` measured to be fastest here, or None without one that can run."""
-    # the measurements are made without terms, pages and scales
-    answer = None if call.features or call.paged or call.kv_dtype else tuning.lookup(call, branch)
+    """Return the step that was measured to be fastest here, or None without one that can run.
+
+    ``ringweave tune`` measures on a CPU, without terms, pages and scales; a trial measures on a GPU.
+    """
+    answer: tuning.Answer | None = None
+    if call.device != "cpu":
+        # imported where there may be verdicts
+        from .backends import trial
+
+        verdict = trial.known(call, branch)
+        answer = None if verdict is None or verdict.best is None else tuning.Answer(verdict.best)
+    elif not (call.features or call.paged or call.kv_dtype):
+        answer = tuning.lookup(call, branch)
     backend = None if answer is None else BACKENDS.get(answer.backend)
     if answer is None or backend is None or not backend.branched or backend.experimental:
         return None
@@ -85,6 +97,22 @@ def measured(call: Call, branch: Branch) -> Step | None:
         other = dataclasses.replace(branch, tile_size=answer.tile)
         branch = other if unsupported_reason(backend, call, other) is None else branch
     return Step(branch, backend)
+
+
+def contenders(call: Call, branch: Branch) -> list[str]:
+    """Return the names of the backends that a trial of a call compares, in auto's order."""
+    from .backends import trial
+
+    names = (*PREFERENCE, *trial.CHALLENGERS)
+    return [name for name in names if unsupported_reason(BACKENDS[name], call, branch) is None]
+
+
+def _begin_trial(call: Call, branch: Branch) -> None:
+    """Begin a trial beside the call if the environment asks for one and there is a GPU."""
+    from .backends import trial
+
+    if trial.wanted():
+        trial.begin(call, branch, contenders(call, branch))
 
 
 def candidates(call: Call, branch: Branch) -> Iterator[tuple[Backend, str | None]]:
@@ -111,19 +139,19 @@ def unsupported_reason(backend: Backend, call: Call, branch: Branch) -> str | No
 
 def _why_not(backend: Backend, call: Call, branch: Branch) -> str | None:
     """Return why auto does not choose a backend, or None if it may."""
-    if backend.checked and not backend.planned and branch.dense_kind == "sparse" and call.device != "cpu":
-        return "auto gives it sparse patterns only where ringweave tune found it fastest"
     reason = unsupported_reason(backend, call, branch)
-    if reason is not None or not backend.checked:
+    if reason is None and branch.nq < backend.least_queries:
+        return "it compiles for each length, and calls of so few queries, as steps of decoding, have many"
+    if reason is not None or call.device == "cpu" or backend.name == PREFERENCE[-1]:
         return reason
-    # On a CPU these backends run in Triton's interpreter, which is for tests.
-    if call.device == "cpu":
-        return "on a CPU it is used only when named"
 
-    # imported where a GPU's kernels are checked
-    from .backends import gpu_check
+    # imported where a GPU's kernels are tried
+    from .backends import trial
 
-    return gpu_check.reason(backend, call, branch)
+    verdict = trial.known(call, branch)
+    if verdict is not None and backend.name in verdict.outcomes:
+        return verdict.outcomes[backend.name].reason
+    return trial.reason(backend, call, branch) if backend.checked else None
 
 
 class Returned(NamedTuple):

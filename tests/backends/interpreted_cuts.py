@@ -133,21 +133,6 @@ def test_an_empty_share_changes_nothing(eager: None) -> None:
         assert torch.equal(clean[name], dirty[name]), name
 
 
-def test_programs_that_stay(monkeypatch: pytest.MonkeyPatch, eager: None, poisoned: None) -> None:
-    """A grid smaller than the queue, with programs that take several items in turn, gives the same bits."""
-    x = Inputs.random(70, heads=4, kv_heads=1, dim=8, dtype=torch.float16)
-    pattern = on_small_tiles("global", 70)
-    assert cut(x, pattern).queue.items > 8 == launch._device(x.q.device).units
-    want = run(x, pattern, "triton")
-    launch_config_for = launch.launch_config_for
-    monkeypatch.setattr(
-        launch, "launch_config_for", lambda *case: dataclasses.replace(launch_config_for(*case), resident=1)
-    )
-    got = run(x, pattern, "triton")
-    for name in NAMES:
-        assert torch.equal(got[name], want[name]), name
-
-
 @pytest.mark.parametrize("name", ["full", "causal", "prefix", "longnet"])
 def test_descriptors(name: str, monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
     """Tiles loaded by tensor descriptors give the bits of tiles loaded by addresses, also past the last token and channel."""

@@ -76,6 +76,7 @@ def use(monkeypatch: pytest.MonkeyPatch, attend: flex.Attend) -> None:
     able = dataclasses.replace(flex.BACKEND, unsupported_reason=as_on_a_gpu)
     monkeypatch.setitem(BACKENDS, "flex", able)
     monkeypatch.setattr(flex, "compiled", lambda kind: attend)
+    monkeypatch.setattr(flex, "installed", lambda: True)
 
 
 @pytest.mark.parametrize("name", list(EVERYTHING))
@@ -120,6 +121,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     able = dataclasses.replace(flex.BACKEND, unsupported_reason=as_on_a_gpu)
     monkeypatch.setitem(BACKENDS, "flex", able)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(flex, "installed", lambda: True)
     # it refuses gradients on a CPU, where only its code generator has none
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     yield
@@ -325,7 +327,8 @@ def unsupported_reason(about: Call) -> str | None:
         (case(n=2**20), "a BlockMask has an entry for every tile, empty or not, and this one would take 5 GiB"),
     ],
 )
-def test_refusals(about: Call, reason: str | None) -> None:
+def test_refusals(about: Call, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "installed", lambda: True)
     assert unsupported_reason(about) == reason
 
 

@@ -181,20 +181,6 @@ def test_descriptors_and_addresses_give_the_same_bits(name: str, monkeypatch: py
         assert torch.equal(got[result], want[result]), result
 
 
-def test_programs_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ringweave.backends.triton import launch
-
-    x = Inputs.random(3000, heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16).to(DEVICE)
-    want = run(x, EVERYTHING["global"](3000), "triton")
-    launch_config_for = launch.launch_config_for
-    monkeypatch.setattr(
-        launch, "launch_config_for", lambda *case: dataclasses.replace(launch_config_for(*case), resident=1)
-    )
-    got = run(x, EVERYTHING["global"](3000), "triton")
-    for result in NAMES:
-        assert torch.equal(got[result], want[result]), result
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_neighbouring_tiles_of_64_share_a_program(dtype: str) -> None:
     x = Inputs.random(1000, heads=4, dim=128, dtype=DTYPES[dtype])

@@ -149,32 +149,24 @@ def test_a_stored_backend_that_cannot_run_is_left_alone(name: str) -> None:
 
 
 ENTRY = {"kind": "x", "density": 0, "backend": "cpu", "tile": None}
-KERNEL = {
-    "kernel": "forward", "where": "x", "dtype": "bfloat16", "dims": [64, 64], "tile": [128, 128], "masked": True,
-    "blocks": {"m": 64, "n": 64, "warps": 4, "stages": 2, "resident": 0, "described": False},
-}  # fmt: skip
 
 
 def spelled(**changes: object) -> str:
-    """Return a file with one answer and one kernel, with some fields changed."""
-    found, kernel = (
-        {name: changes.get(name, value) for name, value in each.items() if changes.get(name, value) is not ...}
-        for each in (ENTRY, KERNEL)
-    )
+    """Return a file with one answer, with some fields changed."""
+    found = {name: changes.get(name, value) for name, value in ENTRY.items() if changes.get(name, value) is not ...}
     if "sides" in changes:
         found["tile"] = changes["sides"]
-    return json.dumps({"format": tuning.FORMAT, "entries": {"a": found}, "blocks": {"b": kernel}})
+    return json.dumps({"format": tuning.FORMAT, "entries": {"a": found}})
 
 
 CORRUPT = {
     "empty": "",
-    "truncated": spelled()[:60],
+    "truncated": spelled()[:40],
     "not a store": "[1, 2]",
     "nested deep": "[" * 100_000,
-    "of the format before": '{"format": 1, "entries": {}}',
-    "without entries": '{"format": 2, "blocks": {}}',
-    "without blocks": '{"format": 2, "entries": {}}',
-    "with entries of another kind": '{"format": 2, "entries": {"a": 3}, "blocks": {}}',
+    "of the format before": '{"format": 2, "entries": {}, "blocks": {}}',
+    "without entries": '{"format": 3}',
+    "with entries of another kind": '{"format": 3, "entries": {"a": 3}}',
     "with wrong types": spelled(density="0"),
     "with a list for a name": spelled(kind=["x"]),
     "without tiles": spelled(tile=...),
@@ -183,17 +175,12 @@ CORRUPT = {
     "with sides that no kernel takes": spelled(sides=[64, 40]),
     "with sides that are too long": spelled(sides=[64, 512]),
     "with a negative side": spelled(sides=[-64, 64]),
-    "with one dimension": spelled(dims=[64], sides=[64, 64]),
-    "with words for warps": spelled(blocks={"warps": "four"}, sides=[64, 64]),
 }
 
 
 def test_the_file_is_valid_before_it_is_damaged(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     (cache / "tuning.json").write_text(spelled(sides=[64, 32]))
     assert tuning.answers() == {"x": {0: ("cpu", (64, 32))}}
-    ((kind, fields),) = tuning.configs().items()
-    assert kind == tuning.KernelKey("forward", "x", "bfloat16", (64, 64), (128, 128), True)
-    assert dict(fields) == KERNEL["blocks"]
     assert not caplog.records
 
 
@@ -222,7 +209,7 @@ def test_bytes_that_are_no_text_are_ignored(cache: Path, caplog: pytest.LogCaptu
 def test_a_file_that_another_process_wrote_is_read_again(cache: Path) -> None:
     of = branch(rw.Causal())
     assert chosen(case(), of) == "sdpa"
-    found = {"format": tuning.FORMAT, "entries": {"a": entry("dense_batched", case(), of)}, "blocks": {}}
+    found = {"format": tuning.FORMAT, "entries": {"a": entry("dense_batched", case(), of)}}
     (cache / "tuning.json").write_text(json.dumps(found))
     tuning.refresh()
     assert chosen(case(), of) == "dense_batched"

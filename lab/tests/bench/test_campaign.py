@@ -113,7 +113,7 @@ def test_what_had_less_than_its_time_begins_anew(tmp_path: Path) -> None:
 def test_the_units_are_commands_that_there_are(tmp_path: Path) -> None:
     found = campaign.units(tmp_path, checkout=Path(__file__).parents[3])
     assert len({each.name for each in found}) == len(found)
-    assert {"doctor", "tests", "part causal", "part 64 x 64", "tune causal"} <= {each.name for each in found}
+    assert {"doctor", "tests", "part causal", "part 64 x 64", "trial causal"} <= {each.name for each in found}
     # one run of 30 minutes has room for three units
     assert all(each.seconds <= 540 for each in found)
 
@@ -181,7 +181,7 @@ def test_every_unit_runs_dry(tmp_path: Path) -> None:
     """Every unit runs dry, except those that compile, which the test above runs."""
     planned = dry(tmp_path)
     assert {each.partition(",")[0].partition(" ")[0] for each in planned} == {
-        "doctor", "peaks", "ahead", "small", "bits", "tests", "part", "decode", "streamed", "tune", "tuned",
+        "doctor", "peaks", "ahead", "small", "bits", "tests", "part", "decode", "streamed", "trial",
     }  # fmt: skip
     for name in campaign_units.UNITS:
         called = next(each for each in planned if each.startswith(name))

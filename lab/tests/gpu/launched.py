@@ -206,19 +206,6 @@ def test_loads_of_16_bytes(dim: int, device: Notes) -> None:
             assert not re.search(r"ld\.global\.b16", kernel.asm["ptx"])
 
 
-def test_a_grid_of_programs_that_stay(device: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch_config_for = launch.launch_config_for
-    monkeypatch.setattr(
-        launch, "launch_config_for", lambda *case: dataclasses.replace(launch_config_for(*case), resident=2)
-    )
-    window = rw.SlidingWindow(300)
-    grids = [
-        each.grid[0] for kernel, each in launched(Call(window, 16_384), device) if kernel.metadata.name in STREAMING
-    ]
-    assert grids == [2 * 132] * 3
-    assert launched(Call(window, 1024, gradients=False), device)[0][1].grid[0] == 4 * 8
-
-
 class Watched(TorchDispatchMode):
     """Record the operators that are called."""
 

@@ -22,7 +22,7 @@ def write(folder: Path, number: int) -> str:
         for step in range(10):
             write_entries([{"kind": f"{number}", "density": step, "backend": "dense_batched", "tile": None}])
             path = tuning.tuning_file()
-            assert tuning.load(path)["entries"], "a reader saw half a file"
+            assert tuning.load(path), "a reader saw half a file"
     return said.getvalue()
 
 

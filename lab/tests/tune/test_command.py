@@ -6,15 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from ringweave.backends.triton.launch_config import LaunchConfig
-from ringweave.backends.tuning import KernelKey
+from ringweave.backends import trial
+from ringweave.backends.trial import Outcome
 from ringweave.cli.app import app
 from ringweave.cli.doctor import diagnose
-from ringweave_lab.tune.command import _blocks
-from ringweave_lab.tune.descent import Descent, Tuned
 
 
 def run(*arguments: str, columns: int = 100) -> Result:
@@ -49,26 +46,28 @@ def test_tune_looks_for_a_place_before_it_measures(tmp_path: Path, monkeypatch: 
     assert "Set RINGWEAVE_CACHE to another folder." in result.stderr
 
 
-def test_tune_has_a_line_for_each_choice_of_blocks(capsys: pytest.CaptureFixture[str]) -> None:
-    usual, best, broken = (
-        LaunchConfig(128, 64, 8, 2),
-        LaunchConfig(128, 32, 4, 3, described=True),
-        LaunchConfig(64, 64, 8, 2),
-    )
-    kind = KernelKey("forward", "here", "bfloat16", (64, 64), (128, 128), False)
-    descent = Descent(usual, best, {usual: 0.002, best: 0.001}, {broken: "OutOfResources: shared memory"})
-    Console(width=140).print(_blocks(Tuned(kind, descent, 2.0, best)))
-    title, head, first, second, third = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert " ".join(title) == "triton, forward, 128 x 128, full tiles"
-    assert head == ["m", "n", "warps", "stages", "resident", "described", "time"]
-    assert first == ["128", "32", "4", "3", "0", "yes", "chosen", "1", "ms"]
-    assert second == ["128", "64", "8", "2", "0", "usual", "2", "ms"]
-    assert " ".join(third) == "64 64 8 2 0 not timed: OutOfResources: shared memory"
-
-
 def test_tune_needs_the_device_that_it_is_asked_for() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    result = run("tune", "Causal()", "-n", "256", "--device", "cuda")
+    result = run("tune", "Causal()", "-n", "256", "--gpu")
     assert result.exit_code == 2
     assert "this torch finds no CUDA device" in result.output
+
+
+def test_tune_holds_trials_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial for each direction, with a line for each backend; explain then shows the verdict."""
+    monkeypatch.setenv("RINGWEAVE_CACHE", str(tmp_path))
+    trial._stored.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
+    outcomes = {"flex": Outcome(None, 0.002), "triton": Outcome(None, 0.001), "dense_batched": Outcome("it is wrong")}
+    monkeypatch.setattr(trial, "_apart", lambda job: (outcomes[job.backend], True))
+    options = ["SlidingWindow(9)", "-n", "256", "--gpu", "--dtype", "float16"]
+    assert run("tune", *options, "--dry-run", "--forward-only").exit_code == 0
+    assert trial.stored() == []
+    result = run("tune", *options, columns=160)
+    assert result.exit_code == 0, result.output
+    for line in ("flex 2 ms", "dense_batched left out: it is wrong", "triton chosen 1 ms"):
+        assert result.output.count(line) == 0
+        assert [" ".join(each.split()) for each in result.output.splitlines()].count(line) == 2
+    assert [each.best for each in trial.stored()] == ["triton", "triton"]

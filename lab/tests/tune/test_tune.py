@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 import ringweave as rw
@@ -72,10 +71,10 @@ def test_a_wrong_backend_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_backend_that_auto_prefers_stays_where_it_is_about_as_fast() -> None:
-    assert fastest({"dense_batched": 1.04, "flex": 1.0}) == "dense_batched"
-    assert fastest({"dense_batched": 1.06, "flex": 1.0}) == "flex"
-    assert fastest({"flex": 1.0, "triton": 1.01, "dense_batched": 9.0}) == "triton"
-    assert fastest({"flex": 1.0, "triton": 1.06, "dense_batched": 9.0}) == "flex"
+    assert fastest({"flex": 1.04, "dense_batched": 1.0}) == "flex"
+    assert fastest({"flex": 1.06, "dense_batched": 1.0}) == "dense_batched"
+    assert fastest({"triton": 1.0, "flex": 1.01, "dense_batched": 9.0}) == "flex"
+    assert fastest({"triton": 1.0, "flex": 1.06, "dense_batched": 9.0}) == "triton"
     assert CLOSE == 1.05
 
 
@@ -147,7 +146,7 @@ def test_no_candidate_is_checked_once_the_seconds_are_gone() -> None:
 
 
 def test_the_seconds_begin_when_the_backends_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seconds count from the end of the checks: a backend that compiles for a minute leaves them to the rest, and tiles leave half to blocks."""
+    """The seconds count from the end of the checks: a backend that compiles for a minute leaves them to the rest, and tiles."""
     now = [0.0]
     monkeypatch.setattr(search.time, "monotonic", lambda: now[0])
     parts: list[float] = []
@@ -180,19 +179,3 @@ def test_wrong_tiles_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(of_gather) == len(tile_sizes(whole(choice.problem), "cpu"))
     assert all(reason.startswith("wrong: root mean square error") for reason in of_gather.values())
     assert Candidate("dense_batched") in choice.timings
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_blocks_are_searched_and_taken() -> None:
-    """On a GPU, configurations of each kernel of a direction are searched; every timed candidate gave right results."""
-    of = Problem("test", rw.SlidingWindow(256) & rw.Causal(), 4096, 4, 64, dtype=torch.float16, device="cuda")
-    choices = tune(of, rounds=3, budget=60.0)
-    assert [choice.direction for choice in choices] == ["forward", "forward + backward"]
-    for choice in choices:
-        assert any(each.backend == "triton" for each in choice.timings), choice.reasons
-        wrong = [reason for tuned in choice.kernels for reason in tuned.descent.reasons.values() if "wrong" in reason]
-        assert wrong == []
-    assert save_answers(choices) is not None
-    q, k, v = (torch.randn(1, 4, 4096, 64, device="cuda", dtype=torch.float16) for _ in range(3))
-    got, want = (rw.attention(q, k, v, of.pattern, backend=name).float() for name in ("auto", "dense_batched"))
-    torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-2)

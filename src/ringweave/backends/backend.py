@@ -225,9 +225,8 @@ class Backend:
         branched: Whether it takes compiled branches. The reference takes the pattern itself.
         planned: Whether it computes a plan's tiles. Dense kernels need no plan.
         delta: Function that computes ``Upstream.delta`` for ``backward``.
-        checked: Whether auto chooses it only after a check on the current GPU (see gpu_check.py).
-        compiled: Whether that check runs in a separate process, once per machine, because compiling or running the
-            kernels may crash.
+        checked: Whether auto chooses it only after a check on the current GPU (see trial.py).
+        least_queries: Smallest number of queries of calls that auto gives it.
         terms: Function from a device type to the kinds of score terms that it computes there.
         dropout: Whether it supports dropout of weights.
         paged: Whether it reads paged keys and values through their page table.
@@ -249,7 +248,7 @@ class Backend:
     planned: bool = True
     delta: Delta = delta_in_chunks
     checked: bool = False
-    compiled: bool = False
+    least_queries: int = 1
     tiled: bool = False
     terms: Callable[[str], Iterable[str]] = no_terms
     dropout: bool = False

@@ -9,6 +9,7 @@ the forward, and autograd computes the branch's share of the gradients, those of
 
 from __future__ import annotations
 
+import importlib.util
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache import COMPILED, derived_values
+from ..cache import COMPILED, derived_values, process_cache
 from ..call import Call, Operands
 from ..errors import warn_once
 from ..plan import BlockPlan, Branch, unpack_masks
 from ..plan.cuda_sync import record_stream, require_no_capture, wait_for_stream
+from ..plan.interop import to_block_mask
 from ..terms import Term
 from ..terms.operands import TermOperands
 from ..terms.term import written
@@ -58,6 +60,12 @@ def _attend(
     )  # fmt: skip
     assert further.lse is not None
     return out, further.lse
+
+
+@process_cache
+def installed() -> bool:
+    """Return whether triton is installed, without importing it."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def compiled(kind: tuple[object, ...]) -> Attend:
@@ -99,7 +107,7 @@ class Mask:
         mask: Mask | None = known.get(key)
         if mask is None:
             require_no_capture(device)
-            block_mask = plan.to_block_mask(keys)
+            block_mask = to_block_mask(plan, keys)
             tensors = [x for x in block_mask.as_tuple() if isinstance(x, Tensor)]
             held = (cell.cell_contents for cell in block_mask.mask_mod.__closure__)
             mask = Mask(block_mask, (*tensors, *(x for x in held if isinstance(x, Tensor))), _dead(plan, kv_heads))
@@ -228,6 +236,8 @@ def unsupported_reason(call: Call, branch: Branch) -> str | None:
         return "FlexAttention compiled for a CPU returns no lse and has no backward"
     if call.device != "cuda":
         return f"it runs on CUDA and ROCm tensors, and these are on {call.device}"
+    if not installed():
+        return "PyTorch compiles it with triton, which is not installed: pip install triton"
     if call.dtype not in _DTYPES:
         return f"it computes float32, bfloat16 and float16, and got {call.dtype}"
     for name, dim in (("D", call.head_dim), ("Dv", call.value_dim)):
@@ -251,4 +261,4 @@ def scratch(call: Call, branch: Branch) -> int:
     return _mask_bytes(call, branch) + copies + again
 
 
-BACKEND = Backend("flex", forward, backward, unsupported_reason, scratch, terms=by_formula)
+BACKEND = Backend("flex", forward, backward, unsupported_reason, scratch, terms=by_formula, least_queries=FEW + 1)

@@ -1,9 +1,8 @@
-"""Read the fastest backend and tile size measured on this machine for each kind of call.
+"""Read the fastest backend and tile size measured on this machine for each kind of call on a CPU.
 
-``ringweave tune``, of the distribution ringweave-lab, writes them by the kind of a call (``tuning_keys``), with the
-launch configurations of GPU kernels (see ``triton/launch_config.py``), into one JSON file in the user's cache folder.
-The file is read when auto first chooses a backend, never at import, and again after it has changed; otherwise a choice
-costs one dict lookup.
+``ringweave tune``, of the distribution ringweave-lab, writes them by the kind of a call (``tuning_keys``) into one
+JSON file in the user's cache folder. GPUs have trials instead (``trial.py``). The file is read when auto first chooses
+a backend, never at import, and again after it has changed; otherwise a choice costs one dict lookup.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from ..plan import Branch
 
 #: Environment variable with the folder of the file; the default is a folder in the user's cache folder.
 VARIABLE = "RINGWEAVE_CACHE"
-FORMAT = 2
+FORMAT = 3
 #: Largest tile size that every backend supports.
 MOST_TILE_SIZE = 256
 _CHECKED_EVERY = 1.0  # seconds between two checks of the file's modification time
@@ -56,10 +55,6 @@ class Answer(NamedTuple):
     tile: tuple[int, int] | None = None
 
 
-# (name, value) of each field of a launch configuration
-Fields = tuple[tuple[str, int], ...]
-
-
 @dataclass(eq=False, repr=False)
 class _Read:
     """The content of the file as last read.
@@ -70,7 +65,6 @@ class _Read:
         state: Modification time and size of the file, None if it is missing.
         checked: Time of the last check of ``state``, in seconds.
         answers: Answers by ``call_key``, then by density.
-        configs: Fields of launch configurations by kernel and tile.
     """
 
     named: str = ""
@@ -78,7 +72,6 @@ class _Read:
     state: tuple[int, int] | None = None
     checked: float = -math.inf
     answers: dict[str, dict[int, Answer]] = field(default_factory=dict)
-    configs: dict[KernelKey, Fields] = field(default_factory=dict)
 
 
 _read = _Read()
@@ -94,11 +87,6 @@ def answers() -> Mapping[str, Mapping[int, Answer]]:
     return current().answers
 
 
-def configs() -> Mapping[KernelKey, Fields]:
-    """Return fields of launch configurations by kernel and tile; at most a second older than the file."""
-    return current().configs
-
-
 def current() -> _Read:
     """Return the current content of the file, a new object whenever the file has been read again."""
     global _read
@@ -108,15 +96,12 @@ def current() -> _Read:
     path = tuning_file()
     state = _state(path)
     if path != _read.path or state != _read.state:
-        stored = load(path)
         made = _Read(named, path, state, now)
-        for entry in stored["entries"].values():
+        for entry in load(path).values():
             tile = entry["tile"]
             made.answers.setdefault(entry["kind"], {})[entry["density"]] = Answer(
                 entry["backend"], None if tile is None else (tile[0], tile[1])
             )
-        for entry in stored["blocks"].values():
-            made.configs[KernelKey.of(entry)] = tuple(entry["blocks"].items())
         _read = made
     _read.named, _read.checked = named, now
     return _read
@@ -130,65 +115,44 @@ def _state(path: Path) -> tuple[int, int] | None:
     return status.st_mtime_ns, status.st_size
 
 
-Stored = dict[str, dict[str, dict[str, Any]]]
-
-
-def _nothing() -> Stored:
-    return {part: {} for part in _PARTS}
-
-
-def load(path: Path) -> Stored:
-    """Read ``entries`` and ``blocks`` from a file; empty, with a warning in the log, if its format is not this one."""
+def load(path: Path) -> dict[str, dict[str, Any]]:
+    """Read the entries of a file; empty, with a warning in the log, if its format is not this one."""
     try:
         content = files.parse(files.read(path))
         _check(content)
     except FileNotFoundError:
-        return _nothing()
+        return {}
     except (OSError, ValueError) as error:
         _log.warning("the tuning store %s is ignored: %s", path, error)
-        return _nothing()
-    return {part: content[part] for part in _PARTS}
+        return {}
+    entries: dict[str, dict[str, Any]] = content["entries"]
+    return entries
+
+
+_TYPES = {"kind": str, "density": int, "backend": str}
 
 
 def _check(content: object) -> None:
     """Raise ValueError if a file's content is not a store of this format."""
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"its format is not {FORMAT}")
-    for part, (types, right) in _PARTS.items():
-        entries = content.get(part)
-        if not isinstance(entries, dict):
-            raise ValueError(f"it has no {part}")
-        for entry in entries.values():
-            if (
-                not isinstance(entry, dict)
-                or any(type(entry.get(name)) is not of for name, of in types.items())
-                or not right(entry)
-            ):
-                raise ValueError(f"one of its {part} does not have this format")
+    entries = content.get("entries")
+    if not isinstance(entries, dict):
+        raise ValueError("it has no entries")
+    for entry in entries.values():
+        if (
+            not isinstance(entry, dict)
+            or any(type(entry.get(name)) is not of for name, of in _TYPES.items())
+            or not _is_tile(entry.get("tile", ()))
+        ):
+            raise ValueError("one of its entries does not have this format")
 
 
-def _two(value: object) -> bool:
-    return isinstance(value, list) and [type(each) for each in value] == [int, int]
-
-
-def _is_answer(entry: dict[str, Any]) -> bool:
-    tile = entry.get("tile", ())
-    return tile is None or (_two(tile) and all(0 < size <= MOST_TILE_SIZE and size % 16 == 0 for size in tile))
-
-
-def _is_blocks(entry: dict[str, Any]) -> bool:
-    numbers = all(type(value) in (int, bool) for value in entry["blocks"].values())
-    return numbers and _two(entry["dims"]) and _two(entry["tile"])
-
-
-# types of an entry's fields, and a further check of the entry
-_PARTS: dict[str, tuple[dict[str, type], Callable[[dict[str, Any]], bool]]] = {
-    "entries": ({"kind": str, "density": int, "backend": str}, _is_answer),
-    "blocks": (
-        {"kernel": str, "where": str, "dtype": str, "masked": bool, "blocks": dict, "dims": list, "tile": list},
-        _is_blocks,
-    ),
-}
+def _is_tile(tile: object) -> bool:
+    if tile is None:
+        return True
+    sides = isinstance(tile, list) and [type(each) for each in tile] == [int, int]
+    return sides and all(0 < size <= MOST_TILE_SIZE and size % 16 == 0 for size in tile)  # type: ignore[attr-defined]
 
 
 def lookup(call: Call, branch: Branch) -> Answer | None:
@@ -202,29 +166,3 @@ def lookup(call: Call, branch: Branch) -> Answer | None:
     key = call_key(call, branch)
     by_density = None if key is None else known.get(key)
     return None if by_density is None else by_density.get(density(branch))
-
-
-class KernelKey(NamedTuple):
-    """A GPU kernel on one kind of tiles.
-
-    Attributes:
-        kernel: Name of the kernel.
-        where: Device and versions, from :func:`where`.
-        dtype: Dtype of the inputs, such as ``"bfloat16"``.
-        dims: D and Dv, padded.
-        tile: Size (queries, keys) of the tiles that the kernel cuts into blocks.
-        masked: Whether some tiles are partial.
-    """
-
-    kernel: str
-    where: str
-    dtype: str
-    dims: tuple[int, int]
-    tile: tuple[int, int]
-    masked: bool
-
-    @staticmethod
-    def of(entry: Mapping[str, Any]) -> KernelKey:
-        """Return the key of an entry of the file."""
-        dims, tile = ((entry[name][0], entry[name][1]) for name in ("dims", "tile"))
-        return KernelKey(entry["kernel"], entry["where"], entry["dtype"], dims, tile, entry["masked"])

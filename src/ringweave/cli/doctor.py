@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import __version__, memory
-from ..backends import BACKENDS, cpu, tuning
+from ..backends import BACKENDS, cpu, trial, tuning
 from ..call import Call
 from ..environment import CPU_VARIANT
 from ..errors import RingweaveError
@@ -50,6 +50,7 @@ _COMPILER = " Reinstall ringweave with a C++ compiler (g++ or clang++), and not 
 _VARIABLES = {
     CPU_VARIANT: "not set: the best instruction set is used",
     tuning.VARIABLE: "not set: the user's cache folder is used",
+    trial.VARIABLE: "not set: trials are held only by ringweave tune --gpu",
 }
 
 
@@ -92,8 +93,8 @@ def diagnose() -> dict[str, dict[str, Any]]:
 
     Example:
         >>> from ringweave.cli.doctor import diagnose
-        >>> sorted(diagnose())
-        ['backends', 'compilers', 'devices', 'native kernel', 'packages', 'system', 'tuning store', 'variables']
+        >>> sorted(diagnose())[:4]
+        ['backends', 'compilers', 'devices', 'native kernel']
     """
     devices, usual = _devices(), multiprocessing.get_all_start_methods()[0]
     return {
@@ -114,6 +115,7 @@ def diagnose() -> dict[str, dict[str, Any]]:
         "packages": {name: _installed(name) for name in _OPTIONAL},
         "backends": {name: {kind: _usable(name, kind) for kind in devices} for name in BACKENDS},
         "tuning store": _store(),
+        "trials": _trials(),
         "variables": _VARIABLES | {name: value for name, value in sorted(os.environ.items()) if name in _VARIABLES},
     }
 
@@ -139,7 +141,7 @@ def _gpu(findings: dict[str, dict[str, Any]], backends: dict[str, Any]) -> str:
     kinds = [kind for kind in findings["devices"] if kind != "cpu"]
     if not kinds:
         return "no GPU"
-    able = [name for name in ("triton", "flex", "flash", "sdpa", "dense_batched") if _runs(backends, name, kinds[0])]
+    able = [name for name in ("flash", "flex", "dense_batched", "triton") if _runs(backends, name, kinds[0])]
     return f"{kinds[0]} runs {', '.join(able)}" if able else f"{kinds[0]} found, but no backend for it"
 
 
@@ -171,9 +173,16 @@ def _store() -> dict[str, str | int]:
     tiles = Counter(answer.tile for answer in answers if answer.tile is not None)
     if tiles:
         facts["tiles"] = ", ".join(f"{q} x {k} ({count})" for (q, k), count in sorted(tiles.items()))
-    kernels = Counter(key.kernel for key in tuning.configs())
-    if kernels:
-        facts["blocks"] = ", ".join(f"{kernel} ({count})" for kernel, count in sorted(kernels.items()))
+    return facts
+
+
+def _trials() -> dict[str, str]:
+    """Return the verdicts of trials on this machine's GPU by the kind of call, and the number on other versions."""
+    verdicts = trial.stored()
+    now = [each for each in verdicts if trial.is_current(each)]
+    facts = {each.of.split("; ", 4)[-1]: f"{each.best or 'none'}: {each}" for each in now}
+    if len(now) < len(verdicts):
+        facts["ignored"] = f"{len(verdicts) - len(now)} on other versions or devices"
     return facts
 
 

@@ -198,18 +198,16 @@ class BlockPlan:
         dense = tiles.permute(0, 1, 3, 2, 4).reshape(groups, self.q_tiles * self.q_tile, self.kv_tiles * self.kv_tile)
         return dense[:, : self.nq, : self.nk][self.row_set.long().cpu()]
 
-    def to_block_mask(self, keys: int | None = None) -> Any:
+    def to_block_mask(self) -> Any:
         """Convert the plan to FlexAttention's ``BlockMask``; its ``mask_mod`` reads the packed masks.
 
-        Args:
-            keys: Number of keys of the mask, if that is more than the plan's; no query attends the keys after those.
         Returns:
             A ``torch.nn.attention.flex_attention.BlockMask`` on the plan's device. Its ``mask_mod`` takes places in q
             and k, which begin at 0 for any ``q_offset`` of the plan.
         """
         from .interop import to_block_mask
 
-        return to_block_mask(self, keys)
+        return to_block_mask(self)
 
     def __repr__(self) -> str:
         # reading the density of a plan on another device would wait for it

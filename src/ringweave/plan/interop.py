@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def to_block_mask(plan: BlockPlan, keys: int | None = None) -> Any:
-    """Convert a plan to a BlockMask; see :meth:`BlockPlan.to_block_mask`."""
+    """Convert a plan to a BlockMask; see :meth:`BlockPlan.to_block_mask`.
+
+    ``keys`` is the number of keys of the mask, if more than the plan's; no query attends those.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
     keys = plan.nk if keys is None else keys

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import program
-from ..backends import BACKENDS
+from ..backends import BACKENDS, trial
 from ..backends.backend import Backend
 from ..call import Call
 from ..checks import flag, named_device, whole
@@ -181,7 +181,7 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the explanation as a dict of plain values, which ``json.dumps`` accepts."""
-        call, work, future, names = self.call, self.work, self.future, {chosen.name for _, chosen in self.steps}
+        call, work, future = self.call, self.work, self.future
         everything = call.batch * call.heads * call.nq * call.nk
         allowed = sum(each.allowed for each in work)
         dense = any(not chosen.branched for _, chosen in self.steps)
@@ -218,7 +218,7 @@ class Explanation:
                 "others": _others(self.steps, call, self.call.backend),
                 "measured": len(measured),
                 "tiles": sorted({branch.tile_size for branch, _ in self.steps if branch.tile_size is not None}),
-                "blocks": _configs(call) if "triton" in names else [],
+                "trials": _trials(self.steps, call),
             },
             "memory": _memory(call, work),
             "flops": {
@@ -261,10 +261,11 @@ class Explanation:
         if backend["measured"]:
             number = sum(each["branches"] for each in backend["chosen"])
             part = "" if backend["measured"] == number else f", for {backend['measured']} of {number}"
-            lines.append(("", f"chosen by what ringweave tune measured on this machine{part}"))
+            how = "what ringweave tune measured" if call.device == "cpu" else "a trial"
+            lines.append(("", f"chosen by {how} on this machine{part}"))
         for q, k in backend["tiles"]:
             lines.append(("", f"measured here: tiles of {q} x {k}"))
-        lines += [("", f"measured here: {each}") for each in backend["blocks"]]
+        lines += [("", f"trial: {each}") for each in backend["trials"]]
         for name, reasons in backend["others"].items():
             lines += [("", f"not {name}: {reason}") for reason in reasons]
         tensors = ", ".join(f"{name} {nbytes(memory[name])}" for name in ("q", "k", "v", "out", "lse"))
@@ -308,11 +309,10 @@ def _branches(work: Sequence[BranchWork]) -> list[dict[str, Any]]:
     return entries
 
 
-def _configs(call: Call) -> list[str]:
-    # imported only here, since the other backends do not need triton
-    from ..backends.triton.launch_config import measured
-
-    return measured(call)
+def _trials(steps: Sequence[tuple[Branch, Backend]], call: Call) -> list[str]:
+    """Return the verdicts of trials on the branches' kinds, with their ages."""
+    verdicts = (trial.known(call, branch) for branch, _ in steps)
+    return list(dict.fromkeys(str(each) for each in verdicts if each is not None))
 
 
 def _others(steps: Sequence[tuple[Branch, Backend]], call: Call, named: str) -> dict[str, list[str]]:
@@ -328,13 +328,28 @@ def _others(steps: Sequence[tuple[Branch, Backend]], call: Call, named: str) -> 
             if name == chosen.name:
                 continue
             if name not in program.PREFERENCE:
-                tuned = backend.branched and not backend.experimental
-                reason = "used only when named" + (", or where measured to be fastest" if tuned else "")
+                reason = "used only when named"
+                if name in trial.CHALLENGERS and call.device == "cpu":
+                    reason = "on a CPU it is used only when named"
+                elif name in trial.CHALLENGERS:
+                    verdict = trial.known(call, branch)
+                    reason = _of_trial(verdict, name) or program.unsupported_reason(backend, call, branch) or _NO_TRIAL
+                elif backend.branched and not backend.experimental:
+                    reason += ", or where measured to be fastest"
             else:
                 reason = refused[name] or f"could run it; {chosen.name} {why}"
             if reason not in reasons.setdefault(name, []):
                 reasons[name].append(reason)
     return reasons
+
+
+_NO_TRIAL = "used only when named, or where a trial finds it right and faster: ringweave tune --gpu"
+
+
+def _of_trial(verdict: trial.Verdict | None, name: str) -> str | None:
+    """Return what a trial found against a backend; None without a trial of it."""
+    outcome = None if verdict is None else verdict.outcomes.get(name)
+    return None if outcome is None else outcome.reason or "the trial on this machine found it no faster"
 
 
 def _memory(call: Call, work: Sequence[BranchWork]) -> dict[str, int]:

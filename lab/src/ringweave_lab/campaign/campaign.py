@@ -66,7 +66,7 @@ class Ended:
 
 
 #: Seconds after which a unit is killed, by the first word of its name.
-_LIMITS = {"tests": 240.0, "ahead": 180.0, "small": 180.0, "part": 180.0, "tune": 180.0, "tuned": 120.0}
+_LIMITS = {"tests": 240.0, "ahead": 180.0, "small": 180.0, "part": 180.0, "trial": 300.0}
 
 
 def units(folder: Path, device: str = "cuda", checkout: Path | None = None, dry: bool = False) -> list[Unit]:

@@ -19,7 +19,6 @@ from ringweave.backends.backend import Upstream
 from ringweave.call import Operands
 from ringweave.errors import RingweaveError, in_a_line
 
-from ..tune.overrides import overriding
 from ..tune.problem import FORWARD, Problem, RandomBlocks
 from ..tune.search import whole
 from .compiling import Target, begin, kernels
@@ -47,11 +46,10 @@ def compiled(variant: Variant) -> str | None:
     )
     inputs, branch = Operands(q, k, v, problem.head_dim**-0.5), whole(problem)
     try:
-        with overriding({}):
-            out, lse = triton.forward(inputs, branch, problem.dtype)
-            if variant.direction != FORWARD:
-                upstream = Upstream(dout, lse, triton.delta(dout, out, lse, None), out)
-                triton.backward(upstream, inputs, branch, problem.dtype)
+        out, lse = triton.forward(inputs, branch, problem.dtype)
+        if variant.direction != FORWARD:
+            upstream = Upstream(dout, lse, triton.delta(dout, out, lse, None), out)
+            triton.backward(upstream, inputs, branch, problem.dtype)
     except (RingweaveError, RuntimeError, ValueError, AssertionError) as error:  # the compiler's own
         return in_a_line(error)
     return None

@@ -27,14 +27,14 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave import call as described
-from ringweave.backends import gpu_check, triton
+from ringweave.backends import trial, triton
 from ringweave.errors import UnsupportedError, in_a_line
 
 from ..bench.cases import gpu
 from ..bench.compare import weighed
 from ..bench.peak import aside
 from ..bench.record import Options, Outcome, Record, Target, environment, plain, write_lines
-from ..tune import save_answers, tune
+from ..tune import trials
 from ..tune.measure import Runnable, by_clock, interleaved, replayed
 from ..tune.problem import BACKWARD, Problem
 from ..tune.session import FAILURES, Entry
@@ -48,8 +48,8 @@ _PAGE = 64
 _STREAMED = 2**18
 #: Seconds for the tests of all files: less than the unit's limit, so that a file that hangs still gets a line.
 _TESTS = 220.0
-# parts that are tuned and measured again, and seconds for each direction of a part
-_HEADLINES, _TUNED = ("16K", "64 x 64", "causal", "D 64"), 40.0
+# parts with trials
+_HEADLINES = ("16K", "64 x 64", "causal", "D 64")
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def small(job: Job) -> Iterator[Target]:
         for dim in (64, 128):
             for dense_kind in ("sparse", "causal"):
                 case = described.Call(1, 4, 2, 500, 500, dim, dim, dtype, job.device, True)
-                wrong = None if job.dry else gpu_check.check(triton.BACKEND, case, dense_kind)
+                wrong = None if job.dry else trial.check(triton.BACKEND, case, dense_kind)
                 name = f"{str(dtype).removeprefix('torch.')}, {dense_kind}, D {dim}: right"
                 yield (
                     Target(name, "500 tokens", None, None, True, reason=wrong)
@@ -294,20 +294,17 @@ def streamed(job: Job) -> Iterator[Target]:
         yield job.figure(f"streamed, {name}: time over that of keys on the device", size, over)
 
 
-def tuned(name: str, job: Job) -> Iterator[Target]:
-    """Search backends, tiles and blocks for a part's first problem, and store the best, as ``ringweave tune`` does."""
+def tried(name: str, job: Job) -> Iterator[Target]:
+    """Hold the trials of a part's first problem, and store the verdicts, as ``ringweave tune --gpu`` does."""
     problem = gpu.PARTS[name].entries[0][0]
-    what, size = "tuned: the table's time over the best blocks'", f"{problem.name}, {problem.tokens:,} tokens"
+    what, size = "trial", f"{problem.name}, {problem.tokens:,} tokens"
     if job.dry:
-        yield job.figure(what, size, lambda: 0.0)
+        yield job.figure(what, size, lambda: 0.0, "s")
         return
-    found = tune(dataclasses.replace(problem, device=job.device), budget=_TUNED, say=say)
-    save_answers(found)
-    for each in (kernel for finding in found for kernel in finding.kernels):
-        best = each.chosen
-        said = f"{size}, {each.key.kernel}: {best.m} x {best.n}, {best.warps} warps, {best.stages} stages"
-        said += ", programs that stay" * bool(best.resident)
-        yield Target(what, said, each.gain, None, True)
+    for verdict in trials(dataclasses.replace(problem, device=job.device), say=say):
+        for backend, each in verdict.outcomes.items():
+            said = f"{size}, {'backward' if '; backward;' in verdict.of else 'forward'}, {backend}"
+            yield Target(what, said, each.seconds, None, True, "s", each.reason)
 
 
 def say(text: str) -> None:
@@ -326,8 +323,7 @@ UNITS: dict[str, Callable[[Job], Iterable[Record]]] = {
     **{f"part {name}": partial(part, name) for name in gpu.PARTS},
     "decode": decode,
     "streamed": streamed,
-    **{f"tune {name}": partial(tuned, name) for name in _HEADLINES},
-    **{f"tuned {name}": partial(part, name) for name in _HEADLINES},
+    **{f"trial {name}": partial(tried, name) for name in _HEADLINES},
 }
 
 
@@ -342,8 +338,7 @@ def main(words: list[str] | None = None) -> int:
     given = parser.parse_args(words)
     job = Job(given.folder, given.device, given.dry, given.checkout)
     device, wrong = "cpu" if job.dry else job.device, False
-    case = "kernels, tuned" if given.name.startswith("tuned") else "kernels"
-    head = {"case": case, "environment": plain(environment(device)), "options": plain(Options(device=device))}
+    head = {"case": "kernels", "environment": plain(environment(device)), "options": plain(Options(device=device))}
     with aside(device):
         for record in UNITS[given.name](job):
             write_lines(job.folder / FIGURES, [head | plain(record)])

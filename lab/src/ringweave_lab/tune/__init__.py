@@ -1,9 +1,8 @@
-"""Measure and store the fastest backend, tiles and blocks for a kind of call on this machine (``ringweave tune``).
+"""Measure and store the fastest backend and tiles for a kind of call on this machine's CPU (``ringweave tune``).
 
 Every candidate is checked against the float64 oracle on sampled rows, and the correct ones are timed in turn: first
-every backend that can run a branch; then other tile sizes for the backends near the fastest; then, if the Triton
-backend is among these on a GPU, the blocks of its kernels. The default choice of auto stays unless another is clearly
-faster.
+every backend that can run a branch; then other tile sizes for the backends near the fastest. The default choice of auto
+stays unless another is clearly faster. On a GPU, ``ringweave tune --gpu`` holds trials (``ringweave.backends.trial``).
 """
 
 from __future__ import annotations
@@ -14,17 +13,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ringweave.backends import tuning_keys
+import torch
+
+from ringweave.backends import trial, tuning_keys
+from ringweave.backends.trial import Verdict
+from ringweave.errors import UnsupportedError
 from ringweave.plan import Branch, branches
+from ringweave.program import contenders
 
 from .answers import write_entries
-from .descent import Tuned
 from .measure import Timing
 from .problem import BOTH, DIRECTIONS, FORWARD, Problem
 from .search import Candidate, Search, pick
 from .session import FAILURES, Say, Session, silent
 
-__all__ = ["Finding", "Problem", "Session", "save_answers", "tune"]
+__all__ = ["Finding", "Problem", "Session", "save_answers", "trials", "tune"]
 
 
 def __dir__() -> list[str]:
@@ -44,7 +47,6 @@ class Finding:
         density: Density of tiles, as a power of 1/2.
         timings: Timings of the correct candidates.
         reasons: Reasons why the other candidates were not timed.
-        kernels: Results of the search for the blocks of GPU kernels.
     """
 
     problem: Problem
@@ -55,7 +57,6 @@ class Finding:
     density: int
     timings: Mapping[Candidate, Timing]
     reasons: Mapping[Candidate, str]
-    kernels: tuple[Tuned, ...] = ()
 
     @property
     def chosen(self) -> Candidate | None:
@@ -112,7 +113,11 @@ def tune(
         say: Function that is called with a description of the next step.
     Returns:
         A finding for each kind of branch and direction.
+    Raises:
+        UnsupportedError: The problem is on a GPU.
     """
+    if torch.device(problem.device).type != "cpu":
+        raise UnsupportedError("device", problem.device, "cpu", "Hold trials on a GPU: ringweave tune --gpu.")
     found: dict[tuple[str, int], Finding] = {}
     size = {"heads": problem.heads, "batch": problem.batch}
     for branch in branches(problem.pattern, problem.tokens, problem.tokens, **size):
@@ -130,10 +135,34 @@ def tune(
                 session = session or Session(alone.inputs(), say, failures=FAILURES)
                 search = Search(alone, session, direction, first, rounds, budget)
                 search.run()
-                results = search.timings, search.reasons, tuple(search.kernels)
+                results = search.timings, search.reasons
                 found[kind, density] = Finding(alone, branch, direction, first, kind, density, *results)
             if direction == FORWARD:
                 first = found[kind, density].chosen
+    return list(found.values())
+
+
+def trials(
+    problem: Problem, *, directions: Sequence[str] = DIRECTIONS, store: bool = True, say: Say = silent
+) -> list[Verdict]:
+    """Hold the trials of a problem on a GPU, one for each kind of branch and direction.
+
+    Args:
+        problem: The problem.
+        directions: Directions to try, ``"forward"`` and ``"forward + backward"``.
+        store: Whether auto uses the verdicts from now on.
+        say: Function that is called with a description of the next step.
+    """
+    found: dict[str, Verdict] = {}
+    for branch in branches(problem.pattern, problem.tokens, problem.tokens, heads=problem.heads, batch=problem.batch):
+        for direction in directions:
+            case = problem.case(direction == BOTH)
+            of = trial.kind(case, branch)
+            if of is not None and of not in found:
+                names = contenders(case, branch)
+                found[of] = trial.hold(
+                    case, branch, names, store=store, say=lambda text: say(f"{problem.name}: {text}")
+                )
     return list(found.values())
 
 
@@ -156,7 +185,4 @@ def _alone(problem: Problem, branch: Branch) -> Problem | None:
 def save_answers(choices: Sequence[Finding]) -> str | None:
     """Store the findings and return the path of the file; None if no backend was timed."""
     entries = [choice.entry() for choice in choices if choice.backend is not None]
-    kernels = [(choice, each) for choice in choices for each in choice.kernels if each.descent.seconds]
-    # also store the default blocks if nothing was faster, to replace earlier entries
-    blocks = [each.entry(choice.of, now()) for choice, each in kernels]
-    return str(write_entries(entries, blocks)) if entries else None
+    return str(write_entries(entries)) if entries else None

@@ -11,7 +11,7 @@ import filelock
 
 from ringweave import files
 from ringweave.backends import tuning
-from ringweave.backends.tuning import FORMAT, VARIABLE, KernelKey
+from ringweave.backends.tuning import FORMAT, VARIABLE
 from ringweave.errors import UnsupportedError
 
 
@@ -30,7 +30,7 @@ def writable_file() -> Path:
     return path
 
 
-def write_entries(answers: Sequence[Mapping[str, Any]], configs: Sequence[Mapping[str, Any]] = ()) -> Path:
+def write_entries(answers: Sequence[Mapping[str, Any]]) -> Path:
     """Add entries to the file, replacing those with the same keys.
 
     Concurrent processes may call it: a lock lets one process at a time read, extend and replace the file, and readers
@@ -38,8 +38,6 @@ def write_entries(answers: Sequence[Mapping[str, Any]], configs: Sequence[Mappin
 
     Args:
         answers: Entries with kind, density, backend and tile (sides, or None for the branch's default).
-        configs: Entries for kernels, with the fields of a :class:`KernelKey` and ``blocks``, a launch configuration's
-            fields and values.
 
     Returns:
         Path of the file.
@@ -50,8 +48,7 @@ def write_entries(answers: Sequence[Mapping[str, Any]], configs: Sequence[Mappin
     path = writable_file()
     with filelock.FileLock(path.with_suffix(".lock")):
         stored = tuning.load(path)
-        stored["entries"] |= {f"{entry['kind']}; density 2^-{entry['density']}": dict(entry) for entry in answers}
-        stored["blocks"] |= {"; ".join(map(str, KernelKey.of(entry))): dict(entry) for entry in configs}
-        files.replace(path, json.dumps({"format": FORMAT} | stored, indent=1))
+        stored |= {f"{entry['kind']}; density 2^-{entry['density']}": dict(entry) for entry in answers}
+        files.replace(path, json.dumps({"format": FORMAT, "entries": stored}, indent=1))
     tuning.refresh()
     return path

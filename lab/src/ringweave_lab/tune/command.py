@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Annotated, Literal
 
 import torch
@@ -12,13 +11,13 @@ from rich.text import Text
 
 from ringweave import units
 from ringweave.backends import BACKENDS
+from ringweave.backends.trial import Verdict
 from ringweave.cli import terminal
 from ringweave.cli.terminal import HeadDim, Heads, KvHeads, PatternText, Tokens
 from ringweave.patterns import parse
 
-from . import Finding, save_answers, tune
+from . import Finding, save_answers, trials, tune
 from .answers import writable_file
-from .descent import Tuned
 from .problem import DIRECTIONS, Problem
 
 
@@ -33,43 +32,52 @@ def command(
         Literal["float32", "float16", "bfloat16"],
         typer.Option(metavar="TYPE", help="Type of q, k and v: float32, float16 or bfloat16."),
     ] = "float32",
-    device: Annotated[str, typer.Option(metavar="NAME", help="Device to measure: cpu or cuda.")] = "cpu",
+    gpu: Annotated[
+        bool,
+        typer.Option("--gpu", help="Hold a trial of the backends on this machine's GPU, in processes of their own."),
+    ] = False,
     rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Number of timed rounds.")] = 7,
     seconds: Annotated[
         float | None,
         typer.Option(
             min=0.0,
             metavar="S",
-            help="Time limit for each branch and direction (default: 20; 120 on a GPU, where kernels are compiled).",
+            help="Time limit for each branch and direction on a CPU (default: 20).",
         ),
     ] = None,
     forward_only: Annotated[bool, typer.Option("--forward-only", help="Measure without gradients.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure, but store nothing.")] = False,
 ) -> None:
     """Measure the fastest backend and tiles for a call, and store them for backend="auto"."""
-    terminal.check_device(device)
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise typer.BadParameter("this torch finds no CUDA device.", param_hint="'--device'")
+    if gpu and not torch.cuda.is_available():
+        raise typer.BadParameter("this torch finds no CUDA device.", param_hint="'--gpu'")
     relation = parse(pattern)
     console = terminal.out()
     if not dry_run:
         writable_file()
     problem = Problem(
         "tune", relation, tokens, heads or relation.extents()[1] or 1, head_dim, relation.extents()[0] or batch,
-        getattr(torch, dtype), device, kv_heads,
+        getattr(torch, dtype), "cuda" if gpu else "cpu", kv_heads,
     )  # fmt: skip
+    if gpu:
+        with console.status("starting") as status:
+            verdicts = trials(
+                problem, directions=DIRECTIONS[: 1 if forward_only else 2], store=not dry_run,
+                say=lambda text: status.update(Text(text)),
+            )  # fmt: skip
+        for verdict in verdicts:
+            console.print(_outcomes(verdict))
+        return
     with console.status("starting") as status:
         choices = tune(
             problem,
             directions=DIRECTIONS[: 1 if forward_only else 2],
             rounds=rounds,
-            budget=(120.0 if device.startswith("cuda") else 20.0) if seconds is None else seconds,
+            budget=20.0 if seconds is None else seconds,
             say=lambda text: status.update(Text(text)),
         )
     for choice in choices:
         console.print(_candidates(choice))
-        for tuned in choice.kernels:
-            console.print(_blocks(tuned))
     if dry_run:
         console.print("nothing stored")
         return
@@ -85,33 +93,23 @@ def _candidates(choice: Finding) -> Table:
     chosen = choice.chosen
     for each, timing in sorted(choice.timings.items(), key=lambda item: item[1].median):
         tiles = _sides(each.step(choice.branch)[1].tile if BACKENDS[each.backend].tiled else None)
-        blocks = ", measured blocks" if each.blocks else ""
-        table.add_row(each.backend + blocks, tiles, "chosen" if each == chosen else "", units.seconds(timing.median))
+        table.add_row(each.backend, tiles, "chosen" if each == chosen else "", units.seconds(timing.median))
     for each, reason in choice.reasons.items():
         table.add_row(each.backend, _sides(each.tile), "", Text(f"not timed: {reason}"))
     return table
 
 
-def _blocks(tuned: Tuned) -> Table:
-    """Return a table of the blocks that were tried for one kernel: timed ones, fastest first, then the others."""
-    key, descent = tuned.key, tuned.descent
-    title = f"triton, {key.kernel}, {key.tile[0]} x {key.tile[1]}, {'partial' if key.masked else 'full'} tiles"
-    names = [field.name for field in dataclasses.fields(descent.start)]
-    table = _table(title, *names, "", "time")
-    for each, seconds in sorted(descent.seconds.items(), key=lambda item: item[1]):
-        mark = "chosen" if each == tuned.chosen else "usual" if each == descent.start else ""
-        table.add_row(*_cells(dataclasses.astuple(each)), mark, units.seconds(seconds))
-    for each, reason in descent.reasons.items():
-        table.add_row(*_cells(dataclasses.astuple(each)), "", Text(f"not timed: {reason}"))
+def _outcomes(verdict: Verdict) -> Table:
+    """Return a table of a trial's outcomes, in auto's order."""
+    table = _table(verdict.of, "backend", "", "time")
+    for name, each in verdict.outcomes.items():
+        time = Text(f"left out: {each.reason}") if each.seconds is None else Text(units.seconds(each.seconds))
+        table.add_row(name, "chosen" if name == verdict.best else "", time)
     return table
 
 
 def _sides(tile: tuple[int, int] | None) -> str:
     return "" if tile is None else f"{tile[0]} x {tile[1]}"
-
-
-def _cells(values: tuple[int, ...]) -> list[str]:
-    return [("yes" if value else "") if isinstance(value, bool) else str(value) for value in values]
 
 
 def _table(title: str, *columns: str) -> Table:

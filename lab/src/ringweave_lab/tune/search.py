@@ -1,6 +1,6 @@
-"""Search the fastest way to compute a branch: backends, tiles and blocks, each checked and then timed in turn.
+"""Search the fastest way to compute a branch: backends and tiles, each checked and then timed in turn.
 
-A candidate is a backend with tile sizes and kernel blocks, called without torch's operators. Candidates for backward
+A candidate is a backend with tile sizes, called without torch's operators. Candidates for backward
 are timed after the forward that auto would choose, so that the two choices are independent.
 """
 
@@ -18,18 +18,14 @@ from torch import Tensor
 
 from ringweave.backends import BACKENDS
 from ringweave.backends.backend import Backend, Upstream
-from ringweave.backends.triton.launch_config import LaunchConfig, Request
-from ringweave.backends.tuning import KernelKey
 from ringweave.call import Call, Operands
 from ringweave.plan import Branch
 from ringweave.plan.from_pattern import estimate_tiles
 from ringweave.plan.tile_size import default_tile_size
 from ringweave.program import PREFERENCE, unsupported_reason
 
-from .descent import Tuned, descend
 from .measure import Timing, ratio
-from .overrides import overriding
-from .problem import FORWARD, Problem, Sample
+from .problem import Problem, Sample
 from .session import Built, Entry, Peer, Session, in_turn
 
 #: The default choice of auto stays if it takes at most this many times the fastest candidate's time.
@@ -39,9 +35,6 @@ NEAR = 1.5
 # For each stage: the share of the budget after which no candidate is checked, and after which no round starts.
 _BACKENDS = (0.0, 0.2)
 _TILES = (0.7, 1.0)
-# tiles, if a search of blocks follows
-_FEW_TILES = (0.35, 0.5)
-_BLOCKS = (0.85, 1.0)
 #: Tile sizes that are tried.
 TILE_SIZES = ((32, 32), (64, 64), (64, 128), (128, 64), (128, 128), (256, 128))
 # largest plan that is made for a trial, in tiles
@@ -55,21 +48,19 @@ class Candidate:
     Attributes:
         backend: Name of the backend.
         tile: Sides of the tiles; None for the branch's default, or a backend without tiles.
-        blocks: Blocks of kernels that differ from the default table.
     """
 
     backend: str
     tile: tuple[int, int] | None = None
-    blocks: tuple[tuple[KernelKey, LaunchConfig], ...] = ()
 
     def __str__(self) -> str:
         tiles = "" if self.tile is None else f", tiles of {self.tile[0]} x {self.tile[1]}"
-        return self.backend + tiles + (", measured blocks" if self.blocks else "")
+        return self.backend + tiles
 
     @property
     def usual(self) -> bool:
-        """Whether this is a backend with default tiles and blocks."""
-        return self.tile is None and not self.blocks
+        """Whether this is a backend with default tiles."""
+        return self.tile is None
 
     def step(self, branch: Branch) -> tuple[Backend, Branch]:
         """Return the backend, and the branch with this candidate's tile sizes."""
@@ -87,10 +78,9 @@ class Candidate:
             first: Candidate that runs forward before this one's backward; None for this candidate.
             name: Name in tables; a description of the candidate by default.
         """
-        spelled = f"{self}, {self.blocks}" if self.blocks else f"{self}"
         behind = "" if first is None or first == self else f" behind {first}"
         return Peer(
-            name or spelled + behind, f"{self}",
+            name or f"{self}{behind}", f"{self}",
             lambda problem, backward: self.unsupported_reason(problem.case(backward), whole(problem)),
             lambda problem, inputs: Direct.of(self, first or self, problem),
         )  # fmt: skip
@@ -124,7 +114,7 @@ def whole(problem: Problem) -> Branch:
 
 def _forward(candidate: Candidate, branch: Branch, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     backend, own = candidate.step(branch)
-    with torch.no_grad(), overriding(dict(candidate.blocks)):
+    with torch.no_grad():
         return backend.forward(Operands(q, k, v, 1 / math.sqrt(q.shape[3])), own, q.dtype)
 
 
@@ -133,7 +123,7 @@ def _forward_backward(candidate: Candidate, first: Candidate, branch: Branch, in
     out, lse = _forward(first, branch, q, k, v)
     backend, own = candidate.step(branch)
     assert backend.backward is not None
-    with torch.no_grad(), overriding(dict(candidate.blocks)):
+    with torch.no_grad():
         upstream = Upstream(dout, lse, backend.delta(dout, out, lse, None), out)
         return (out, *backend.backward(upstream, Operands(q, k, v, 1 / math.sqrt(q.shape[3])), own, q.dtype))
 
@@ -159,8 +149,8 @@ def fastest(seconds: Mapping[str, float]) -> str | None:
     """Return the fastest backend, or one that auto prefers if it is within a few per cent of the fastest.
 
     Example:
-        >>> fastest({"dense_batched": 1.02, "flex": 1.0}), fastest({"dense_batched": 1.2, "flex": 1.0}), fastest({})
-        ('dense_batched', 'flex', None)
+        >>> fastest({"cpu": 1.02, "sdpa": 1.0}), fastest({"cpu": 1.2, "sdpa": 1.0}), fastest({})
+        ('cpu', 'sdpa', None)
     """
     if not seconds:
         return None
@@ -170,7 +160,7 @@ def fastest(seconds: Mapping[str, float]) -> str | None:
 
 
 def pick(timings: Mapping[Candidate, Timing]) -> Candidate | None:
-    """Pick a backend with default tiles and blocks, unless others are more than a few per cent faster.
+    """Pick a backend with default tiles, unless others are more than a few per cent faster.
 
     Example:
         >>> own, other = Candidate("cpu"), Candidate("cpu", (32, 32))
@@ -217,10 +207,9 @@ class Search:
         self.began = time.monotonic()
         self.timings: dict[Candidate, Timing] = {}
         self.reasons: dict[Candidate, str] = {}
-        self.kernels: list[Tuned] = []
 
     def run(self) -> None:
-        """Try all backends, then other tiles for those near the fastest, then blocks of GPU kernels."""
+        """Try all backends, then other tiles for those near the fastest."""
         known = [name for name, backend in BACKENDS.items() if backend.branched and not backend.experimental]
         backends = [Candidate(name) for name in known]
         calls = self.check(backends, until=None)
@@ -233,12 +222,8 @@ class Search:
         near = [each for each, timing in self.timings.items() if timing.median <= NEAR * least]
         tiles = tile_sizes(self.branch, torch.device(self.problem.device).type)
         others = [Candidate(each.backend, tile) for each in near if BACKENDS[each.backend].tiled for tile in tiles]
-        blocks = Candidate("triton") in near
         if others:
-            self.compete([*near, *others], *(_FEW_TILES if blocks else _TILES))
-        if blocks:
-            own = [each for each in self.timings if each.backend == "triton"]
-            self.tune_blocks(min(own, key=lambda each: self.timings[each].median))
+            self.compete([*near, *others], *_TILES)
 
     def compete(self, candidates: Sequence[Candidate], until: float | None, part: float) -> None:
         """Check candidates until a share ``until`` of the budget is spent, and time them in turn until ``part`` is.
@@ -279,61 +264,3 @@ class Search:
         budget = None if self.budget is None else max(0.0, part - self.spent()) * self.budget
         in_turn([*entries.values()], rounds=self.rounds, budget=budget)
         return {each: entry.timing for each, entry in entries.items() if entry.timing is not None}
-
-    def tune_blocks(self, start: Candidate) -> None:
-        """Search the blocks of each kernel that a Triton candidate runs, one kernel after the other."""
-        best = start
-        for request in self.requests(start):
-            measure = functools.partial(self.measure, best, request)
-            descent = descend(request.usual, request, measure, lambda: self.spent() < _BLOCKS[0])
-            gain, chosen = 1.0, request.usual
-            if descent.best != request.usual:
-                last = measure((request.usual, descent.best))
-                slow, fast = last[request.usual], last[descent.best]
-                if not isinstance(slow, str) and not isinstance(fast, str):
-                    gain = slow / fast
-                    chosen = descent.best if gain > CLOSE else request.usual
-            self.kernels.append(Tuned(request.key, descent, gain, chosen))
-            if chosen != request.usual:
-                best = dataclasses.replace(best, blocks=(*best.blocks, (request.key, chosen)))
-        usual = pick(self.timings)
-        if best != start and usual is not None:
-            self.compete([*dict.fromkeys((Candidate(usual.backend), usual, start, best))], None, _BLOCKS[1])
-
-    def measure(
-        self, candidate: Candidate, request: Request, blocks: Sequence[LaunchConfig]
-    ) -> dict[LaunchConfig, float | str]:
-        """Return the candidate's seconds with other blocks for one kernel, or the reason why they were not timed."""
-        tried = {
-            dataclasses.replace(candidate, blocks=(*candidate.blocks, (request.key, each))): each for each in blocks
-        }
-        timings = self.time(self.check(list(tried), until=None), _BLOCKS[1])
-        found: dict[LaunchConfig, float | str] = {tried[each]: timing.median for each, timing in timings.items()}
-        for each in tried:
-            # report reasons with the kernel's blocks, not with the candidates
-            reason = self.reasons.pop(each, None)
-            if reason is not None:
-                found[tried[each]] = reason
-        return found
-
-    def requests(self, candidate: Candidate) -> list[Request]:
-        """Return the requests of the kernels of this direction: one forward kernel, or two backward kernels."""
-        _, branch = candidate.step(self.branch)
-        inputs = self.session.inputs
-        if self.direction == FORWARD:
-            return [_of_rows("forward", inputs, branch)]
-        gradients = candidate.peer(None).build(self.problem, inputs).forward_backward(inputs)
-        with overriding({}) as given:
-            gradients()
-        of_columns = next(each for each in given.requests if each.key.kernel == "backward_kv")
-        return [_of_rows("backward_q", inputs, branch), of_columns]
-
-
-def _of_rows(kernel: str, inputs: Sample, branch: Branch) -> Request:
-    """Return a row kernel's request; it asks for one row and for two side by side, and runs one of these."""
-    from ringweave.backends.triton import launch
-
-    q, k, v, _ = inputs
-    with overriding({}) as given:
-        two = launch.cut(kernel, q, k, v, branch.plan(q.device)).lists.tiles > 1
-    return given.requests[-1 if two else 0]

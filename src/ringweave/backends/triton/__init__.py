@@ -1,6 +1,8 @@
 """Triton kernels over a plan's tiles, forward and backward, for CUDA and ROCm. Triton is imported at the first call.
 
-The kernels are tested in Triton's interpreter and compiled offline for real devices. Their GPU speed is unmeasured.
+**Everything in this folder is unproved**: it is tested in Triton's interpreter, in an emulator of compiled code and
+with drivers that run nothing, and has not run on a GPU. So ``auto`` never takes it by itself: a call names it, or a
+trial on the user's machine found it right and faster (``trial.py``).
 """
 
 from __future__ import annotations
@@ -117,8 +119,6 @@ BACKEND = Backend(
     unsupported_reason,
     scratch,
     delta=delta,
-    checked=True,
-    compiled=True,
     tiled=True,
     terms=terms,
     dropout=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -22,7 +21,6 @@ from ...plan import BlockPlan, Branch
 from ...precision import Scales
 from ...types import Pages
 from ..backend import Upstream
-from ..tuning_keys import where
 from . import arguments, kernels, queues
 from .launch_config import Device, LaunchConfig, Packing, Traits, goes_past_masks, launch_config_for, padded
 from .pairing import Rows, paired, single
@@ -61,10 +59,10 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
     step, steps = arguments.strides(q, k, v)
     sizes = _sizes(q, v, plan, config, queue, few)
     with torch.cuda.device_of(q):
-        kernels.forward[_grid(queue, packing.parts, config, q.device)](
+        kernels.forward[(queue.items * packing.parts,)](
             q, keys, values, out, lse, sums, tops, queue.records, plan.col, plan.mask_id, plan.mask_words,
             lists.live, *steps,
-            queue.items, heads, ratio, nq, nk, scale * _LOG2_E if term_args.terms is None else scale,
+            heads, ratio, nq, nk, scale * _LOG2_E if term_args.terms is None else scale,
             **sizes, **_of_rows(packing), **term_args.arguments, **_paged(pages), **_scaled(scales), TILES=lists.tiles,
             BLOCK_N=config.n, FOLDED=scale > 0 and term_args.terms is None, WIDE=arguments.wide(plan, q, k, v),
             STEP=step, RAGGED=sizes["MASKED"] or pages is not None or nk % plan.kv_tile > 0, DESCRIBED=described,
@@ -167,9 +165,9 @@ def launch_dq(given: BackwardArguments, learned: arguments.Sums | None, dtype: t
     keys, values = (arguments.described(x, config.n) if described else x for x in (k, v))
     sums = _partial(queue, config.m * packing.parts, q.shape[3], dq)
     with torch.cuda.device_of(q):
-        kernels.backward_q[_grid(queue, packing.parts, config, q.device)](
+        kernels.backward_q[(queue.items * packing.parts,)](
             q, keys, values, dout, lse, delta, dq, sums, queue.records, rows.col, rows.mask_id, rows.mask_words,
-            lists.live, *given.strides, queue.items, *given.numbers,
+            lists.live, *given.strides, *given.numbers,
             **_sizes(q, v, rows, config, queue), **_of_rows(packing), **given.constants, TILES=lists.tiles,
             **(term_args.arguments if learned is None else learned.arguments(term_args)),
             LEARNS=None if learned is None else learned.ways, BLOCK_N=config.n,
@@ -189,10 +187,8 @@ def launch_dkv(given: BackwardArguments, dtype: torch.dtype) -> tuple[Tensor, Te
     whole = q.shape[2] % plan.q_tile == 0
     describable = not sides.dead_queries and arguments.describable(q, dout)
     traits = Traits(describable and not given.masked and whole, term_args.places is not None, describable)
-    config = launch_config_for(
-        "backward_kv", q.shape[3], v.shape[3], q.element_size(), (plan.q_tile, plan.kv_tile), device,
-        (q.dtype, given.masked), traits,
-    )  # fmt: skip
+    sizes = q.shape[3], v.shape[3], q.element_size()
+    config = launch_config_for("backward_kv", *sizes, (plan.q_tile, plan.kv_tile), device, traits)
     packing = Packing.of(config.n, plan.kv_tile, 1)
     queue = queues.column_queue(plan, ratio, arguments.head_bytes(q, dout) * ratio, device.units)
     described = config.described and describable
@@ -200,10 +196,9 @@ def launch_dkv(given: BackwardArguments, dtype: torch.dtype) -> tuple[Tensor, Te
     shared = ratio > queue.records.shape[1]
     key_sums, value_sums = (_partial(queue, plan.kv_tile, x.shape[3], x) for x in (dk, dv))
     with torch.cuda.device_of(q):
-        kernels.backward_kv[_grid(queue, packing.parts, config, q.device)](
+        kernels.backward_kv[(queue.items * packing.parts,)](
             queries, k, v, row_dout, lse, delta, dk, dv, key_sums, value_sums, queue.records,
-            plan.row, plan.mask_id_t, sides.transposed, sides.live_queries, *given.strides,
-            queue.items, *given.numbers,
+            plan.row, plan.mask_id_t, sides.transposed, sides.live_queries, *given.strides, *given.numbers,
             **_sizes(q, v, plan, config, queue), **term_args.arguments, **given.constants,
             BLOCK_M=config.m, BLOCK_N=config.n, SHARED=shared, RAGGED=given.masked or not whole, DESCRIBED=described,
             BRANCHED=goes_past_masks("backward_kv", config, given.channels, device, described, shared),
@@ -252,13 +247,9 @@ def cut(
     members = _power(ratio) if queues.shared(plan, ratio) else 1
     height = min(plan.q_tile, _power(q.shape[2]))
     of = functools.partial(launch_config_for, kernel, q.shape[3], v.shape[3], q.element_size())
-    # configurations were measured without 8-bit keys and values
-    about = (q.dtype, plan.mask_words.shape[0] > 0) if k.dtype == q.dtype else None
-    config, lists = (
-        of((max(16, height * members), plan.kv_tile), device, about, Traits(False, terms, describable)),
-        single(plan),
-    )
-    double = of((2 * plan.q_tile, plan.kv_tile), device, about, Traits(False, terms, describable))
+    traits = Traits(False, terms, describable)
+    config, lists = of((max(16, height * members), plan.kv_tile), device, traits), single(plan)
+    double = of((2 * plan.q_tile, plan.kv_tile), device, traits)
     if members == 1 and config.m == plan.q_tile == 64 and double.m == 128 and plan.q_tiles > 1:
         pairs = paired(plan)
         if pairs is not None:
@@ -270,11 +261,6 @@ def cut(
 
 def _power(n: int) -> int:
     return 1 << (n - 1).bit_length()
-
-
-def _grid(queue: queues.Queue, parts: int, config: LaunchConfig, device: torch.device) -> tuple[int]:
-    programs = queue.items * parts
-    return (min(programs, config.resident * _device(device).units) if config.resident else programs,)
 
 
 def _partial(queue: queues.Queue, rows: int, dim: int, like: Tensor) -> Tensor:
@@ -318,7 +304,6 @@ def _sizes(
         # in decoding, a window occasionally ends at a tile's end and needs no mask; that must not trigger compilation
         "MASKED": few or plan.mask_words.shape[0] > 0,
         "SPLIT": queue.splits is not None,
-        "RESIDENT": config.resident > 0,
         "STAGES": config.stages,
         "PRECISION": _PRECISION,
         "num_warps": config.warps,
@@ -348,13 +333,12 @@ def _of_rows(packing: Packing) -> dict[str, int]:
 
 @process_cache
 def _device(device: torch.device) -> Device:
-    name = where(str(device)) or ""
     if interpreted():
         # the interpreter runs the configuration of any device
-        return Device("ampere", 99 * 1024, units=8, name=name)
+        return Device("ampere", 99 * 1024, units=8)
     # tensors on other devices have no data: they serve to compile kernels for the driver's current device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        return dataclasses.replace(_of_driver(), name=name)
+        return _of_driver()
 
 
 def _of_driver() -> Device:

@@ -1,30 +1,18 @@
 """Launch configurations: the blocks that a kernel cuts tiles into, its warps and its pipeline stages.
 
-A configuration is looked up by sizes in a table, unless ``ringweave tune`` measured a faster one on this machine. A
-call never measures. A program holds one side of the tiles, with its sums in registers, and streams the other side
-through shared memory. The table has the largest blocks that compile without spilling (lab/notes/kernel-resources.md);
-their speed on a GPU is still unmeasured.
+A configuration is looked up by sizes in a table. A program holds one side of the tiles, with its sums in registers,
+and streams the other side through shared memory. The table has the largest blocks that compile without spilling
+(lab/notes/kernel-resources.md); their speed on a GPU is still unmeasured.
 """
 
 from __future__ import annotations
 
 import bisect
-import dataclasses
-import logging
-from collections.abc import Callable, Container, Iterable, Mapping
-from contextvars import ContextVar
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from ...cache import process_cache
-from ...call import Call
-from .. import tuning
-from ..tuning import KernelKey
-from ..tuning_keys import where
-
-_log = logging.getLogger("ringweave")
 
 
 @dataclass(frozen=True)
@@ -36,13 +24,11 @@ class Device:
             ``"cdna"``.
         shared: Bytes of shared memory per thread block.
         units: Number of multiprocessors.
-        name: Name of the device and versions, the key of measured configurations; empty to use only the table.
     """
 
     generation: str
     shared: int
     units: int = 132
-    name: str = ""
 
     @staticmethod
     def of_cuda(major: int, shared: int, units: int = 132) -> Device:
@@ -52,15 +38,13 @@ class Device:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """The block that one program computes at a time, and the number of programs.
+    """The block that one program computes at a time.
 
     Attributes:
         m: Number of queries in a block.
         n: Number of keys in a block.
         warps: Number of warps of a program.
         stages: Number of pipeline stages.
-        resident: Number of persistent programs per multiprocessor, which take items of the queue in turn. 0 launches
-            one program per item, in the order of the queue.
         described: Whether tiles are loaded by tensor descriptors, if strides and masks permit it.
     """
 
@@ -68,7 +52,6 @@ class LaunchConfig:
     n: int
     warps: int
     stages: int
-    resident: int = 0
     described: bool = False
 
 
@@ -253,7 +236,7 @@ def _fold(rules: Iterable[Rule], blocks: Blocks, facts: Mapping[str, object]) ->
 
 
 @process_cache
-def usual(
+def launch_config_for(
     kernel: str,
     dim: int,
     value_dim: int,
@@ -331,112 +314,3 @@ def _shared(
 def _usable(device: Device) -> int:
     # one eighth is reserved for row sums, mask words and layout conversions
     return device.shared * 7 // 8
-
-
-def misfit(
-    config: LaunchConfig, kernel: str, dim: int, value_dim: int, itemsize: int, tile: tuple[int, int], device: Device
-) -> str | None:
-    """Return why a configuration does not suit a kernel, tiles or a device; None if it does."""
-    for name, block, side in (("m", config.m, tile[0]), ("n", config.n, tile[1])):
-        if block < 16 or block & (block - 1) or block > side:
-            return f"{name} is {block}, which is not a power of two from 16 to the tile's {side}"
-    for name, value, known in (
-        ("warps", config.warps, (1, 2, 4, 8, 16)), ("stages", config.stages, range(1, 9)),
-        ("resident", config.resident, range(33)),
-    ):  # fmt: skip
-        if value not in known:
-            return f"{name} is {value}, which is not one of {', '.join(map(str, known))}"
-    if config.described and (itemsize != 2 or device.generation not in ("hopper", "blackwell")):
-        return "descriptors need a 16-bit type, on Hopper or Blackwell"
-    held, streamed = (config.n, config.m) if kernel == "backward_kv" else (config.m, config.n)
-    needed, usable = _shared(kernel, held, streamed, config.stages, dim, value_dim, itemsize, device), _usable(device)
-    if needed > usable:
-        return f"tiles need {needed} bytes of shared memory, and {usable} of {device.shared} are available"
-    return None
-
-
-class Request(NamedTuple):
-    """A kernel's request for a configuration.
-
-    Attributes:
-        key: Kernel and tiles.
-        itemsize: Bytes of an element.
-        device: Device that the kernel is launched for.
-        usual: The table's configuration.
-    """
-
-    key: KernelKey
-    itemsize: int
-    device: Device
-    usual: LaunchConfig
-
-
-#: Answers requests in place of the stored configurations, in this context; None from it means the table's. Tuning sets
-#: it to measure other configurations.
-chooser: ContextVar[Callable[[Request], LaunchConfig | None] | None] = ContextVar("chooser", default=None)
-
-
-def launch_config_for(
-    kernel: str,
-    dim: int,
-    value_dim: int,
-    itemsize: int,
-    tile: tuple[int, int],
-    device: Device,
-    about: tuple[torch.dtype, bool] | None = None,
-    traits: Traits = _USUAL,
-) -> LaunchConfig:
-    """Return a kernel's configuration: measured on this machine by ``ringweave tune``, else the table's.
-
-    Args:
-        kernel: ``forward``, ``backward_q`` or ``backward_kv``.
-        dim: D.
-        value_dim: Dv.
-        itemsize: Bytes of an element.
-        tile: Size (queries, keys) of the tiles that are cut into blocks.
-        device: Device that the kernel runs on.
-        about: The inputs' dtype and whether some tiles are partial, which are part of the key of measured
-            configurations. None to use only the table.
-        traits: Other properties of the launch. Measured configurations apply only without terms.
-    """
-    said = usual(kernel, dim, value_dim, itemsize, tile, device, traits)
-    answer = chooser.get()
-    stored = tuning.configs() if answer is None and device.name else {}
-    if about is None or traits.terms or (answer is None and not stored):
-        return said
-    name = str(about[0]).removeprefix("torch.")
-    key = KernelKey(kernel, device.name, name, (padded(dim), padded(value_dim)), tile, about[1])
-    if answer is not None:
-        config = answer(Request(key, itemsize, device, said))
-    else:
-        fields = stored.get(key)
-        config = None if fields is None else _of(fields, key, itemsize, device)
-    return config or said
-
-
-def measured(call: Call) -> list[str]:
-    """Return readable descriptions of the configurations stored for a call's device, dtype and head dimensions."""
-    dtype, dims = str(call.dtype).removeprefix("torch."), (padded(call.head_dim), padded(call.value_dim))
-    here = where(call.device)
-    said = []
-    for key, fields in tuning.configs().items():
-        if (key.where, key.dtype, key.dims) == (here, dtype, dims):
-            tiles = f"{'partial' if key.masked else 'full'} tiles of {key.tile[0]} x {key.tile[1]}"
-            said.append(f"{key.kernel} on {tiles}: {', '.join(f'{name} {value}' for name, value in fields)}")
-    return said
-
-
-@process_cache
-def _of(fields: tuning.Fields, key: KernelKey, itemsize: int, device: Device) -> LaunchConfig | None:
-    """Return a stored configuration; None, with one warning in the log, if it does not suit this device."""
-    known = {each.name: each.type for each in dataclasses.fields(LaunchConfig)}
-    if {name for name, _ in fields} != set(known):
-        reason: str | None = f"their fields are not {', '.join(known)}"
-    else:
-        typed: dict[str, Any] = {name: bool(value) if known[name] == "bool" else int(value) for name, value in fields}
-        config = LaunchConfig(**typed)
-        reason = misfit(config, key.kernel, *key.dims, itemsize, key.tile, device)
-        if reason is None:
-            return config
-    _log.warning("measured blocks of %s for tiles of %d x %d are ignored: %s", key.kernel, *key.tile, reason)
-    return None

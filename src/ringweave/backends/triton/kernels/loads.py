@@ -11,7 +11,7 @@ import triton.language as tl
 # Arguments that change from call to call while a cache grows. They are not specialised, so that a change causes no new
 # compilation. The strides of lse and delta over tokens are not listed, since they are 1 or the rate of a view.
 SIZES = (
-    "items", "heads", "nq", "nk", "tokens", "columns",
+    "heads", "nq", "nk", "tokens", "columns",
     *(f"{of}_{axis}" for of in "qkvgo" for axis in "bhn"), "l_b", "l_h", "s_b", "s_h",
 )  # fmt: skip
 # int32 fields in a record of a queue

@@ -1,0 +1,545 @@
+"""Trials of backends on a GPU: checks, processes that crash or hang, stored verdicts, and what auto then chooses.
+
+A stand-in for a device: PyTorch says that there is a GPU, and the processes of the trials are replaced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringweave as rw
+from ringweave import program
+from ringweave.backends import BACKENDS, cpu, dense_batched, flex, trial, triton, tuning
+from ringweave.backends.backend import Upstream
+from ringweave.backends.trial import Job, Outcome, Verdict
+from ringweave.call import Call, Operands
+from ringweave.cli.doctor import diagnose
+from ringweave.errors import WARNED, UnsupportedError
+from ringweave.plan import Branch, branches
+from ringweave.precision import STORED
+from ringweave.terms import KINDS
+
+FORMS = ("full", "causal", "sparse", "selected")
+BEGAN = "print('ringweave: began', flush=True);"
+
+
+def small(dtype: torch.dtype = torch.float32, needs_grad: bool = True, device: str = "cpu") -> Call:
+    return Call(1, 4, 2, 500, 500, 32, 16, dtype, device, needs_grad)
+
+
+def case(needs_grad: bool = False, head_dim: int = 64, device: str = "cuda") -> Call:
+    return Call(1, 4, 2, 256, 256, head_dim, 64, torch.bfloat16, device, needs_grad)
+
+
+def first(pattern: rw.Pattern) -> Branch:
+    return branches(pattern, 256, 256, heads=4)[0]
+
+
+WINDOW = first(rw.SlidingWindow(9))
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tuning.VARIABLE, str(tmp_path))
+    trial._stored.cache_clear()
+    WARNED.clear()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a machine with a GPU."""
+    monkeypatch.setattr(triton, "installed", lambda: True)
+    monkeypatch.setattr(flex, "installed", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(trial, "_checked", functools.cache(trial._checked.__wrapped__))  # type: ignore[attr-defined]
+    monkeypatch.setattr(trial, "check", lambda backend, of, form: None)
+
+
+def found(monkeypatch: pytest.MonkeyPatch, lasts: bool = True, **outcomes: Outcome) -> list[Job]:
+    """Replace the processes of trials by given outcomes, and return the list of their jobs."""
+    jobs: list[Job] = []
+
+    def apart(job: Job) -> tuple[Outcome, bool]:
+        jobs.append(job)
+        return outcomes.get(job.backend, Outcome(None, 9.0)), lasts
+
+    monkeypatch.setattr(trial, "_apart", apart)
+    return jobs
+
+
+def hold(of: Call | None = None, branch: Branch = WINDOW) -> Verdict:
+    of = of or case()
+    return trial.hold(of, branch, program.contenders(of, branch))
+
+
+def chosen(of: Call | None = None, branch: Branch = WINDOW) -> str:
+    return program.choose_backend("auto", of or case(), branch).name
+
+
+# ---- the checks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_a_right_kernel_passes(dtype: torch.dtype, form: str, needs_grad: bool) -> None:
+    tried = [dense_batched.BACKEND] if cpu.module() is None else [dense_batched.BACKEND, cpu.BACKEND]
+    for backend in [*tried, *[BACKENDS["gather"]] * (form == "selected")]:
+        assert trial.check(backend, small(dtype, needs_grad), form) is None
+
+
+def test_the_cases_are_the_published_faults_of_kernels() -> None:
+    """Each form has 64 channels, a length that is no multiple of 128, NaN after the last token, and keys that nobody attends."""
+    for form in FORMS:
+        hostile = [each for each in trial._cases(small(), form) if each.hostile]
+        for each in hostile:
+            assert each.call.head_dim == each.call.value_dim == 64
+            assert each.call.nk % 128
+            allowed = each.pattern.to_dense(each.call.nq, each.call.nk, heads=4)
+            assert (form == "full") == bool(allowed.any(2).all())
+        assert hostile
+
+
+@pytest.mark.parametrize("spoiled", ["past the length", "unattended keys", "unattended values", "empty queries"])
+def test_a_kernel_that_reads_what_it_must_not_is_wrong(spoiled: str) -> None:
+    """A kernel that multiplies what it may not read by zero is found, whatever it reads."""
+
+    def backward(upstream: Upstream, inputs: Operands, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = dense_batched.backward(upstream, inputs, *rest)
+        q, k, v = inputs[:3]
+        if spoiled == "past the length" and not k.is_contiguous():
+            after = k.as_strided((*k.shape[:2], k.shape[2] + 1, k.shape[3]), k.stride(), k.storage_offset())
+            dq = dq + 0.0 * after[:, :1, -1:]
+        if spoiled == "unattended keys":
+            dq = dq + 0.0 * k.sum()
+        if spoiled == "unattended values":
+            dk = dk + 0.0 * v.sum()
+        if spoiled == "empty queries":
+            dv = dv + 0.0 * q.sum()
+        return dq, dk, dv
+
+    wrong = dataclasses.replace(dense_batched.BACKEND, backward=backward)
+    assert "it is wrong" in str(trial.check(wrong, small(), "sparse"))
+
+
+def test_terms_and_dropout_are_tried_with_what_their_tables_get() -> None:
+    about = dataclasses.replace(small(), features=frozenset({*KINDS, "dropout"}))
+    assert trial.check(dense_batched.BACKEND, about, "sparse") is None
+
+    def backward(upstream: Upstream, inputs: Operands, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        grads = dense_batched.backward(upstream, inputs, *rest)
+        assert inputs.terms is not None
+        next(total for total in inputs.terms.totals if total is not None).mul_(1.01)
+        return grads
+
+    wrong = dataclasses.replace(dense_batched.BACKEND, backward=backward)
+    assert trial.check(wrong, about, "sparse") == "tried on this GPU, it is wrong: table 0 by 0.01 of its size"
+
+
+@pytest.mark.parametrize("stored", list(STORED))
+def test_keys_and_values_of_8_bits_are_tried_as_they_are_stored(stored: torch.dtype) -> None:
+    about = dataclasses.replace(small(needs_grad=False), kv_dtype=stored)
+    assert trial.check(dense_batched.BACKEND, about, "sparse") is None
+
+    def forward(inputs: Operands, *rest: Any) -> tuple[Tensor, Tensor]:
+        assert inputs.k.dtype == stored
+        assert inputs.scales is not None
+        return dense_batched.forward(inputs._replace(scales=inputs.scales._replace(k=inputs.scales.v)), *rest)
+
+    wrong = dataclasses.replace(dense_batched.BACKEND, forward=forward)
+    assert "it is wrong: out by" in str(trial.check(wrong, about, "sparse"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x: x * 1.001, "it is wrong: dk by 0.001"),
+        (lambda x: x.fill_(torch.nan), "it is wrong: dk by nan"),
+    ],
+)
+def test_a_wrong_result_is_named(change: Callable[[Tensor], Tensor], said: str) -> None:
+    def backward(*arguments: object) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = dense_batched.backward(*arguments)  # type: ignore[arg-type]
+        return dq, change(dk), dv
+
+    wrong = dataclasses.replace(dense_batched.BACKEND, backward=backward)
+    verdict = trial.check(wrong, small(), "sparse")
+    assert verdict is not None
+    assert said in verdict
+    assert "dq" not in verdict
+    assert trial.check(wrong, small(needs_grad=False), "sparse") is None
+
+
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError, ValueError, KeyError])
+def test_an_error_of_a_kernel_is_quoted(error: type[Exception]) -> None:
+    def forward(*arguments: object) -> tuple[Tensor, Tensor]:
+        raise error("no kernel image\nand more")
+
+    broken = dataclasses.replace(dense_batched.BACKEND, forward=forward)
+    verdict = trial.check(broken, small(needs_grad=False), "sparse")
+    assert str(verdict).startswith(f"tried on this GPU, it raises {error.__name__}: ")
+    assert "no kernel image" in str(verdict)
+
+
+# ---- processes
+
+
+def instead(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    monkeypatch.setattr(trial, "_COMMAND", (sys.executable, "-c", code))
+
+
+JOB = Job("dense_batched", small(needs_grad=False), "sparse", (case(device="cpu"), WINDOW))
+
+
+def test_a_process_of_its_own_tries_and_times() -> None:
+    outcome, lasts = trial._apart(JOB)
+    assert lasts
+    assert outcome.reason is None
+    assert outcome.seconds is not None
+    assert outcome.seconds > 0
+    wrong, lasts = trial._apart(JOB._replace(backend="sdpa"))
+    assert lasts
+    assert wrong == Outcome("it can run no case of the trial")
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import ctypes; ctypes.string_at(0)", "it crashed its process (SIGSEGV)"),
+        ("raise SystemExit(3)", "it crashed its process (exit status 3)"),
+        ("import time; time.sleep(60)", "it did not finish in 1 s"),
+        (r"print('a compiler\'s words\nringweave: found ' + '[\"it is wrong\", null]')", "it is wrong"),
+    ],
+    ids=["crash", "exit", "hang", "wrong"],
+)
+def test_a_process_that_dies_or_hangs_is_an_outcome(code: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    instead(monkeypatch, BEGAN + code)
+    monkeypatch.setattr(trial, "LIMIT", 1.0)
+    outcome, lasts = trial._apart(JOB)
+    assert said in str(outcome.reason)
+    assert lasts
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        BEGAN + "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+        BEGAN + r"print('ringweave: found [\"CUDA out of memory\", null]')",
+        "raise RuntimeError('the device is busy')",
+        "import time; time.sleep(60)",
+    ],
+    ids=["killed", "no memory", "no device", "never began"],
+)
+def test_a_want_of_memory_or_of_the_device_is_not_stored(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    instead(monkeypatch, code)
+    monkeypatch.setattr(trial, "LIMIT", 1.0)
+    outcome, lasts = trial._apart(JOB)
+    assert outcome.reason is not None
+    assert not lasts
+
+
+def test_a_program_that_holds_python_is_not_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial.subprocess, "run", None)
+    for name in ("/usr/bin/blender", ""):
+        monkeypatch.setattr(trial, "_COMMAND", (name,))
+        assert trial._apart(JOB) == (Outcome("it was not tried, since no process of Python can be started"), False)
+
+
+# ---- what auto chooses
+
+
+def test_without_a_verdict_auto_takes_engines_of_pytorch(gpu: None) -> None:
+    for needs_grad in (False, True):
+        assert chosen(case(needs_grad)) == "flex"
+        assert chosen(case(needs_grad), first(rw.Causal())) == "flash"
+        assert chosen(case(needs_grad), first(rw.Selected(torch.zeros(256, 1, dtype=torch.int64)))) == "gather"
+    assert chosen(dataclasses.replace(case(), dtype=torch.float64)) == "dense_batched"
+    assert program.choose_backend("triton", case(), WINDOW).name == "triton"
+
+
+def test_steps_of_decoding_are_not_compiled_for_each_length(gpu: None) -> None:
+    (branch,) = branches(rw.SlidingWindow(9), 16, 256, heads=4, q_offset=240)
+    assert chosen(dataclasses.replace(case(), nq=16), branch) == "dense_batched"
+    assert program.choose_backend("flex", dataclasses.replace(case(), nq=16), branch).name == "flex"
+
+
+def test_a_right_and_faster_challenger_is_chosen(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = found(monkeypatch, triton=Outcome(None, 0.5), flex=Outcome(None, 1.0))
+    verdict = hold()
+    assert [job.backend for job in jobs] == list(verdict.outcomes) == ["flex", "dense_batched", "triton"]
+    assert {job.timed for job in jobs} == {(case(), WINDOW)}
+    assert chosen() == verdict.best == "triton"
+    # other kinds of calls have no verdict
+    assert chosen(case(needs_grad=True)) == "flex"
+    assert chosen(case(head_dim=128)) == "flex"
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "best"),
+    [
+        ({"triton": Outcome("tried on this GPU, it is wrong: out by 0.1 of its size", None)}, "flex"),
+        ({"triton": Outcome("it is wrong", 0.1)}, "flex"),
+        ({"triton": Outcome(None, 2.0)}, "flex"),
+        ({"triton": Outcome(None, 0.96)}, "flex"),
+        ({"triton": Outcome("tried on this GPU, it crashed its process (SIGSEGV)", None)}, "flex"),
+        ({"triton": Outcome("tried on this GPU, it did not finish in 300 s", None)}, "flex"),
+        ({"triton": Outcome("it is wrong", None), "flex": Outcome("it is wrong", None)}, "dense_batched"),
+        (dict.fromkeys(("flex", "dense_batched", "triton"), Outcome("it is wrong", None)), "dense_batched"),
+    ],
+    ids=["wrong", "wrong and timed", "slow", "as fast", "crash", "hang", "flex wrong too", "all wrong"],
+)
+def test_a_wrong_or_slow_candidate_is_never_chosen(
+    outcomes: dict[str, Outcome],
+    best: str,
+    gpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found(monkeypatch, **({"flex": Outcome(None, 1.0)} | outcomes))
+    with caplog.at_level(logging.WARNING, "ringweave"):
+        for _ in range(2):
+            assert hold().best == (None if "dense_batched" in outcomes else best)
+            assert chosen() == best
+    # each candidate that is left out is said once
+    said = [record.getMessage() for record in caplog.records]
+    assert sorted(said) == sorted(
+        f"the trial of the backend {name} on this GPU failed, and auto uses another: {each.reason}"
+        for name, each in outcomes.items() if each.reason
+    )  # fmt: skip
+
+
+def test_a_verdict_of_another_version_is_ignored(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    found(monkeypatch, triton=Outcome(None, 0.5))
+    hold()
+    kinds = {trial.kind(case(), WINDOW)}
+    assert chosen() == "triton"
+    for name, version in (("driver 1; kernels 1", None), (None, "a GPU; ringweave 0; torch 2; triton 3.6.0")):
+        with monkeypatch.context() as patch:
+            if name:
+                patch.setattr(trial, "_made_of", lambda name=name: name)
+            if version:
+                patch.setattr("ringweave.backends.tuning_keys.where", lambda device, version=version: version)
+            kinds.add(trial.kind(case(), WINDOW))
+            assert chosen() == "flex"
+    assert len(kinds) == 3
+    assert chosen() == "triton"
+    for part in ("a GPU", f"ringweave {rw.__version__}", f"torch {torch.__version__}", "triton ", "driver"):
+        assert part in str(trial.kind(case(), WINDOW))
+
+
+def test_a_kind_has_its_terms_and_form(gpu: None) -> None:
+    calls = [
+        case(), dataclasses.replace(case(), features=frozenset({"ALiBi"})),
+        dataclasses.replace(case(), features=frozenset({"Bias"}), learned=3), dataclasses.replace(case(), kv_dtype=torch.int8),
+    ]  # fmt: skip
+    assert len({trial.kind(each, WINDOW) for each in calls}) == 4
+    assert trial.kind(dataclasses.replace(case(), paged=True), WINDOW) is None
+    assert trial.kind(case(device="cpu"), WINDOW) is None
+    # the order of a set differs between processes
+    spelled = {trial.kind(dataclasses.replace(case(), features=frozenset(of)), WINDOW) for of in ("abc", "cba")}
+    assert len(spelled) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"of": 3, "date": "2026-01-01", "outcomes": {}}',
+        '{"of": "x", "date": "never", "outcomes": {}}',
+    ],
+)
+def test_a_damaged_file_is_no_verdict(text: str, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    found(monkeypatch, triton=Outcome(None, 0.5))
+    verdict = hold()
+    file = trial._file(verdict.of)
+    assert trial._read(file) == verdict
+    line = json.loads(file.read_text())
+    for damaged in (text, json.dumps(line | {"of": "another"}), json.dumps(line | {"outcomes": {"triton": [3, "x"]}})):
+        file.write_text(damaged)
+        trial._stored.cache_clear()
+        assert chosen() == "flex"
+
+
+def test_a_want_of_memory_leaves_no_verdict(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    found(monkeypatch, lasts=False, triton=Outcome("CUDA out of memory", None))
+    hold()
+    assert trial.known(case(), WINDOW) is None
+    assert trial.stored() == []
+
+
+def test_a_folder_that_cannot_be_made_leaves_flex(gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "file"))
+    found(monkeypatch, triton=Outcome(None, 0.5))
+    assert hold().best == "triton"
+    assert chosen() == "flex"
+
+
+def test_trials_are_held_beside_first_calls_only_if_asked(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = found(monkeypatch, triton=Outcome(None, 0.5), flex=Outcome(None, 1.0))
+    threads: list[Any] = []
+
+    class Thread:
+        def __init__(self, target: Callable[[], None], **how: object):
+            threads.append(target)
+
+        def start(self) -> None:
+            pass
+
+    monkeypatch.setattr(trial.threading, "Thread", Thread)
+    assert chosen() == "flex"
+    assert not threads
+    monkeypatch.setenv(trial.VARIABLE, "background")
+    assert [chosen(), chosen()] == ["flex", "flex"]
+    (run,) = threads
+    run()
+    assert len(jobs) == 3
+    assert chosen() == "triton"
+    assert len(threads) == 1
+
+
+def test_explain_and_doctor_show_the_verdict_with_its_age(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = {"heads": 4, "kv_heads": 2, "dtype": torch.bfloat16, "device": "cuda", "as_dict": True, "needs_grad": False}
+    facts = functools.partial(rw.explain, rw.SlidingWindow(9), 256, **call)
+    before = facts()["backend"]
+    assert before["chosen"] == [{"backend": "flex", "branches": 1}]
+    assert before["trials"] == []
+    assert before["others"]["triton"] == [
+        "used only when named, or where a trial finds it right and faster: ringweave tune --gpu"
+    ]
+    found(monkeypatch, triton=Outcome("it is wrong", None), flex=Outcome(None, 1e-3))
+    verdict = hold()
+    after = facts()["backend"]
+    assert after["trials"] == ["flex 1 ms; dense_batched 9 s; triton: it is wrong (tried today)"]
+    assert after["others"]["triton"] == ["it is wrong"]
+    assert after["measured"] == 1
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    shown = diagnose()["trials"]
+    assert list(shown.values()) == ["flex: flex 1 ms; dense_batched 9 s; triton: it is wrong (tried today)"]
+    trial._keep(verdict._replace(of="another version", date="2020-01-01T00:00:00+00:00"))
+    assert diagnose()["trials"]["ignored"] == "1 on other versions or devices"
+    trial._keep(verdict._replace(date="2020-01-01T00:00:00+00:00"))
+    assert "days ago" in facts()["backend"]["trials"][0]
+    call["as_dict"] = False
+    text = rw.explain(rw.SlidingWindow(9), 256, **call)  # type: ignore[call-overload]
+    assert "chosen by a trial on this machine" in text
+    assert "trial: flex 1 ms" in text
+
+
+# ---- checks before the first use
+
+
+@pytest.fixture
+def checks(gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Call, str]]:
+    """Record the checks on a machine with a GPU, where ``flash`` is wrong at D = 128."""
+    made: list[tuple[str, Call, str]] = []
+
+    def check(backend: Any, of: Call, form: str) -> str | None:
+        made.append((backend.name, of, form))
+        return "it is wrong" if of.head_dim == 128 else None
+
+    monkeypatch.setattr(trial, "check", check)
+    return made
+
+
+def test_a_dense_kernel_is_checked_once_for_each_kind(
+    checks: list[tuple[str, Call, str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    wide, causal = dataclasses.replace(case(head_dim=128), value_dim=128), first(rw.Causal())
+    with caplog.at_level(logging.WARNING, "ringweave"):
+        for _ in range(2):
+            assert chosen(case(), causal) == "flash"
+            assert chosen(case(), first(rw.Full())) == "flash"
+            assert chosen(wide, causal) == "flex"
+    assert [(name, of.head_dim, form) for name, of, form in checks] == [
+        ("flash", 64, "causal"), ("flash", 64, "full"), ("flash", 128, "causal"),
+    ]  # fmt: skip
+    assert {of.device for _, of, _ in checks} == {"cuda:0"}
+    (record,) = caplog.records
+    assert record.getMessage() == "auto leaves out the backend flash on cuda:0: it is wrong"
+    assert program.choose_backend("flash", wide, causal).name == "flash"
+
+
+def test_nothing_is_tried_while_a_graph_is_captured(
+    checks: list[tuple[str, Call, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    causal = first(rw.Causal())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert chosen(case(), causal) == "flex"
+    assert not checks
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert chosen(case(), causal) == "flash"
+    # the result is remembered, so a capture can use it
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert chosen(case(), causal) == "flash"
+
+
+def test_a_kernel_that_is_compiled_here_is_checked_in_a_process_and_the_verdict_is_stored(
+    gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sparse = dataclasses.replace(dense_batched.BACKEND, name="flash", checked=True)
+    jobs = found(monkeypatch, flash=Outcome("it is wrong", None))
+    for _ in range(2):
+        assert trial.reason(sparse, case(), WINDOW) == "it is wrong"
+        trial._checked.cache_clear()
+    (job,) = jobs
+    assert (job.backend, job.form, job.timed, job.small.device) == ("flash", "sparse", None, "cuda:0")
+
+
+def test_on_a_cpu_explain_says_what_they_need() -> None:
+    others = rw.explain(rw.SlidingWindow(9), 256, as_dict=True)["backend"]["others"]
+    assert others["flash"] == ["it calls kernels for CUDA tensors, and these are on cpu"]
+    assert others["flex"] == ["FlexAttention compiled for a CPU returns no lse and has no backward"]
+    assert others["triton"] == ["on a CPU it is used only when named"]
+    assert others["reference"] == ["used only when named"]
+
+
+def test_without_a_gpu_auto_answers_as_if_all_went_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, auto assumes that every check passes, so that plans for other machines can be explained."""
+    assert not torch.cuda.is_available()
+    monkeypatch.setattr(flex, "installed", lambda: True)
+    assert chosen() == "flex"
+    assert chosen(case(), first(rw.Causal())) == "flash"
+
+
+@pytest.mark.skipif(not triton.installed(), reason="triton is not installed (it has wheels for Linux only)")
+def test_an_error_of_triton_is_one_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    from ringweave.backends.triton import launch
+
+    def forward(*arguments: object) -> tuple[Tensor, Tensor]:
+        raise OutOfResources(300, 227, "shared memory")
+
+    monkeypatch.setattr(launch, "forward", forward)
+    x = torch.randn(1, 1, 16, 16)
+    with pytest.raises(UnsupportedError, match=r"got 'triton' \(OutOfResources: out of resource: shared memory"):
+        triton.forward(Operands(x, x, x, 1.0), first(rw.Full()), torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_the_gpu_kernels_pass_on_the_device(dtype: torch.dtype, form: str, needs_grad: bool) -> None:
+    of = dataclasses.replace(small(dtype, needs_grad, "cuda"), head_dim=64, value_dim=64)
+    names = ["triton", "flex", *["flash"] * (form in ("full", "causal")), *["gather"] * (form == "selected")]
+    assert {name: trial.check(BACKENDS[name], of, form) for name in names} == dict.fromkeys(names)
