@@ -28,6 +28,7 @@ from ..tune.session import Session
 #: A function that receives the part, the share of it that is done, and a progress message.
 Advance = Callable[[str, float, str], None]
 _TRAINED = ("ringweave", "dense causal")
+_CHOSEN_BLOCK = 64  # keys
 
 
 def bits(nats: float) -> float:
@@ -55,6 +56,7 @@ class DemoSizes:
         head_dim: Channels of a head.
         rounds: Number of timed rounds.
         steps: Training steps of each model.
+        chosen: Tokens, query heads and blocks of a query where an indexer chooses the keys.
         around: Tokens, window and steps of the training that several processes share.
         speed_budget: Seconds after which no further timed round of a length and direction starts.
         around_budget: Seconds after which the shared training is stopped.
@@ -72,6 +74,7 @@ class DemoSizes:
     head_dim: int
     rounds: int
     steps: int
+    chosen: tuple[int, int, int]
     around: tuple[int, int, int]
     speed_budget: float
     around_budget: float
@@ -83,13 +86,13 @@ class DemoSizes:
 
 WHOLE = DemoSizes(
     lengths=(8192, 16384), context=8192, window=1024, sinks=64, heads=2, head_dim=64, rounds=3, steps=24,
-    around=(4096, 256, 10), speed_budget=4.0, around_budget=60.0, train_budget=100.0, train_least=40.0,
-    whole_budget=100.0, peers=("sdpa", "flex"),
+    chosen=(4096, 16, 8), around=(4096, 256, 10), speed_budget=4.0, around_budget=60.0, train_budget=100.0,
+    train_least=40.0, whole_budget=100.0, peers=("sdpa", "flex"),
 )  # fmt: skip
 QUICK = DemoSizes(
     lengths=(2048, 4096), context=2048, window=256, sinks=16, heads=4, head_dim=64, rounds=3, steps=24,
-    around=(1024, 128, 4), speed_budget=3.0, around_budget=60.0, train_budget=10.0, train_least=4.0,
-    whole_budget=16.0, peers=("sdpa",),
+    chosen=(1024, 16, 4), around=(1024, 128, 4), speed_budget=3.0, around_budget=60.0, train_budget=10.0,
+    train_least=4.0, whole_budget=16.0, peers=("sdpa",),
 )  # fmt: skip
 
 
@@ -129,6 +132,39 @@ class PatternFacts:
 
 
 @dataclass(frozen=True)
+class ChosenKeys:
+    """Attention over the blocks of the keys that an indexer chooses, next to torch's dense causal attention.
+
+    Attributes:
+        tokens: Length of the text.
+        heads: Query heads, which share a key head and its lists.
+        blocks: Most blocks of a query.
+        block_size: Keys of a block.
+        seconds: Seconds that the indexer took.
+        outcomes: The checked and timed peers, in both directions.
+    """
+
+    tokens: int
+    heads: int
+    blocks: int
+    block_size: int
+    seconds: float
+    outcomes: tuple[Outcome, ...]
+
+    def ratio(self) -> float | None:
+        """Return dense attention's time over ringweave's, forward and backward."""
+        dense = next(o for o in self.outcomes if o.direction == BOTH and o.peer == "sdpa")
+        return None if dense.over_first is None else dense.over_first.medians
+
+    def summary(self) -> str:
+        """Return the figures as a line of text."""
+        found = self.ratio()
+        speed = "not timed" if found is None else f"{faster(found)} than dense attention, forward + backward"
+        lists = f"{self.blocks} blocks of {self.block_size} of {self.tokens:,} tokens a query, {self.heads} heads"
+        return f"{lists}: {speed}; chosen in {self.seconds:.2f} s"
+
+
+@dataclass(frozen=True)
 class DemoResult:
     """All figures of a demonstration; ``around`` is the reason if the shared training could not run."""
 
@@ -142,6 +178,7 @@ class DemoResult:
     pattern: PatternFacts
     exactness: Exactness
     outcomes: tuple[Outcome, ...]
+    chosen: ChosenKeys
     training: dict[str, Training]
     training_backend: str
     around: SharedTraining | str
@@ -161,7 +198,7 @@ class DemoResult:
     def correct(self) -> bool:
         """Whether every checked result is correct."""
         together = isinstance(self.around, str) or self.around.correct
-        return self.exact and together and not any(outcome.wrong for outcome in self.outcomes)
+        return self.exact and together and not any(o.wrong for o in (*self.outcomes, *self.chosen.outcomes))
 
     def find(self, tokens: int, direction: str, peer: str) -> Outcome:
         """Return the outcome of a peer."""
@@ -188,7 +225,8 @@ class DemoResult:
 
     def remarks(self) -> list[str]:
         """Return the reasons why peers were not timed, each once."""
-        return sorted({f"{o.peer}, {o.direction}: {o.reason}." for o in self.outcomes if o.reason is not None})
+        every = *self.outcomes, *self.chosen.outcomes
+        return sorted({f"{o.peer}, {o.direction}: {o.reason}." for o in every if o.reason is not None})
 
     def summary(self) -> list[tuple[str, str]]:
         """Return the other figures as (name, text)."""
@@ -202,6 +240,7 @@ class DemoResult:
                 f"{'right' if self.exact else 'WRONG'}: largest error of the output {mine.largest:.1e}, "
                 f"torch's masked attention {torchs.largest:.1e}, both against float64",
             ),
+            ("chosen keys", self.chosen.summary()),
             (
                 "training",
                 f"{sparse.tokens_per_second:,.0f} tokens/s, with dense attention {dense.tokens_per_second:,.0f}: "
@@ -236,6 +275,7 @@ def run_demo(*, quick: bool = False, advance: Advance = lambda part, done, text:
     exactness = _exactness(pattern, corpus, sizes)
     advance("Exactness", 1.0, "")
     speed = _speed(pattern, corpus, sizes, advance)
+    chosen = _chosen(corpus, sizes, advance)
     # a slow or busy machine trains for fewer steps
     left = sizes.whole_budget - (time.perf_counter() - start)
     training, backend = _train(pattern, corpus, sizes, min(sizes.train_budget, max(left, sizes.train_least)), advance)
@@ -252,6 +292,7 @@ def run_demo(*, quick: bool = False, advance: Advance = lambda part, done, text:
         pattern=facts,
         exactness=exactness,
         outcomes=tuple(speed),
+        chosen=chosen,
         training=training,
         training_backend=backend,
         around=together,
@@ -296,6 +337,27 @@ def _speed(pattern: rw.Pattern, corpus: Corpus, sizes: DemoSizes, advance: Advan
         found += outcomes(Comparison([entry], rounds=sizes.rounds, budget=sizes.speed_budget), say, inputs=inputs)
     advance(part, 1.0, "")
     return found
+
+
+def _chosen(corpus: Corpus, sizes: DemoSizes, advance: Advance) -> ChosenKeys:
+    tokens, heads, blocks = sizes.chosen
+    part = "Chosen keys"
+    advance(part, 0.0, "the indexer")
+    q, k, v, dout = text_inputs(corpus, tokens, heads=heads, head_dim=sizes.head_dim)
+    k, v = k[:, :1].contiguous(), v[:, :1].contiguous()
+    start = time.perf_counter()
+    best = rw.adaptive.lightning_indexer(q.transpose(1, 2), k[:, 0], torch.ones(1, tokens, heads), blocks)
+    seconds = time.perf_counter() - start
+    # the blocks that hold the best keys: a block that holds several of them counts once
+    pattern = rw.Selected((best // _CHOSEN_BLOCK)[:, None], _CHOSEN_BLOCK) & rw.Causal()
+    problem = Problem("chosen keys", pattern, tokens, heads, sizes.head_dim, kv_heads=1)
+    comparison = Comparison(
+        [(problem, ("ringweave", "sdpa"))], ("forward", BOTH), rounds=sizes.rounds, budget=sizes.speed_budget
+    )
+    advance(part, 0.3, "timing in turn")
+    found = tuple(outcomes(comparison, inputs=Sample(q, k, v, dout)))
+    advance(part, 1.0, "")
+    return ChosenKeys(tokens, heads, blocks, _CHOSEN_BLOCK, seconds, found)
 
 
 def _around(sizes: DemoSizes, threads: int, advance: Advance) -> SharedTraining | str:
