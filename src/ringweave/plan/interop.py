@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from ..errors import PatternError
 from ..patterns import BlockTable, Pattern, from_mask_mod
+from ..patterns.function import MaskMod
+from ..patterns.per_pair import per_pair
 
 if TYPE_CHECKING:
     from .block_plan import BlockPlan
@@ -68,39 +71,68 @@ def from_block_mask(block_mask: Any) -> Pattern:
     """Make a pattern of a FlexAttention ``BlockMask``: its full blocks, and its partial blocks with ``mask_mod``.
 
     Args:
-        block_mask: Mask from ``create_block_mask`` or ``BlockMask.from_kv_blocks``.
+        block_mask: Mask from ``create_block_mask`` or ``BlockMask.from_kv_blocks``. Of each row of indices the first
+            ``kv_num_blocks`` count, in any order. ``mask_mod`` is called with 0-dim tensors, under ``torch.vmap``.
     Returns:
         A pattern for the mask's batch, heads and lengths (batch or heads of 1 broadcast).
     Raises:
-        PatternError: The value is not a BlockMask.
+        PatternError: The value is not a BlockMask, its blocks do not cover its queries, or its function fails.
     Example:
         >>> from torch.nn.attention.flex_attention import create_block_mask
         >>> causal = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, device="cpu")
         >>> rw.from_block_mask(causal).to_dense(256)[0, 0].equal(rw.Causal().to_dense(256)[0, 0])
         True
     """
-    from torch.nn.attention.flex_attention import BlockMask
+    from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
     if not isinstance(block_mask, BlockMask):
         raise PatternError(
             "block_mask", type(block_mask).__name__, "a FlexAttention BlockMask", "Build it with create_block_mask."
         )
-    size = block_mask.BLOCK_SIZE
-    nk = block_mask.seq_lengths[1]
-    blocks = -(-nk // size[1])
-
-    def table(counts: Tensor, indices: Tensor) -> BlockTable:
-        batch, heads, rows = counts.shape
-        # drop axes of length 1, which broadcast
-        shape = ((batch, heads) if batch > 1 else (heads,) if heads > 1 else ()) + (rows,)
-        return BlockTable(
-            indices=indices.reshape(*shape, -1),
-            counts=counts.reshape(shape),
-            key_blocks=max(blocks, indices.shape[-1]),
-            block_size=(size[0], size[1]),
-        )
-
-    partial = table(block_mask.kv_num_blocks, block_mask.kv_indices) & from_mask_mod(block_mask.mask_mod)
-    if block_mask.full_kv_num_blocks is None or block_mask.full_kv_indices is None:
+    nq, nk = block_mask.seq_lengths
+    # a side of 2 ** 30 stands for one block of any length
+    size = min(block_mask.BLOCK_SIZE[0], nq), min(block_mask.BLOCK_SIZE[1], nk)
+    blocks = -(-nq // size[0]), -(-nk // size[1])
+    listed = _set_blocks(block_mask.kv_num_blocks, block_mask.kv_indices, blocks)
+    full = None
+    if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
+        full = _set_blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, blocks)
+    if block_mask.mask_mod is noop_mask:
+        return _table(listed if full is None else full | listed, size)
+    # a table without set blocks is left out where that needs no copy from a GPU: calls then take less time
+    on_cpu = listed.device.type == "cpu"
+    if full is not None and on_cpu and not bool(listed.any()):
+        return _table(full, size)
+    partial = _table(listed, size) & from_mask_mod(functools.partial(_of_pairs, block_mask.mask_mod))
+    if full is None or (on_cpu and not bool(full.any())):
         return partial
-    return table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices) | partial
+    return _table(full, size) | partial
+
+
+def _of_pairs(mask_mod: MaskMod, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Return a mask function's values for index tensors; its batch element and head may be unused."""
+    return per_pair(mask_mod, b, h, q, k, narrow=(0, 1))
+
+
+def _set_blocks(counts: Tensor, indices: Tensor, blocks: tuple[int, int]) -> Tensor:
+    """Return the table of blocks that lists set; a block that begins after the last key is left out."""
+    rows, columns = blocks
+    if indices.shape[-2] < rows:
+        raise PatternError(
+            "block_mask",
+            f"{indices.shape[-2]} rows of blocks",
+            f"{rows} for its queries",
+            "Set seq_lengths to the lengths that its blocks cover.",
+        )
+    counts, indices = counts[..., :rows], indices[..., :rows, :]
+    counted = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    places = torch.where(counted & (indices >= 0) & (indices < columns), indices, columns).long()
+    table = torch.zeros(*places.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
+    return table.scatter_(-1, places, True)[..., :columns]
+
+
+def _table(blocks: Tensor, size: tuple[int, int]) -> BlockTable:
+    batch, heads, rows, columns = (1, 1, *blocks.shape)[-4:]
+    # axes of length 1 are dropped, since they broadcast
+    shape = ((batch, heads) if batch > 1 else (heads,) if heads > 1 else ()) + (rows, columns)
+    return BlockTable(blocks.reshape(shape), block_size=size)

@@ -1,1 +1,14 @@
-"""FlexAttention for callers of torch, on a processor and with gradients."""
+"""FlexAttention's function for processors, with gradients; importing it installs nothing.
+
+    >>> from ringweave.integrations.flex_attention import flex_attention
+
+:func:`install` sends torch's own function here for tensors on the CPU that require gradients.
+"""
+
+from ...names import only
+from .attention import flex_attention
+from .explained import explain
+from .installed import install
+
+__all__ = ["explain", "flex_attention", "install"]
+__dir__ = only(__all__)

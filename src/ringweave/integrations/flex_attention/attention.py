@@ -1,0 +1,169 @@
+"""FlexAttention's function: read the mask and the score function, and call ringweave's attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...api import attention_with_lse
+from ...patterns import Full, Pattern
+from ...torch_compat import uncompiled
+from ...types import acc_dtype
+from .arguments import check
+from .block_masks import pattern_of
+from .score_terms import Recognised, Sizes, recognised
+from .symbols import UntraceableError
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@uncompiled("Call it outside of code that is compiled with fullgraph=True; other compiled code breaks its graph here.")
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """Compute ``torch.nn.attention.flex_attention.flex_attention`` on a CPU, with gradients.
+
+    ``out[i] = sum_j softmax_j(score_mod(scale * <query[i], key[j]>, b, h, i, j)) value[j]`` over the pairs of the full
+    blocks of ``block_mask``, and over those of its partial blocks for which its ``mask_mod`` holds. A row that attends
+    nothing gives 0. Gradients reach the query, keys and values, also through lse, and every tensor that ``score_mod``
+    captures.
+
+    Score functions that are score terms run in the kernel: a soft cap, ALiBi, a bias by head and distance, and a table
+    by batch element, head, query and key. Any other function is computed with torch in tiles, which is slower;
+    :func:`explain` tells which. Both functions are called with 0-dim tensors under ``torch.vmap``, and read at each
+    call, so that values that they capture may change between calls. Tensors on other devices go to torch's function.
+
+    Args:
+        query: (B, Hq, L, E), float32, float16, bfloat16 or float64, any strides.
+        key: (B or 1, Hkv, S, E), dtype and device of the query.
+        value: (B or 1, Hkv, S, Ev).
+        score_mod: ``score_mod(score, b, h, q, k)`` of a score and whole-number indices; h is the query head.
+        block_mask: ``BlockMask`` for L queries and S keys, with a batch of 1 or B and heads of 1 or Hq.
+        scale: Factor of the scores; 1 / sqrt(E) by default.
+        enable_gqa: Whether Hkv may be a divisor of Hq.
+        return_lse: Whether to return (out, lse).
+        kernel_options: Accepted and ignored.
+        return_aux: ``AuxRequest`` of torch: which of lse and max_scores to return.
+    Returns:
+        out (B, Hq, L, Ev), with the query's dtype and order of strides; with ``return_lse`` (out, lse); with
+        ``return_aux`` (out, ``AuxOutput``), in which values that were not asked for are None. lse (B, Hq, L) is the
+        natural logarithm, in float32 (float64 for float64), and -inf for a row that attends nothing. ``max_scores`` has
+        lse's shape and dtype, and no gradient.
+    Raises:
+        ShapeError: Sizes do not fit, ``block_mask`` is for other lengths, or both ``return_lse`` and ``return_aux`` are
+            given (a ValueError).
+        NotImplementedError: A tensor is nested or does not have four dimensions.
+        UnsupportedError: ``block_mask`` is a slice without a ``mask_mod``, or on another device (a RuntimeError).
+        PatternError: ``mask_mod`` fails, or what it reads changed between a call and its gradient (a ValueError).
+    Example:
+        >>> from ringweave.integrations.flex_attention import flex_attention
+        >>> slope = torch.tensor(0.1, requires_grad=True)
+        >>> out = flex_attention(q, k, v, lambda score, b, h, i, j: score - slope * (i - j).abs())
+        >>> out.sum().backward()
+        >>> slope.grad.shape
+        torch.Size([])
+
+    References:
+        Dong et al. (2024), Flex Attention: a programming model for generating optimized attention kernels.
+    """
+    if isinstance(query, Tensor) and query.device.type != "cpu":
+        from torch.nn.attention import flex_attention as peer
+
+        return peer.flex_attention(
+            query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
+            return_aux=return_aux,
+        )  # fmt: skip
+    check(query, key, value, block_mask, enable_gqa, return_lse, return_aux)
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    if dtype is not None:
+        query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
+    with_max = return_aux is not None and return_aux.max_scores
+    with torch.autocast("cpu", enabled=False):
+        out, lse, most = _attend(query, key, value, score_mod, block_mask, scale, with_max)
+    if return_aux is not None:
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=most)
+    return (out, lse) if return_lse else out
+
+
+class Read(NamedTuple):
+    """A call as ringweave computes it.
+
+    Attributes:
+        pattern: The allowed pairs.
+        score: The score function as terms; None if it takes the general path.
+        why: The reason for the general path.
+    """
+
+    pattern: Pattern
+    score: Recognised | None
+    why: str
+
+
+def read(query: Tensor, key: Tensor, score_mod: ScoreMod | None, block_mask: Any) -> Read:
+    """Read the mask and the score function of a checked call."""
+    batch, heads, nq, _ = query.shape
+    nk = key.shape[2]
+    if 0 in (batch, heads, nq, nk):
+        return Read(Full(), None, "there are no pairs")
+    pattern = pattern_of(block_mask, nq, nk)
+    try:
+        return Read(pattern, recognised(score_mod, Sizes(batch, heads, nq, nk, acc_dtype(query.dtype))), "")
+    except UntraceableError as error:
+        return Read(pattern, None, str(error))
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None,
+    block_mask: Any,
+    scale: float | None,
+    with_max: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    if key.shape[0] == 1:
+        key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    pattern, score, _ = read(query, key, score_mod, block_mask)
+    most = None
+    if score is None or with_max:
+        # imported with the first call that needs it
+        from .score_tiles import attend
+
+        given = score_mod or _unchanged
+        if score is None:
+            out, lse, most = attend(query, key, value, pattern, given, scale=scale)
+            return _in_order_of(query, out), lse, most if with_max else None
+        with torch.no_grad():
+            most = attend(query, key, value, pattern, given, scale=scale)[2]
+    factor = scale if score.factor == 1 else scale * score.factor
+    out, lse = attention_with_lse(query, key, value, pattern, scale=factor, terms=score.terms)
+    return _in_order_of(query, out), lse, most
+
+
+def _unchanged(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return score
+
+
+def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
+    """Return the output with its dimensions in memory in the order of the query's, and the last one innermost."""
+    order = [*sorted(range(3), key=query.stride, reverse=True), 3]
+    ordered = out.permute(order)
+    if ordered.is_contiguous():
+        return out
+    return ordered.contiguous().permute([order.index(dim) for dim in range(4)])

@@ -1,0 +1,65 @@
+"""Call a function of 0-dim index tensors for many values at once, as FlexAttention calls its functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class ScalarIndices(TorchFunctionMode):
+    """Let ``table[i]`` look up a mapped 0-dim tensor; torch would read it as a number, which vmap forbids."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Replace a look-up by scalars with the operator that takes tensors."""
+        if func is Tensor.__getitem__:
+            table, index = args
+            listed = index if isinstance(index, tuple) else (index,)
+            if any(isinstance(each, Tensor) for each in listed) and all(map(_is_place, listed)):
+                places = [each if isinstance(each, Tensor) else torch.tensor(each, device="cpu") for each in listed]
+                return torch.ops.aten.index(table, places)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_place(index: object) -> bool:
+    return isinstance(index, Tensor) or type(index) is int
+
+
+def per_pair(fn: Callable[..., Tensor], *arguments: Tensor, narrow: Sequence[int] = ()) -> Tensor:
+    """Return the results of a function for each element of tensors that broadcast.
+
+    The function gets 0-dim tensors, so a reduction in it (``(x[q] * y[k]).sum()``) is one of each element.
+
+    Args:
+        fn: The function, which ``torch.vmap`` must be able to map.
+        arguments: Its arguments, which broadcast to one shape.
+        narrow: Dimensions that have length 1 in the result if the function does not use them.
+    """
+    shape = torch.broadcast_shapes(*(x.shape for x in arguments))
+    dims = [dim for dim, size in enumerate(shape) if size != 1]
+    wide = [x.reshape((1,) * (len(shape) - x.ndim) + tuple(x.shape)) for x in arguments]
+    squeezed = [x.reshape([size for size in x.shape if size != 1]) for x in wide]
+    unused: set[int] = set()
+
+    def results() -> Tensor:
+        mapped = fn
+        for dim in reversed(dims):
+            along = tuple(0 if x.shape[dim] != 1 else None for x in wide)
+            mapped = torch.vmap(mapped, along, None if dim in unused else 0)
+        with ScalarIndices():
+            return mapped(*squeezed)
+
+    for dim in narrow:
+        if dim in dims:
+            unused.add(dim)
+            try:
+                results()
+            except ValueError:
+                # vmap refuses to return a result that depends on the dimension
+                unused.discard(dim)
+    return results().reshape([1 if dim in unused else size for dim, size in enumerate(shape)])

@@ -1,0 +1,199 @@
+"""FlexAttention's function is its definition: outputs, log-sum-exps, and the gradients of all tensors."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import flex_attention as torch_flex
+
+from ringweave.errors import RingweaveError
+from ringweave.integrations.flex_attention import explain, flex_attention
+
+from ..oracle import Inputs
+from .flex_cases import MASKS, allowed, causal, compare, sparse
+
+# torch warns of its own function without a compiler, and of return_lse
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without", "ignore:return_lse is deprecated")
+
+N = 150
+Made = Callable[..., Callable[..., Tensor]]
+
+
+def softcap() -> Any:
+    return lambda s, b, h, q, k: 5.0 * torch.tanh(s / 5.0)
+
+
+def alibi(slopes: Tensor) -> Any:
+    return lambda s, b, h, q, k: s - slopes[h] * (q - k).abs()
+
+
+def by_distance(table: Tensor) -> Any:
+    return lambda s, b, h, q, k: s + table[h, q - k + N]
+
+
+def clipped(table: Tensor) -> Any:
+    return lambda s, b, h, q, k: s + table[h, torch.clamp(k - q, -8, 8) + 8]
+
+
+def by_pair(table: Tensor) -> Any:
+    return lambda s, b, h, q, k: s + table[b, h, q, k]
+
+
+def of_head_and_cap(table: Tensor, biases: Tensor) -> Any:
+    return lambda s, b, h, q, k: 9 * (0.7 * s / 9).tanh() + table[q, k] - biases[h]
+
+
+def scaled_by_head(factors: Tensor) -> Any:
+    return lambda s, b, h, q, k: s * factors[h] + (q - k).abs() * 0.01
+
+
+def squared(table: Tensor) -> Any:
+    return lambda s, b, h, q, k: s + 0.1 * s * s - table[k] * q / 50
+
+
+def masking() -> Any:
+    return lambda s, b, h, q, k: torch.where((q - k) % 4 > 0, s, -float("inf"))
+
+
+#: Score functions with the shapes of their tables, and the terms that they are recognised as.
+SCORES: dict[str, tuple[Made, dict[str, tuple[int, ...]], str]] = {
+    "softcap": (softcap, {}, "Softcap"),
+    "alibi": (alibi, {"slopes": (4,)}, "DistanceBias"),
+    "by_distance": (by_distance, {"table": (4, 2 * N)}, "DistanceBias"),
+    "clipped": (clipped, {"table": (4, 17)}, "DistanceBias"),
+    "by_pair": (by_pair, {"table": (2, 4, N, N)}, "Bias"),
+    "of_head_and_cap": (of_head_and_cap, {"table": (N, N), "biases": (4,)}, "Softcap, Bias, DistanceBias"),
+    "scaled_by_head": (scaled_by_head, {"factors": (4,)}, "general path"),
+    "squared": (squared, {"table": (N,)}, "general path"),
+    "masking": (masking, {}, "general path"),
+}
+
+
+def tables(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {each: torch.randn(shape, generator=generator).to(dtype) for each, shape in SCORES[name][1].items()}
+
+
+def test_the_signature_is_torchs() -> None:
+    ours, theirs = inspect.signature(flex_attention).parameters, inspect.signature(torch_flex).parameters
+    assert [(p.name, p.kind, p.default) for p in ours.values()] == [
+        (p.name, p.kind, p.default) for p in theirs.values()
+    ]
+
+
+@pytest.mark.parametrize("nq, nk", [(N, N), (37, 129)])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(mask: str, nq: int, nk: int) -> None:
+    """Each kind of mask, with lengths that are no multiple of a block, and grouped heads."""
+    x = Inputs.random(nq, nk, batch=2, heads=4, kv_heads=2)
+    compare(x, MASKS[mask](2, 4, nq, nk), None, {})
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "sparse", "listed"])
+@pytest.mark.parametrize("score", SCORES)
+def test_scores(score: str, mask: str) -> None:
+    x = Inputs.random(N, batch=2, heads=4)
+    compare(x, MASKS[mask](2, 4, N, N), SCORES[score][0], tables(score))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("score", SCORES)
+def test_dtypes(score: str, dtype: torch.dtype) -> None:
+    """Tables have gradients in their own dtype."""
+    x = Inputs.random(N, batch=2, heads=4, kv_heads=1, dim=24, value_dim=8, dtype=dtype)
+    compare(x, MASKS["causal"](2, 4, N, N), SCORES[score][0], tables(score, dtype), scale=0.3)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_what_is_recognised(score: str) -> None:
+    x = Inputs.random(N, batch=2, heads=4)
+    learned = {name: table.requires_grad_() for name, table in tables(score).items()}
+    text = explain(x.q, x.k, x.v, SCORES[score][0](**learned)).splitlines()[-1]
+    assert text.startswith("score_mod ")
+    assert SCORES[score][2] in text
+
+
+SPELLINGS: dict[str, tuple[str, Any]] = {
+    "nothing": ("none", lambda s, b, h, q, k: s),
+    "cap by a factor": ("Softcap", lambda s, b, h, q, k: (s * (1 / 3.0)).tanh() * 3.0),
+    "cap in a tensor": ("Softcap", lambda s, b, h, q, k, cap=torch.tensor(3.0): cap * torch.tanh(s / cap)),  # noqa: B008
+    "scaled": ("factor 2.5", lambda s, b, h, q, k: s * 5 / 2),
+    "negative slopes": ("ALiBi", lambda s, b, h, q, k: s + -(abs(k - q) * torch.tensor([0.5, 0.1])[h])),
+    "negative distances": ("ALiBi", lambda s, b, h, q, k: s + -abs(k - q) * torch.tensor([0.5, 0.1])[h]),
+    "opposite slopes": ("ALiBi", lambda s, b, h, q, k: s + (q - k).abs() * -torch.tensor([0.5, 0.1])[h]),
+    "one slope": ("ALiBi", lambda s, b, h, q, k: s - 0.1 * torch.abs(q - k)),
+    # attention-gym's
+    "slopes of a formula": ("DistanceBias", lambda s, b, h, q, k: s + (k - q) * torch.exp2(-((h + 1) * 8.0 / 2))),
+    "relative": ("DistanceBias", lambda s, b, h, q, k: s + (q - k)),
+    "floats": ("DistanceBias", lambda s, b, h, q, k: s - (q.float() - k.float()).pow(2) / 100),
+    "comparison": ("DistanceBias", lambda s, b, h, q, k: torch.where(q > k, 0.5, -1.0) + s),
+    "shifted": ("DistanceBias", lambda s, b, h, q, k, t=torch.randn(79): s + t[(k + 39) - q]),  # noqa: B008
+    "masked": ("DistanceBias", lambda s, b, h, q, k: s + torch.where(q >= k, 0.0, float("-inf"))),
+    "of keys": ("Bias", lambda s, b, h, q, k, t=torch.randn(2, 40): s + t[b, k]),  # noqa: B008
+    "of queries": ("Bias", lambda s, b, h, q, k: s + q % 3),
+    "step by step": ("Bias", lambda s, b, h, q, k, t=torch.randn(2, 1, 40, 60): s + t[b][0][q][k]),  # noqa: B008
+    "transposed": ("Bias", lambda s, b, h, q, k, t=torch.randn(40, 2, 40): s + t[k, h, q]),  # noqa: B008
+    "two": ("ALiBi, DistanceBias", lambda s, b, h, q, k: s - (q - k).abs() * 0.1 + h),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spellings(name: str) -> None:
+    """Spellings that are recognised, which torch's own function computes too."""
+    what, score_mod = SPELLINGS[name]
+    x = Inputs.random(40, batch=2, heads=2)
+    got = flex_attention(x.q, x.k, x.v, score_mod, return_lse=True)
+    want = torch_flex(x.q, x.k, x.v, score_mod, return_lse=True)
+    torch.testing.assert_close(got, want)
+    assert explain(x.q, x.k, x.v, score_mod).splitlines()[-1] == f"score_mod {what}"
+    assert explain(x.q, x.k, x.v, score_mod, as_dict=True)["score_mod"] == what
+
+
+class Straight(torch.autograd.Function):
+    """The identity with a gradient of its own."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 3 * grad
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, x: Tensor) -> tuple[Tensor, Any]:
+        return Straight.apply(x), dims[0]
+
+
+UNKNOWN: dict[str, tuple[str, Any]] = {
+    "other cap": ("no score term", lambda s, b, h, q, k: 5.0 * torch.tanh(s / 4.0)),
+    "product of positions": ("neither", lambda s, b, h, q, k: s + q * k * 1e-3),
+    "position of a group": ("neither", lambda s, b, h, q, k: s - (q // 4 - k // 4).abs() * 0.1),
+    "rounded": ("neither", lambda s, b, h, q, k: s + ((q + 0.3) - k) * 0.01),
+    "after a cap": ("multiplies the score after", lambda s, b, h, q, k: 2 * (3 * torch.tanh(s / 3))),
+    "detached": ("no score term", lambda s, b, h, q, k: s.detach() + s * 0),
+    "own gradient": ("autograd.Function", lambda s, b, h, q, k: Straight.apply(s)),
+    "distance by batch": ("neither", lambda s, b, h, q, k: s + (b + 1) * (q - k) * 0.01),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_near_spellings_take_the_general_path(name: str) -> None:
+    why, score_mod = UNKNOWN[name]
+    x = Inputs.random(40, batch=2, heads=2)
+    line = explain(x.q, x.k, x.v, score_mod).splitlines()[-1]
+    assert line.startswith("score_mod general path, slower than terms: ")
+    assert why in line
+    got = flex_attention(x.q, x.k, x.v, score_mod, return_lse=True)
+    torch.testing.assert_close(got, torch_flex(x.q, x.k, x.v, score_mod, return_lse=True))

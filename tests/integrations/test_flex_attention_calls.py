@@ -1,0 +1,585 @@
+"""FlexAttention's function as its callers use it: returns, errors, changes between calls, installation, compilers."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import flex_attention as peer
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, create_block_mask
+
+import ringweave as rw
+from ringweave.errors import PatternError, RingweaveError
+from ringweave.integrations.flex_attention import flex_attention, install
+from ringweave.integrations.flex_attention.block_masks import pattern_of
+
+from ..oracle import Inputs, attention
+from .flex_cases import MASKS, allowed, causal, scored, sparse
+
+# torch warns of its own function without a compiler, and of return_lse
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without", "ignore:return_lse is deprecated")
+# the compiler asks tensors between its graphs for .grad, and transformers asks torch to compile masks
+compiling = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:_compile flag")
+
+N = 70
+torch_flex = peer.flex_attention
+
+
+@pytest.fixture
+def x() -> Inputs:
+    return Inputs.random(N, batch=2, heads=4)
+
+
+def defined(x: Inputs, mask: BlockMask | None = None, score: Callable[..., Tensor] | None = None) -> Tensor:
+    """Return the output in float64, rounded."""
+    pairs = allowed(mask, 2, 4, N, N).double()
+    given = {} if score is None else {"scored": functools.partial(scored, score)}
+    return attention(x.q.double(), x.k.double(), x.v.double(), pairs, **given)[0].float()
+
+
+def same(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
+
+
+# ---- returns ---------------------------------------------------------------------------------------------------------
+
+
+def general(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return s + s * s * 0.1
+
+
+@pytest.mark.parametrize("score", [None, general], ids=["none", "general"])
+def test_auxiliary_results(x: Inputs, score: Any) -> None:
+    """Values that were not asked for are None; max_scores are after score function and mask, without gradient."""
+    mask = MASKS["sparse"](2, 4, N, N)
+    q, k, v = x.leaves()
+    out = flex_attention(q, k, v, score, mask)
+    assert isinstance(out, Tensor)
+    plain, lse = flex_attention(q, k, v, score, mask, return_lse=True)
+    again, aux = flex_attention(q, k, v, score, mask, return_aux=AuxRequest(lse=True, max_scores=True))
+    assert type(aux) is AuxOutput
+    assert torch.equal(out, plain) and torch.equal(out, again) and torch.equal(lse, aux.lse)
+    scores = q.double() @ k.double().mT / 4
+    scores = scores if score is None else scored(score, scores)
+    want = scores.masked_fill(~allowed(mask, 2, 4, N, N), -torch.inf)
+    same(aux.max_scores, want.amax(-1).float())
+    assert torch.isneginf(aux.max_scores[:, :, 0]).all()
+    assert aux.lse.requires_grad and not aux.max_scores.requires_grad
+    assert flex_attention(q, k, v, score, mask, return_aux=AuxRequest())[1] == (None, None)
+    assert flex_attention(q, k, v, score, mask, return_aux=AuxRequest(max_scores=True))[1].lse is None
+
+
+@pytest.mark.parametrize("score", [None, general], ids=["none", "general"])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 0, 2, 3), (3, 2, 1, 0)])
+def test_strides_follow_the_query(x: Inputs, order: tuple[int, ...], score: Any) -> None:
+    q = x.q.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
+    got, want = flex_attention(q, x.k, x.v, score), torch_flex(q, x.k, x.v, score)
+    assert got.stride() == want.stride()
+    same(got, want)
+
+
+@pytest.mark.parametrize("score", [None, general], ids=["none", "general"])
+def test_any_strides_and_offsets(x: Inputs, score: Any) -> None:
+    """Views with steps, with a storage offset, and expanded ones."""
+    wide = torch.randn(2, 9, 3 * N, 40)
+    q, k, v = wide[:, 1:5, ::3, 3:35:2], wide[:, 2:6, 5 : 5 + N, :16], wide[:1, 4:5, N:, 7:23].expand(2, 4, -1, -1)
+    same(flex_attention(q, k, v[:, :, :N], score), torch_flex(q, k, v[:, :, :N], score))
+
+
+def test_autocast(x: Inputs) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = flex_attention(x.q, x.k, x.v, general, return_lse=True)
+        same(flex_attention(x.q.double(), x.k.double(), x.v.double()).float(), defined(x))
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(out.float(), defined(x, None, general), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["sparse", "listed"])
+def test_gradcheck(name: str) -> None:
+    q, k, v = (t[:1, :2, :40, :3] for t in Inputs.random(40, batch=1, heads=2, dtype=torch.float64).leaves())
+    table, mask = torch.randn(81, dtype=torch.float64, requires_grad=True), MASKS[name](1, 2, 40, 40)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, table: Tensor, score: Any) -> tuple[Tensor, Tensor]:
+        out, lse = flex_attention(q, k, v, functools.partial(score, table), mask, return_lse=True)
+        return out, lse.masked_fill(torch.isneginf(lse), 0.0)
+
+    for score in (
+        lambda t, s, b, h, i, j: 3 * torch.tanh(s / 3) + t[i - j + 40],
+        lambda t, s, b, h, i, j: torch.sin(s) * t[i + j],
+    ):
+        assert torch.autograd.gradcheck(functools.partial(run, score=score), (q, k, v, table), fast_mode=True)
+
+
+def test_without_gradients(x: Inputs) -> None:
+    q, k, v = x.leaves()
+    with torch.no_grad():
+        assert not flex_attention(q, k, v, general).requires_grad
+    with torch.inference_mode():
+        mask = create_block_mask(causal, None, None, N, N, device="cpu")
+        same(flex_attention(q, k, v, None, mask), defined(x, mask))
+
+
+class Biased(nn.Module):
+    """A score function with parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(2 * N))
+        self.factor = nn.Parameter(torch.randn(4))
+
+    def forward(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return self.squared(s, b, h, q, k) + self.table[q - k + N]
+
+    def squared(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s + self.factor[h] * s * s
+
+
+@pytest.mark.parametrize("kind", ["module", "method", "partial"])
+def test_captured_tensors(x: Inputs, kind: str) -> None:
+    """Tensors get gradients through modules, bound methods and partials, also where nothing else needs any."""
+    module, mask = Biased(), create_block_mask(causal, None, None, N, N, device="cpu")
+    score: Any = {"module": module, "method": module.squared, "partial": functools.partial(module.forward)}[kind]
+    flex_attention(x.q, x.k, x.v, score, mask).backward(x.dout)
+    got = [p.grad for p in module.parameters() if p.grad is not None]
+    assert len(got) == (1 if kind == "method" else 2)
+    module.zero_grad()
+    attention(x.q, x.k, x.v, allowed(mask, 2, 4, N, N), scored=functools.partial(scored, score))[0].backward(x.dout)
+    for mine, want in zip(got, [p.grad for p in module.parameters() if p.grad is not None], strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-5)
+
+
+def test_functions_of_scalars(x: Inputs) -> None:
+    """Both functions get 0-dim tensors, as under vmap, where a reduction is one of each pair."""
+    left, right = torch.randn(2, N, 8), torch.randn(N, 8, requires_grad=True)
+
+    def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (left[b, q] * left[b, k]).sum() > 0
+
+    def biased(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        assert s.ndim == q.ndim == 0
+        return s + (right[q] * right[k]).sum()
+
+    mask = create_block_mask(near, 2, None, N, N, device="cpu", BLOCK_SIZE=32)
+    out = flex_attention(x.q, x.k, x.v, biased, mask)
+    pairs = (left @ left.mT > 0)[:, None].expand(2, 4, N, N)
+    exact = right.detach().double().requires_grad_()
+    q, k, v = x.leaves(torch.float64)
+    want = attention(q, k, v, pairs, scored=lambda t: t + exact @ exact.mT)[0]
+    same(out.detach(), want.detach().float())
+    got = torch.autograd.grad(out, right, x.dout)[0]
+    torch.testing.assert_close(got, torch.autograd.grad(want, exact, x.dout.double())[0].float(), rtol=2e-5, atol=1e-5)
+
+
+def test_nan_in_keys_that_no_query_attends(x: Inputs) -> None:
+    mask = create_block_mask(lambda b, h, q, k: (q >= k) & (k < 50), None, None, N, N, device="cpu", BLOCK_SIZE=32)
+    q, k, v = x.leaves()
+    broken = [k.detach().clone(), v.detach().clone()]
+    for each in broken:
+        each[:, :, 50:] = float("nan")
+        each.requires_grad_()
+    for score in (None, general):
+        want = torch.autograd.grad(flex_attention(q, k, v, score, mask), (q, k, v), x.dout)
+        got = torch.autograd.grad(flex_attention(q, *broken, score, mask), (q, *broken), x.dout)
+        torch.testing.assert_close(got, want)
+
+
+def test_no_pairs() -> None:
+    """Without queries, keys or batch elements, the result is empty or 0, with gradients."""
+    q, k = torch.randn(2, 4, 5, 8, requires_grad=True), torch.randn(2, 4, 0, 8, requires_grad=True)
+    out, lse = flex_attention(q, k, k, return_lse=True)
+    assert out.eq(0).all() and torch.isneginf(lse).all()
+    out.sum().backward()
+    assert q.grad is not None and not q.grad.any()
+    assert flex_attention(q[:, :, :0], q, q).shape == (2, 4, 0, 8)
+    assert flex_attention(q[:0], q[:0], q[:0]).shape == (0, 4, 5, 8)
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+def masked(q_len: int = N, kv_len: int = N, batch: int | None = None, heads: int | None = None) -> BlockMask:
+    return create_block_mask(causal, batch, heads, q_len, kv_len, device="cpu")
+
+
+ERRORS: dict[str, tuple[type[Exception], Callable[[Inputs, Any], Any]]] = {
+    "heads": (ValueError, lambda x, f: f(x.q, x.k[:, :2], x.v[:, :2])),
+    "groups": (ValueError, lambda x, f: f(x.q, x.k[:, :3], x.v[:, :3], enable_gqa=True)),
+    "head sizes": (ValueError, lambda x, f: f(x.q, x.k[..., :8], x.v)),
+    "longer": (ValueError, lambda x, f: f(x.q, x.k, x.v, None, masked(N + 1))),
+    "shorter": (ValueError, lambda x, f: f(x.q, x.k, x.v, None, masked(N, N - 1))),
+    "both returns": (ValueError, lambda x, f: f(x.q, x.k, x.v, return_lse=True, return_aux=AuxRequest())),
+    "batches": (ValueError, lambda x, f: f(x.q, x.k[:1], x.v[:1])),
+    "batches and mask": (ValueError, lambda x, f: f(x.q, x.k[:1], x.v[:1], None, masked())),
+    "three dimensions": (NotImplementedError, lambda x, f: f(x.q[0], x.k[0], x.v[0])),
+    "one dimension": (ValueError, lambda x, f: f(x.q[0, 0, 0], x.k[0, 0, 0], x.v[0, 0, 0])),
+    "slice": (RuntimeError, lambda x, f: f(x.q, x.k, x.v, None, masked(batch=2, heads=4)[:, :1])),
+    "queries of one": (RuntimeError, lambda x, f: f(x.q[:1], x.k, x.v, None, masked(batch=1))),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(x: Inputs, name: str) -> None:
+    """Errors are of the kinds that torch raises, and ringweave's."""
+    kind, call = ERRORS[name]
+    with pytest.raises(kind) as ours:
+        call(x, flex_attention)
+    assert isinstance(ours.value, RingweaveError)
+    with pytest.raises(kind):
+        call(x, torch_flex)
+
+
+@pytest.mark.parametrize("name", ["heads", "batch", "values", "dtype", "rows"])
+def test_errors_that_torch_does_not_raise(x: Inputs, name: str) -> None:
+    given: dict[str, Any] = {
+        "heads": (x.q, x.k, x.v, None, masked(heads=2)),
+        "batch": (x.q, x.k, x.v, None, masked(batch=3)),
+        "values": (x.q, x.k, x.v[:, :, :60]),
+        "dtype": (x.q, x.k.double(), x.v),
+        "rows": (x.q, x.k, x.v, None, masked(256, N)[:, :, 0]),
+    }
+    if name == "rows":
+        # a slice of rows, with its function put back and lengths that its blocks do not cover
+        given[name][4].mask_mod, given[name][4].seq_lengths = causal, (N + 100, N)
+        given[name] = (torch.randn(2, 4, N + 100, 16), *given[name][1:])
+    with pytest.raises(RingweaveError):
+        flex_attention(*given[name])
+
+
+def test_the_mask_of_a_slice(x: Inputs) -> None:
+    """A slice of rows works with a function that is moved by the rows that it left out, as in a decoding step."""
+    whole = create_block_mask(causal, None, None, 128, N, device="cpu", BLOCK_SIZE=32)
+    part = whole[:, :, 1]
+    part.mask_mod, part.seq_lengths = lambda b, h, q, k: q + 32 >= k, (5, N)
+    got = flex_attention(x.q[:, :, 32:37], x.k, x.v, None, part)
+    same(got, flex_attention(x.q, x.k, x.v, None, masked())[:, :, 32:37])
+
+
+def test_batches_of_the_mask(x: Inputs) -> None:
+    """Keys of one batch element are for all queries where the mask has the batch of the queries."""
+    q, k, v = x.leaves()
+    k, v = k[:1], v[:1]
+    got = flex_attention(q, k, v, None, masked(batch=2))
+    want = flex_attention(q, k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1), None, masked(batch=2))
+    assert torch.equal(got, want)
+    for mine, theirs in zip(*(torch.autograd.grad(each, (q, k, v), x.dout) for each in (got, want)), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_a_mask_of_any_length(x: Inputs) -> None:
+    """One block of 2 ** 30 stands for any length; torch makes such masks for calls without one."""
+    one = torch.ones(1, 1, 1, dtype=torch.int32)
+    side = 1 << 30
+    mask = BlockMask.from_kv_blocks(one, one[..., None] - 1, BLOCK_SIZE=side, mask_mod=causal, seq_lengths=(1, 1))
+    same(flex_attention(x.q, x.k, x.v, None, mask), defined(x, masked()))
+    same(flex_attention(x.q[:, :, :9], x.k, x.v, None, mask), defined(x, masked())[:, :, :9])
+
+
+def test_growth_within_the_last_block(x: Inputs) -> None:
+    mask = masked(N - 3, N - 3)._adjust(N, N)
+    same(flex_attention(x.q, x.k, x.v, None, mask), defined(x, masked()))
+
+
+def test_transforms(x: Inputs) -> None:
+    """torch.func gets the answer where attention has a rule, else an error with a remedy."""
+    same(torch.func.grad(lambda v: flex_attention(x.q, x.k, v).sum())(x.v), torch.autograd.functional.vjp(
+        lambda v: flex_attention(x.q, x.k, v).sum(), x.v)[1])  # fmt: skip
+    mapped = torch.vmap(lambda q: flex_attention(q, x.k, x.v))(torch.stack([x.q, x.k]))
+    same(mapped[1], flex_attention(x.k, x.k, x.v))
+    for score in (None, general):
+        with pytest.raises(RingweaveError):
+            torch.func.jvp(lambda q, s=score: flex_attention(q, x.k, x.v, s), (x.q,), (x.q,))
+        q = x.leaves()[0]
+        (first,) = torch.autograd.grad(flex_attention(q, x.k, x.v, score).pow(2).sum(), q, create_graph=True)
+        with pytest.raises(RingweaveError):
+            first.sum().backward()
+
+
+# ---- changes between calls -------------------------------------------------------------------------------------------
+
+reach = 9
+power = 2.0
+
+
+def by_global(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (q - k).abs() < reach
+
+
+def capped_by_global(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return power * torch.tanh(s / power)
+
+
+class Holder:
+    """An object with a mask function, a score function, and the values that they read."""
+
+    def __init__(self) -> None:
+        self.width, self.slope, self.table = 5, 0.1, torch.randn(2 * N)
+
+    def near(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q - k < self.width
+
+    def lean(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s - self.slope * (q - k).abs() + self.table[q - k + N]
+
+
+def check(x: Inputs, mask: BlockMask | None, score: Any) -> None:
+    """Compare with the definition in the present state, and compute gradients."""
+    q, k, v = x.leaves()
+    out = flex_attention(q, k, v, score, mask)
+    same(out.detach(), defined(x, mask, score))
+    assert torch.isfinite(torch.autograd.grad(out.sum(), q)[0]).all()
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_nothing_is_stale(x: Inputs, times: int) -> None:
+    """After each change to the values that a function reads, the result is that of the new values."""
+    global reach, power
+    holder, documents, offset = Holder(), torch.arange(N) // 20, torch.tensor(0)
+    bias = torch.randn(4, N, N)
+
+    def packed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (documents[q] == documents[k]) & (q + offset >= k)
+
+    def all_blocks(mask_mod: Any) -> BlockMask:
+        full = torch.arange(3, dtype=torch.int32).expand(1, 1, 3, 3).contiguous()
+        counts = torch.full((1, 1, 3), 3, dtype=torch.int32)
+        return BlockMask.from_kv_blocks(counts, full, BLOCK_SIZE=32, mask_mod=mask_mod, seq_lengths=(N, N))
+
+    masks = [all_blocks(packed), all_blocks(by_global), all_blocks(holder.near)]
+    scores = [capped_by_global, holder.lean, lambda s, b, h, q, k: s + bias[h, q, k]]
+
+    def every() -> None:
+        for _ in range(times):
+            for mask in masks:
+                check(x, mask, None)
+            for score in scores:
+                check(x, masks[0], score)
+
+    every()
+    documents.copy_(torch.arange(N) // 7)
+    offset.fill_(3)
+    reach, power, holder.width, holder.slope = 4, 1.0, 9, 0.7
+    every()
+    documents = torch.arange(N) // 30
+    holder.table = torch.randn(2 * N)
+    bias.mul_(-1)
+    every()
+    masks[0].kv_num_blocks.fill_(2)
+    masks[1].kv_indices.copy_(masks[1].kv_indices.flip(-1))
+    masks[1].kv_num_blocks[0, 0, 1] = 1
+    every()
+    masks[0].mask_mod, masks[1].kv_num_blocks = causal, torch.full((1, 1, 3), 1, dtype=torch.int32)
+    every()
+    reach, power = 9, 2.0
+
+
+def test_one_code_object_with_other_numbers(x: Inputs) -> None:
+    """Masks and score functions that are made for each call from one definition."""
+    for width in (3, 30, 8, 3):
+        mask = create_block_mask(lambda b, h, q, k, w=width: q - k < w, None, None, N, N, device="cpu")
+        check(x, mask, lambda s, b, h, q, k, w=width: w * torch.tanh(s / w))
+        del mask
+        gc.collect()
+
+
+def test_one_pattern_for_each_mask(x: Inputs) -> None:
+    """A mask keeps its pattern, and its plan, while it is the same; both go with it."""
+    mask = masked()
+    pattern = pattern_of(mask, N, N)
+    check(x, mask, None)
+    assert pattern_of(mask, N, N) is pattern
+    mask.kv_num_blocks.mul_(1)
+    mask.mask_mod = sparse
+    assert pattern_of(mask, N, N) is not pattern
+    import weakref
+
+    gone = weakref.ref(mask)
+    del mask, pattern
+    gc.collect()
+    assert gone() is None
+
+
+def test_inputs_do_not_change(x: Inputs) -> None:
+    mask = MASKS["listed"](2, 4, N, N)
+    assert mask is not None
+    before, tensors = dict(vars(mask)), [t.clone() for t in (x.q, x.k, x.v)]
+    flex_attention(*x.leaves(), general, mask, kernel_options={"BLOCK_M": 64, "no such option": 1}).sum().backward()
+    assert vars(mask).keys() == before.keys()
+    assert all(vars(mask)[name] is value for name, value in before.items())
+    assert all(map(torch.equal, tensors, (x.q, x.k, x.v)))
+
+
+def test_threads(x: Inputs) -> None:
+    """Two threads share masks and functions, and each has its own results."""
+    mask, wants, failed = masked(), {}, []
+    slopes = {name: torch.full((4,), value) for name, value in (("a", 0.1), ("b", 0.9))}
+    made: dict[str, Any] = {
+        name: (lambda s, b, h, q, k, t=slope: s - t[h] * (q - k).abs()) for name, slope in slopes.items()
+    }
+    for name, score in made.items():
+        wants[name] = defined(x, mask, score)
+
+    def run(name: str) -> None:
+        try:
+            for _ in range(20):
+                out = flex_attention(*x.leaves(), made[name], mask)
+                out.sum().backward()
+                same(out.detach(), wants[name])
+        except Exception as error:  # reported by the main thread
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in made]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not failed
+
+
+def test_side_effects_of_a_score_function(x: Inputs) -> None:
+    """A function that counts its calls has the same result each time."""
+    calls: list[int] = []
+
+    def counting(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        calls.append(1)
+        return s - (q - k).abs() * 0.1
+
+    for _ in range(2):
+        same(flex_attention(x.q, x.k, x.v, counting), defined(x, None, counting))
+    assert len(calls) >= 2
+
+
+def test_a_mask_function_that_changes_before_the_gradient(x: Inputs) -> None:
+    documents = torch.arange(N) // 20
+    mask = create_block_mask(lambda b, h, q, k: documents[q] == documents[k], None, None, N, N, device="cpu")
+    out = flex_attention(*x.leaves(), None, mask)
+    documents.zero_()
+    with pytest.raises(PatternError, match="Change it after backward"):
+        out.sum().backward()
+
+
+# ---- installation ----------------------------------------------------------------------------------------------------
+
+
+def test_install_restores(x: Inputs) -> None:
+    """The function that stood there is restored, when nested and after errors."""
+    assert peer.flex_attention is torch_flex
+    with install() as outer:
+        first = peer.flex_attention
+        assert first is not torch_flex and outer.active
+        with pytest.raises(ZeroDivisionError), install():
+            assert peer.flex_attention is not first
+            raise ZeroDivisionError
+        assert peer.flex_attention is first
+        q, k, v = x.leaves()
+        same(peer.flex_attention(q, k, v, general).detach(), defined(x, None, general))
+        peer.flex_attention(query=q, key=k, value=v).sum().backward()
+    assert peer.flex_attention is torch_flex and not outer.active
+    # the function of an installation that has ended is torch's
+    with pytest.raises(NotImplementedError):
+        first(q, k, v)
+
+
+def test_install_acts_at_once_and_again() -> None:
+    installed = install()
+    try:
+        assert peer.flex_attention is not torch_flex
+    finally:
+        installed.__exit__(None, None, None)
+    assert peer.flex_attention is torch_flex
+    with installed:
+        assert peer.flex_attention is not torch_flex
+    assert peer.flex_attention is torch_flex
+
+
+def test_installations_that_end_in_another_order() -> None:
+    first, second = install(), install()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    q = torch.randn(1, 1, 8, 8, requires_grad=True)
+    try:
+        with pytest.raises(NotImplementedError):
+            peer.flex_attention(q, q, q)
+    finally:
+        peer.flex_attention = torch_flex
+
+
+def test_other_calls_go_to_the_function_that_stood_there(x: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls without gradients, and calls on another device, reach it with unchanged arguments."""
+    seen: list[tuple[Any, ...]] = []
+
+    def stood(*args: Any, **kwargs: Any) -> str:
+        seen.append((args, kwargs))
+        return "theirs"
+
+    monkeypatch.setattr(peer, "flex_attention", stood)
+    with install():
+        assert peer.flex_attention(x.q, x.k, x.v, None, scale=2.0) == "theirs"
+        meta = x.q.to("meta").requires_grad_()
+        assert peer.flex_attention(meta, key=meta, value=meta) == "theirs"
+        assert peer.flex_attention(*x.leaves()) is not None
+    assert len(seen) == 2
+    assert seen[0][1] == {"scale": 2.0}
+    assert seen[0][0][0] is x.q
+
+
+@compiling
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_callers(backend: str) -> None:
+    """Compiled code that makes mask and score function, and calls torch's name, has eager's results."""
+    x = Inputs.random(N, batch=2, heads=4)
+    slopes = torch.rand(4, requires_grad=True)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, documents: Tensor, cap: float) -> Tensor:
+        mask = create_block_mask(lambda b, h, i, j: documents[i] == documents[j], None, None, N, N, device="cpu")
+
+        def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return cap * torch.tanh(s / cap) - slopes[h] * (i - j).abs()
+
+        return peer.flex_attention(q * 2, k, v, score, mask) + 1
+
+    torch._dynamo.reset()
+    with install():
+        compiled = torch.compile(attend, backend=backend)
+        for cap in (5.0, 2.0):
+            leaves, documents = x.leaves(), torch.randint(4, (N,)).sort().values
+            results = [f(*leaves, slopes, documents, cap) for f in (attend, compiled)]
+            grads = [torch.autograd.grad(each.square().sum(), (*leaves, slopes)) for each in results]
+            torch.testing.assert_close(results[1], results[0])
+            torch.testing.assert_close(grads[1], grads[0])
+    torch._dynamo.reset()
+
+
+@compiling
+def test_transformers_trains() -> None:
+    """A model with ``attn_implementation="flex_attention"`` has eager attention's gradients on a CPU."""
+    import transformers
+    from transformers.integrations import flex_attention as theirs
+
+    from .tiny import config_of
+
+    ids, padding = torch.randint(3, 60, (2, 24)), torch.ones(2, 24, dtype=torch.long)
+    padding[1, 18:] = 0
+    for name in ("llama", "gemma2"):
+        models = []
+        for implementation in ("eager", "flex_attention"):
+            config = config_of(name)
+            torch.manual_seed(0)
+            models.append(transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation))
+        eager, flex = models
+        flex.load_state_dict(eager.state_dict())
+        with install():
+            losses = [model.train()(ids, attention_mask=padding, labels=ids).loss for model in models]
+            losses[0].backward()
+            losses[1].backward()
+        torch.testing.assert_close(losses[1], losses[0])
+        for mine, want in zip(flex.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, want.grad, rtol=1e-3, atol=1e-5)
+    assert theirs.flex_attention is torch_flex
+    torch._dynamo.reset()
