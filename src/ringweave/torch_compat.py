@@ -280,12 +280,15 @@ _COMPILER = None if find("_dynamo") is None else "torch._dynamo"
 def untraced(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Disable the compiler in a function that implements an operator, without importing it (which takes a second)."""
 
-    @process_cache
-    def disabled() -> Callable[..., Any]:
-        return torch.compiler.disable(kernel)  # type: ignore[no-any-return]
+    # a list, since the compiler warns of functools.cache in a frame that it meets after a graph
+    disabled: list[Callable[..., Any]] = []
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return (disabled() if _COMPILER is None or _COMPILER in sys.modules else kernel)(*args, **kwargs)
+        if not (_COMPILER is None or _COMPILER in sys.modules):
+            return kernel(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(kernel))
+        return disabled[0](*args, **kwargs)
 
     # the name that torch.compiler.disable sets; without it a trace ends in `run`, with a warning
     run._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -94,7 +94,7 @@ def allowed(mask: BlockMask | None, batch: int, heads: int, nq: int, nk: int) ->
         return dense.expand(batch, heads, nq, nk)
 
     pairs = held(mask.kv_num_blocks, mask.kv_indices)
-    pairs = pairs & create_mask(lambda *indices: mask.mask_mod(*indices), batch, heads, nq, nk, device="cpu")
+    pairs = pairs & create_mask(lambda b, h, q, k: mask.mask_mod(b, h, q, k), batch, heads, nq, nk, device="cpu")
     if mask.full_kv_num_blocks is not None:
         pairs = pairs | held(mask.full_kv_num_blocks, mask.full_kv_indices)  # type: ignore[arg-type]
     return pairs

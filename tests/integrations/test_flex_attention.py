@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, create_block_mask
+from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention as torch_flex
 
-from ringweave.errors import RingweaveError
 from ringweave.integrations.flex_attention import explain, flex_attention
 
 from ..oracle import Inputs
-from .flex_cases import MASKS, allowed, causal, compare, sparse
+from .flex_cases import MASKS, compare
 
 # torch warns of its own function without a compiler, and of return_lse
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without", "ignore:return_lse is deprecated")
@@ -88,7 +85,7 @@ def test_the_signature_is_torchs() -> None:
     ]
 
 
-@pytest.mark.parametrize("nq, nk", [(N, N), (37, 129)])
+@pytest.mark.parametrize(("nq", "nk"), [(N, N), (37, 129)])
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks(mask: str, nq: int, nk: int) -> None:
     """Each kind of mask, with lengths that are no multiple of a block, and grouped heads."""
@@ -123,7 +120,7 @@ def test_what_is_recognised(score: str) -> None:
 SPELLINGS: dict[str, tuple[str, Any]] = {
     "nothing": ("none", lambda s, b, h, q, k: s),
     "cap by a factor": ("Softcap", lambda s, b, h, q, k: (s * (1 / 3.0)).tanh() * 3.0),
-    "cap in a tensor": ("Softcap", lambda s, b, h, q, k, cap=torch.tensor(3.0): cap * torch.tanh(s / cap)),  # noqa: B008
+    "cap in a tensor": ("Softcap", lambda s, b, h, q, k, cap=torch.tensor(3.0): cap * torch.tanh(s / cap)),
     "scaled": ("factor 2.5", lambda s, b, h, q, k: s * 5 / 2),
     "negative slopes": ("ALiBi", lambda s, b, h, q, k: s + -(abs(k - q) * torch.tensor([0.5, 0.1])[h])),
     "negative distances": ("ALiBi", lambda s, b, h, q, k: s + -abs(k - q) * torch.tensor([0.5, 0.1])[h]),
@@ -134,12 +131,12 @@ SPELLINGS: dict[str, tuple[str, Any]] = {
     "relative": ("DistanceBias", lambda s, b, h, q, k: s + (q - k)),
     "floats": ("DistanceBias", lambda s, b, h, q, k: s - (q.float() - k.float()).pow(2) / 100),
     "comparison": ("DistanceBias", lambda s, b, h, q, k: torch.where(q > k, 0.5, -1.0) + s),
-    "shifted": ("DistanceBias", lambda s, b, h, q, k, t=torch.randn(79): s + t[(k + 39) - q]),  # noqa: B008
+    "shifted": ("DistanceBias", lambda s, b, h, q, k, t=torch.randn(79): s + t[(k + 39) - q]),
     "masked": ("DistanceBias", lambda s, b, h, q, k: s + torch.where(q >= k, 0.0, float("-inf"))),
-    "of keys": ("Bias", lambda s, b, h, q, k, t=torch.randn(2, 40): s + t[b, k]),  # noqa: B008
+    "of keys": ("Bias", lambda s, b, h, q, k, t=torch.randn(2, 40): s + t[b, k]),
     "of queries": ("Bias", lambda s, b, h, q, k: s + q % 3),
-    "step by step": ("Bias", lambda s, b, h, q, k, t=torch.randn(2, 1, 40, 60): s + t[b][0][q][k]),  # noqa: B008
-    "transposed": ("Bias", lambda s, b, h, q, k, t=torch.randn(40, 2, 40): s + t[k, h, q]),  # noqa: B008
+    "step by step": ("Bias", lambda s, b, h, q, k, t=torch.randn(2, 1, 40, 60): s + t[b][0][q][k]),
+    "transposed": ("Bias", lambda s, b, h, q, k, t=torch.randn(40, 2, 40): s + t[k, h, q]),
     "two": ("ALiBi, DistanceBias", lambda s, b, h, q, k: s - (q - k).abs() * 0.1 + h),
 }
 
