@@ -65,6 +65,7 @@ def test_the_report_has_its_sections_and_pictures(run: tuple[DemoResult, str, An
         "pattern",
         "exactness",
         "speed",
+        "chosen",
         "training",
         "around",
         "next",
@@ -238,3 +239,12 @@ def test_a_model_takes_the_positions_of_its_tokens() -> None:
     # shifting all positions keeps their differences, and so the scores
     torch.testing.assert_close(model(tokens), model(tokens, torch.arange(16) + 5), atol=1e-4, rtol=1e-4)
     assert not torch.allclose(model(tokens), model(tokens, torch.arange(0, 32, 2)), atol=1e-4)
+
+
+def test_chosen_keys_are_checked_and_timed(run: tuple[DemoResult, str, Any]) -> None:
+    chosen = run[0].chosen
+    assert {(o.peer, o.direction) for o in chosen.outcomes if o.timing is not None} == {
+        (peer, direction) for peer in ("ringweave", "sdpa") for direction in ("forward", "forward + backward")
+    }
+    assert all(o.accuracy is not None for o in chosen.outcomes if o.peer == "ringweave")
+    assert chosen.summary() in dict(run[0].summary())["chosen keys"]
