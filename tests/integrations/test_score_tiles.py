@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -263,6 +264,7 @@ def test_several_pieces_of_a_row(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     x = Inputs.random(300, heads=2, dim=8)
     monkeypatch.setattr(score_tiles, "_BUDGET", 2**16)
+    monkeypatch.setattr(score_tiles, "_LONG", 1)
     check(CASES[name], x, rw.Causal(), drawn(CASES[name], x, torch.float32))
 
 
@@ -586,6 +588,85 @@ def test_derivatives_that_do_not_exist_raise() -> None:
     ):
         with pytest.raises(UnsupportedError, match="reverse-mode"):
             act()
+
+
+def test_a_captured_tensor_may_be_the_result_or_an_input() -> None:
+    """A function that returns a captured number, and one that captures the queries."""
+    x = Inputs.random(40, heads=2, dim=8, dtype=torch.float64)
+    number = torch.ones((), requires_grad=True, device=CPU)
+    q, k, v = x.leaves()
+    out, lse, _ = attend(q, k, v, rw.Causal(), lambda s, b, h, q, k: number, scale=1.0)
+    torch.testing.assert_close(torch.autograd.grad(lse.sum(), number)[0], torch.tensor(80.0, device=CPU))
+    torch.testing.assert_close(out[:, :, -1], v.mean(2))
+    of = q
+    out, _, _ = attend(q, k, v, rw.Causal(), lambda s, b, h, i, j: s + (of[b, h, i] * of[b, h, j]).sum(), scale=1.0)
+    (got,) = torch.autograd.grad((out * x.dout).sum(), q)
+    want, _ = oracle.attention(q, k, v, torch.ones(40, 40, device=CPU).tril(), 1.0, scored=lambda s: s + q @ q.mT)
+    torch.testing.assert_close(got, torch.autograd.grad((want * x.dout).sum(), q)[0])
+
+
+def test_code_that_no_mode_sees() -> None:
+    """TorchScript is mapped, and a tensor with a gradient inside it raises."""
+    x = Inputs.random(40, heads=2, dim=8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.trace(
+            lambda s, b, h, q, k: s.reshape(1).softmax(0)[0] * 0 + torch.tanh(s),
+            tuple(torch.zeros((), dtype=d, device=CPU) for d in (torch.float32, *(torch.int64,) * 4)),
+        )
+        layer = torch.jit.trace(torch.nn.Linear(1, 1, device=CPU), torch.zeros(1, device=CPU))
+    got = attend(x.q, x.k, x.v, rw.Causal(), scripted, scale=1.0)
+    want = attend(x.q, x.k, x.v, rw.Causal(), lambda s, b, h, q, k: torch.tanh(s), scale=1.0)
+    assert all(map(torch.equal, got, want))
+    q, k, v = x.leaves()
+    out, _, _ = attend(q, k, v, rw.Causal(), lambda s, b, h, q, k: layer(s[None])[0], scale=1.0)
+    with pytest.raises(UnsupportedError, match="no function mode sees"):
+        out.sum().backward()
+
+
+def test_custom_functions_are_mapped() -> None:
+    """An autograd.Function that is not elementwise."""
+    x, number = Inputs.random(40, heads=2, dim=8), torch.ones((), requires_grad=True, device=CPU)
+    out, lse, _ = attend(*x.leaves(), rw.Causal(), lambda s, b, h, q, k: Twice.apply(s * number), scale=1.0)
+    want, want_lse, _ = attend(*x.leaves(), rw.Causal(), lambda s, b, h, q, k: 2 * (s * number), scale=1.0)
+    assert torch.equal(out, want)
+    torch.testing.assert_close(*(torch.autograd.grad(each.sum(), number) for each in (lse, want_lse)))
+
+
+class Twice(torch.autograd.Function):
+    """Twice its argument, which must be one number."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        assert x.ndim == 0
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+def test_objects_that_are_new_in_each_evaluation() -> None:
+    """Numbers of numpy, arrays, local tensors that are written, and sizes."""
+    x, array = Inputs.random(40, heads=2, dim=8), np.arange(40, dtype=np.float32)
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        local = torch.zeros(2, device=CPU)
+        local[1] = 1.5
+        local = local * np.float64(1)
+        return s + local.expand(torch.Size([2]))[1] * torch.from_numpy(array)[k]
+
+    q, k, v = x.leaves()
+    out, _, _ = attend(q, k, v, rw.Causal(), score_mod, scale=1.0)
+    want, _, _ = attend(q, k, v, rw.Causal(), lambda s, b, h, q, k: s + 1.5 * k, scale=1.0)
+    torch.testing.assert_close(out, want)
+    out.sum().backward()
 
 
 def test_a_mixture_is_refused() -> None:

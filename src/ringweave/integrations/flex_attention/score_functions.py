@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...errors import ShapeError, shown
 from ...types import acc_dtype
-from .score_probe import ITEM, Probe, Reading, entries_of, impure, leaves_of, mapped, places_of
+from .score_probe import ITEM, SUMS, Probe, Reading, entries_of, impure, leaves_of, mapped, places_of
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -197,10 +197,10 @@ class Pass:
         self.tables = {id(table.source): table for table in self.learned}
         #: Results that are the same for all pairs, by the position of the operation.
         self.once: dict[int, Any] = {}
-        if learns is not None and any(function.reading.once):
+        if learns is not None:
             # inside vmap no tensor can become a leaf
             with torch.enable_grad():
-                function.at_first_pair(_Evaluation(self).function)
+                self._check_leaves(function.at_first_pair(_Evaluation(self).function))
             made = [x for result in self.once.values() for x in leaves_of(result) if isinstance(x, Tensor)]
             for x in made:
                 if x.requires_grad and id(x) not in self.tables:
@@ -218,6 +218,19 @@ class Pass:
             evaluation = _Evaluation(self)
             result = self.function.evaluated(evaluation.function, leaf, at)
         return result.detach(), Differentiated(self, result, leaf, evaluation.reads)
+
+    def _check_leaves(self, result: Tensor) -> None:
+        """Raise UnsupportedError if a result depends on a tensor with a gradient that the probe did not see."""
+        leaves, seen = {id(table.leaf) for table in self.learned} | {id(self.token)}, set[object]()
+        ahead = [result.grad_fn]
+        while ahead:
+            node = ahead.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if hasattr(node, "variable") and id(node.variable) not in leaves:
+                raise impure("a function that captures a tensor with a gradient where no function mode sees it")
+            ahead += [each for each, _ in node.next_functions]
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients of the captured tensors that learn, in their dtypes."""
@@ -246,6 +259,8 @@ class _Evaluation(TorchFunctionMode):
         self.position = 0
         #: Rows of tensors, and what they are rows of, by id. A row is not computed, and an empty tensor stands for it.
         self.rows: dict[int, tuple[Tensor, Tensor, list[Tensor]]] = {}
+        #: Products of vectors, as rows, and the vectors: their sum is a product of matrices on many pairs.
+        self.products: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         #: Tensors with gradients that were made inside, by id.
         self.made: set[int] = set()
 
@@ -255,7 +270,8 @@ class _Evaluation(TorchFunctionMode):
             arguments = tuple(x.clone() for x in arguments)
         self.made.update(map(id, arguments))
         with self:
-            return self.of.function.fn(*arguments)
+            result = self.of.function.fn(*arguments)
+        return self.own(result)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         position, kwargs = self.position, kwargs or {}
@@ -268,6 +284,12 @@ class _Evaluation(TorchFunctionMode):
             result = self.of.once[position]
         elif func is ITEM and (places := places_of(args[0], args[1], self.reading.broadcasts)) is not None:
             result = self.entries(position, args[0], *places)
+        elif position in self.reading.deferred and not self.of.function.autocast[0]:
+            a, b = map(self.own, args)
+            result = a.new_empty(()).expand(a.shape)
+            self.products[id(result)] = result, a, b
+        elif func in SUMS and id(args[0]) in self.products:
+            result = torch.dot(*self.products[id(args[0])][1:])
         else:
             result = func(*mapped(args, self.own), **mapped(kwargs, self.own))
         if self.of.token is not None:
@@ -290,7 +312,7 @@ class _Evaluation(TorchFunctionMode):
         if id(x) in self.rows:
             _, x, before = self.rows[id(x)]
             indices = [*before, *indices]
-        if position in self.reading.rows:
+        if position in self.reading.deferred:
             row = x.new_empty(()).expand(x.shape[len(indices) :])
             self.rows[id(row)] = row, x, [index for index in indices if index is not None]
             return row

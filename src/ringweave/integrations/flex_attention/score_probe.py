@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ...errors import UnsupportedError
+from ...torch_compat import version, wrapped
 
 _UNARY = """abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
     cos cosh deg2rad erf erfc erfinv exp exp2 expm1 fix floor frac isfinite isinf isnan lgamma log log10 log1p log2
@@ -32,6 +34,11 @@ _ELEMENTWISE = frozenset(
     getattr(space, name) for name in f"{_UNARY} {_BINARY} {_CASTS}".split() for space in _SPACES if hasattr(space, name)
 )
 _FILLS = frozenset([torch.masked_fill, Tensor.masked_fill])
+_PRODUCTS = frozenset(
+    getattr(space, name) for name in ("mul", "multiply", "__mul__") for space in (torch, Tensor) if hasattr(space, name)
+)
+#: Sums over all elements or over one dimension.
+SUMS = frozenset([torch.sum, Tensor.sum])
 #: Attributes that are the same for one pair and for many.
 _SAME = frozenset(getattr(Tensor, name).__get__ for name in ("device", "requires_grad", "is_leaf", "layout"))
 ITEM = Tensor.__getitem__
@@ -52,7 +59,7 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def leaves_of(value: Any) -> Iterator[Any]:
     """Yield the tensors and other objects in arguments of an operation."""
-    if type(value) in (tuple, list):
+    if isinstance(value, (tuple, list)):
         for each in value:
             yield from leaves_of(each)
     elif type(value) is dict:
@@ -124,25 +131,28 @@ _WRITES = frozenset(
 )  # fmt: skip
 
 
+# places of the score, and of the query and the key, among the arguments
+_SCORE, _BOTH = 0, frozenset([3, 4])
+
+
 class Reading(NamedTuple):
     """What a probe found.
 
     Attributes:
         log: The operations and their arguments, equal for equal functions that read equal values.
-        objects: The arguments that ``log`` names by ``id``.
         captured: The captured tensors, in the order of their first use.
         once: Whether each operation is the same for all pairs.
-        rows: Positions of operations that index some dimensions of a tensor, where only further indices use the result.
+        deferred: Positions of operations with results that have one use: rows of tensors that are only indexed further,
+            and products of two vectors that are only summed.
         broadcasts: Whether the function computes the same on tensors that broadcast.
         writes: Whether it writes to its arguments or to other tensors that it made.
         nbytes: Bytes of the tensors that it computes for a pair.
     """
 
     log: list[object]
-    objects: list[object]
     captured: list[Tensor]
     once: list[bool]
-    rows: frozenset[int]
+    deferred: frozenset[int]
     broadcasts: bool
     writes: bool
     nbytes: int
@@ -168,14 +178,16 @@ class Probe(TorchFunctionMode):
         super().__init__()
         #: Names of tensors by id; the tensors are kept, so that no id is used again.
         self.names: dict[int, tuple[str, int]] = {id(x): ("argument", n) for n, x in enumerate(arguments)}
-        self.of_pair = set(self.names)
+        #: Numbers of the arguments from which a tensor was computed, by id.
+        self.of_pair = {id(x): frozenset([n]) for n, x in enumerate(arguments)}
         self.kept: list[Tensor] = list(arguments)
-        self.objects: list[object] = []
         self.captured: list[Tensor] = []
+        self.versions: list[Hashable] = []
         self.log: list[object] = []
         self.once: list[bool] = []
-        #: Rows of tensors: position of the operation, and bytes, by id.
+        #: Rows of tensors, and products of vectors: position of the operation, and bytes, by id.
         self.rows: dict[int, tuple[int, int]] = {}
+        self.products: dict[int, tuple[int, int]] = {}
         self.used: set[int] = set()
         self.same, self.writes, self.nbytes = True, False, 0
 
@@ -186,53 +198,71 @@ class Probe(TorchFunctionMode):
         tensors = [x for x in given if isinstance(x, Tensor)]
         self.note_write(func, args, kwargs)
         places = places_of(args[0], args[1]) if func is ITEM else None
-        of_pair = any(id(x) in self.of_pair for x in tensors)
+        of_pair = frozenset[int]().union(*(self.of_pair.get(id(x), ()) for x in tensors))
         if of_pair and func not in _SAME:
-            self.note_use(func, tensors, places)
+            self.note_use(func, tensors, args, kwargs, places)
         result = func(*args, **kwargs) if places is None else entries_of(args[0], *places)
         for x in leaves_of(result):
             if isinstance(x, Tensor) and id(x) not in self.names:
                 self.names[id(x)] = "made", len(self.kept)
                 self.kept.append(x)
                 if of_pair:
-                    self.of_pair.add(id(x))
-                    self.nbytes += x.numel() * x.element_size()
+                    self.of_pair[id(x)] = of_pair
+                    # tensors of queries alone or of keys alone are small
+                    nbytes = x.numel() * x.element_size() * (_SCORE in of_pair or of_pair >= _BOTH)
+                    self.nbytes += nbytes
                     if places is not None and x.ndim and self.is_base(args[0]) and _leads(*places):
-                        self.rows[id(x)] = len(self.once), x.numel() * x.element_size()
+                        self.rows[id(x)] = len(self.once), nbytes
+                    elif func in _PRODUCTS and _are_vectors(args, kwargs):
+                        self.products[id(x)] = len(self.once), nbytes
         self.once.append(not of_pair)
         return result
 
     def reading(self, result: Tensor) -> Reading:
         """Return the reading of a function that returned ``result``."""
         self.used.add(id(result))
-        unused = {place: row for place, row in self.rows.items() if place not in self.used}
-        broadcasts = self.same and len(unused) == len(self.rows)
-        nbytes = self.nbytes - sum(size for _, size in unused.values())
-        rows = frozenset(position for position, _ in unused.values())
-        return Reading(
-            self.log, self.objects, self.captured, self.once, rows, broadcasts and not self.writes, self.writes, nbytes
+        self.log.append(self.key(result))
+        if self.versions != [version(x) for x in self.captured]:
+            raise impure("a function that writes to a captured tensor")
+        rows, products = (
+            [known for place, known in each.items() if place not in self.used] for each in (self.rows, self.products)
         )
+        return Reading(
+            self.log, self.captured, self.once,
+            deferred=frozenset(position for position, _ in rows + products),
+            broadcasts=self.same and len(rows) == len(self.rows) and not self.writes,
+            writes=self.writes,
+            nbytes=self.nbytes - sum(size for _, size in rows + products),
+        )  # fmt: skip
 
     def key(self, x: object) -> Hashable:
         """Return a value that is equal for equal arguments of two probes."""
         if isinstance(x, Tensor):
-            if id(x) not in self.names:
+            if id(x) not in self.names and wrapped(x):
+                # made by code that no mode sees, such as TorchScript
+                self.names[id(x)] = "made", len(self.kept)
+                self.kept.append(x)
+                self.of_pair[id(x)], self.same = frozenset(range(5)), False
+            elif id(x) not in self.names:
                 self.names[id(x)] = "captured", len(self.captured)
                 self.captured.append(x)
+                self.versions.append(version(x))
             return self.names[id(x)]
-        if x is None or isinstance(x, (bool, int, float, complex, str, torch.dtype, torch.device)):
-            return type(x), repr(x)
-        self.objects.append(x)
-        return "object", id(x)
+        values = bool, int, float, complex, str, bytes, range, np.generic, torch.dtype, torch.device
+        # other objects may be new in each evaluation
+        return type(x), repr(x) if isinstance(x, values) else ""
 
     def is_base(self, x: Tensor) -> bool:
         """Whether a tensor is the same for all pairs, or a row of such a tensor."""
         return id(x) not in self.of_pair or id(x) in self.rows
 
-    def note_use(self, func: Any, tensors: list[Tensor], places: Any) -> None:
-        """Note whether an operation on values of a pair is the same on tensors that broadcast, and its use of rows."""
+    def note_use(self, func: Any, tensors: list[Tensor], args: Any, kwargs: Any, places: Any) -> None:
+        """Note whether an operation on values of a pair is the same on tensors that broadcast, and what it uses."""
         if places is not None and self.is_base(tensors[0]) and _leads(*places):
             self.used.update(map(id, tensors[1:]))
+            return
+        if id(tensors[0]) in self.products and func in SUMS and _sums_vector(args, kwargs):
+            self.same = False
             return
         self.used.update(map(id, tensors))
         # masked_fill takes no value for each pair
@@ -249,13 +279,27 @@ class Probe(TorchFunctionMode):
         for x in targets:
             if isinstance(x, Tensor):
                 self.writes = True
-                if id(x) not in self.of_pair:
+                if self.names[id(x)][0] == "captured":
                     raise impure(f"a function that writes to a captured tensor with {name or 'out='}")
 
 
 def _leads(indices: list[Tensor | None], rest: tuple[Any, ...]) -> bool:
     """Whether an index is of tensors for the first dimensions only."""
     return not rest and all(index is not None for index in indices)
+
+
+def _are_vectors(args: Any, kwargs: Any) -> bool:
+    """Whether arguments are two vectors of one floating dtype and length."""
+    if kwargs or len(args) != 2 or not all(isinstance(x, Tensor) for x in args):
+        return False
+    a, b = args
+    return bool(a.ndim == b.ndim == 1 and a.shape == b.shape and a.dtype == b.dtype and a.is_floating_point())
+
+
+def _sums_vector(args: Any, kwargs: Any) -> bool:
+    """Whether arguments of a sum are those of the sum of all elements of a vector, as a 0-dim tensor."""
+    dims = [*args[1:], *kwargs.values()]
+    return set(kwargs) <= {"dim"} and len(dims) < 2 and all(type(dim) is int for dim in dims)
 
 
 def impure(got: str) -> UnsupportedError:

@@ -30,7 +30,9 @@ from .score_functions import Pairs, Pass, ScoreFunction, ScoreMod
 
 # Bytes of a chunk's scores and of the tensors that the score_mod computes from them: fits a CPU's cache, and a bounded
 # part of a GPU's memory.
-_BUDGET, _BUDGET_ELSEWHERE = 2**24, 2**28
+_BUDGET, _BUDGET_ELSEWHERE = 2**23, 2**28
+# Times that a row may exceed the budget before it is computed in pieces.
+_LONG = 4
 # Sides of the smallest tile.
 _LEAST = 16
 
@@ -117,10 +119,12 @@ class _Work:
     scale: float
 
     def limit(self, q: Tensor) -> int:
-        """Return the most key tiles of a batch."""
+        """Return the most key tiles of a batch: as many as fit the budget, or a long row that nearly fits."""
         assert self.plan is not None
         pair = self.function.reading.nbytes + 3 * acc_dtype(q.dtype).itemsize
-        return max(1, _budget(q.device) // (self.plan.q_tile * self.plan.kv_tile * pair))
+        most = max(1, _budget(q.device) // (self.plan.q_tile * self.plan.kv_tile * pair))
+        longest = int(self.plan.row_ptr.diff(dim=1).max())
+        return max(most, longest) if longest <= _LONG * most else most
 
     def pieced(self, q: Tensor) -> bool:
         """Whether a row may have more key tiles than a batch."""
@@ -245,7 +249,10 @@ class _Gradients:
         keys, values = (layout.gathered(x, batch, True) for x in (layout.k_tiles, layout.v_tiles))
         chunk = work.chunk(layout, batch, queries, keys)
         scores, differentiated = self.function.differentiable(chunk.scores, chunk.at)
-        weights = layout.masked(torch.sub(scores, self.lse[batch.line]).exp_(), batch, 0.0)
+        # memory that is reused, where the allocator would return it to the system after each batch
+        space = None if layout.elsewhere else layout.space.take(scores.shape, scores.dtype)
+        weights = torch.sub(scores, self.lse[batch.line], out=space)
+        layout.masked(weights.exp_(), batch, 0.0)
         if self.whole_rows:
             # lse is rounded as a large number is, and would change all weights of a row by one factor
             total = weights.sum(-1, keepdim=True)
