@@ -455,3 +455,70 @@ def test_decoding_reads_the_chosen_blocks(heads: str) -> None:
     got = rw.attention(x.q, x.k, x.v, table & rw.Causal(), q_offset=299)
     want, _ = attention(*x.leaves(torch.float64), allowed)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+
+
+DOCUMENTS = {
+    "lengths": rw.Documents([40, 1, 100, 59]),
+    "whole blocks": rw.Documents([64, 32, 104]),
+    "ids": rw.Documents(ids=torch.tensor([3] * 70 + [-1] * 10 + [5] * 120)),
+    "ids by element": rw.Documents(ids=torch.stack([torch.arange(200) // 90, torch.arange(200) // 128])),
+}
+
+
+@pytest.mark.parametrize("documents", list(DOCUMENTS))
+@pytest.mark.parametrize("heads", ["query", "kv", "shared"])
+@pytest.mark.parametrize("block_size", [16, (1, 32), (32, 8)], ids=str)
+@pytest.mark.parametrize("options", [{"top_k": 6}, {"mass": 0.7}, {"top_k": 5, "method": "bounds"}], ids=str)
+def test_a_document_chooses_as_it_would_alone(
+    options: dict[str, Any], block_size: Any, heads: str, documents: str
+) -> None:
+    bounds = DOCUMENTS[documents]
+    x = Inputs.random(200, 200, batch=2, heads=4, kv_heads=2, dim=16)
+    pattern = select(x.q, x.k, block_size=block_size, heads=heads, documents=bounds, **options) & rw.Causal()
+    got = pattern.to_dense(200, heads=4, batch=2)
+    expected = torch.zeros_like(got)
+    for b in range(2):
+        of = bounds.to_dense(200, batch=2)[b, 0]
+        for first in range(200):
+            inside = of[first].nonzero()[:, 0]
+            if not len(inside) or inside[0] != first:
+                continue
+            place = slice(first, int(inside[-1]) + 1)
+            alone = select(
+                x.q[b : b + 1, :, place], x.k[b : b + 1, :, place], block_size=block_size, heads=heads, **options
+            )
+            expected[b, :, place, place] = (alone & rw.Causal()).to_dense(len(inside), heads=4)[0]
+    assert torch.equal(got, expected)
+
+
+def test_documents_of_queries_and_keys_choose_as_steps_would() -> None:
+    """Documents with fewer queries than keys choose as their last queries alone; one without queries is left out."""
+    x = Inputs.random(30, 150, heads=4, kv_heads=2, dim=16)
+    bounds = rw.Documents(cu_seqlens_q=[0, 10, 10, 30], cu_seqlens_k=[0, 60, 100, 150])
+    pattern = select(x.q, x.k, block_size=(1, 16), top_k=3, documents=bounds)
+    got = pattern.to_dense(30, 150, heads=4)
+    expected = torch.zeros_like(got)
+    for queries, keys in ((slice(0, 10), slice(0, 60)), (slice(10, 30), slice(100, 150))):
+        offset = keys.stop - keys.start - (queries.stop - queries.start)
+        alone = select(x.q[:, :, queries], x.k[:, :, keys], block_size=(1, 16), top_k=3, q_offset=offset)
+        shape = queries.stop - queries.start, keys.stop - keys.start
+        expected[0, :, queries, keys] = alone.to_dense(*shape, q_offset=offset, heads=4)[0]
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"documents": rw.Documents([100, 99])}, "documents of 199 tokens"),
+        ({"documents": rw.Documents([200]), "q_offset": 3}, "documents: got documents with q_offset=3; wanted whole"),
+        ({"documents": rw.Documents(ids=torch.arange(200) % 2)}, "one in several pieces"),
+        (
+            {"documents": rw.Documents(cu_seqlens_q=[0, 50, 200], cu_seqlens_k=[0, 100, 200])},
+            "one of 150 queries and 100",
+        ),
+    ],
+)
+def test_documents_that_are_refused(options: dict[str, Any], text: str) -> None:
+    x = Inputs.random(200, 200, dim=16)
+    with pytest.raises(rw.PatternError, match=text):
+        select(x.q, x.k, block_size=16, top_k=3, **options)

@@ -15,6 +15,7 @@ from torch import Tensor
 import ringweave as rw
 from ringweave.errors import PatternError, RingweaveError
 from ringweave.patterns import Pattern, rebuild
+from ringweave.patterns.documents import keys_of
 
 from ..oracle import Inputs
 from ..parallel.threads import Threaded, run
@@ -318,7 +319,12 @@ LISTS = torch.zeros(8, 3, dtype=torch.int64)
         (lambda: rw.Selected(LISTS.expand(3, 8, 3)).plan(8, heads=4), "heads = 3, which the pattern is made"),
         (lambda: rw.Selected(LISTS.expand(3, 8, 3), heads="kv").plan(8, heads=4), "Selected: got tables of 3 key heads for 4 query heads"),
         (lambda: rw.Selected(LISTS.expand(3, 1, 8, 3)).plan(8, batch=2), "batch = 3, which the pattern is made"),
-        (lambda: rw.Selected(LISTS).within(rw.Documents([4, 4])), "wanted one without a block table"),
+        (lambda: rw.Selected(LISTS).within(rw.KeyPadding(4)), "wanted one without a block table"),
+        (lambda: rw.Selected(LISTS).within(rw.Documents(ids=[0, 0, 1, 1, 0, 0, 1, 1])), "one in several pieces"),
+        (lambda: rw.Selected(LISTS + 4).within(rw.Documents([4, 4])), "indices: got 4, past the end of the query's document; wanted an index of a key in the document. Count keys"),
+        (lambda: rw.Selected(LISTS - 2).within(rw.Documents([4, 4])).plan(8), "indices: got -2 to "),
+        (lambda: rw.Selected(LISTS).within(rw.Documents([4, 5])).plan(8), "documents of 9 tokens"),
+        (lambda: rw.Selected(LISTS).within(rw.Documents(ids=[0, 0, 1])), "lists for 8 queries; wanted 3"),
     ],
 )  # fmt: skip
 def test_errors(call: Callable[[], object], text: str) -> None:
@@ -341,3 +347,82 @@ def test_calls_refuse_lists_that_do_not_fit(backend: str) -> None:
         for options in ({}, {"q_offset": 4}, {"q_offset": "end"}, {"q_offset": torch.tensor([2])}):
             with pytest.raises(PatternError, match=text):
                 rw.attention(q, k, k, lists & rw.Causal(), backend=backend, **options)
+
+
+WITHIN = {
+    "lengths": (40, rw.Documents([7, 1, 20, 12])),
+    "whole blocks": (40, rw.Documents([12, 16, 12])),
+    "ids": (40, rw.Documents(ids=torch.tensor([4] * 9 + [2] * 31))),
+    "ids by element": (40, rw.Documents(ids=torch.stack([torch.arange(40) // 17, torch.arange(40) // 32]))),
+    "fewer queries": (25, rw.Documents(cu_seqlens_q=[0, 15, 15, 25], cu_seqlens_k=[0, 20, 25, 40])),
+}
+
+
+@pytest.mark.parametrize("documents", list(WITHIN))
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda lists: lists,
+        lambda lists: lists & rw.Causal(),
+        lambda lists: (lists & rw.Causal()) | rw.SlidingWindow(2, 1),
+        lambda lists: rw.Sinks(1) | (rw.Causal() & ~lists),
+    ],
+)
+def test_lists_within_documents(build: Callable[[Pattern], Pattern], size: int, documents: str) -> None:
+    """Each document attends as it would alone, by lists that count from its first key."""
+    nq, bounds = WITHIN[documents]
+    first, stop = (side.view(-1, 1, nq, 1) for side in keys_of(bounds, nq))
+    batch, generator = len(first), torch.Generator().manual_seed(size)
+    table = (torch.rand(batch, 1, nq, 3, generator=generator) * ((stop - first + size - 1) // size)).long()
+    table[torch.rand(table.shape, generator=generator) < 0.2] = -1
+    got = build(rw.Selected(table, size)).within(bounds).to_dense(nq, 40, batch=batch)
+    expected = torch.zeros_like(got)
+    for b in range(batch):
+        for begin in first[b].unique().tolist():
+            queries = (first[b, 0, :, 0] == begin).nonzero()[:, 0]
+            n, keys = len(queries), slice(begin, int(stop[b, 0, queries[0]]))
+            alone, length = build(rw.Selected(table[b : b + 1, :, queries], size)), keys.stop - keys.start
+            expected[b, :, queries[0] : queries[-1] + 1, keys] = alone.to_dense(n, length, q_offset=length - n)[0]
+    assert torch.equal(got, expected)
+
+
+def test_lists_of_packed_sequences() -> None:
+    """varlen_attention takes lists for the packed queries, and each sequence attends as it would alone."""
+    lengths, generator = [9, 1, 30], torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(40, heads, 16, generator=generator) for heads in (4, 2, 2))
+    table = torch.cat([torch.randint(-1, n, (n, 3), generator=generator) for n in lengths])
+    got = rw.varlen_attention(q, k, v, [0, 9, 10, 40], pattern=rw.Selected(table) & rw.Causal())
+    each = zip(*(x.split(lengths) for x in (q, k, v, table)), strict=True)
+    for part, (a, b, c, rows) in zip(got.split(lengths), each, strict=True):
+        alone = rw.attention(*(x.transpose(0, 1)[None] for x in (a, b, c)), rw.Selected(rows) & rw.Causal())
+        torch.testing.assert_close(part, alone[0].transpose(0, 1))
+
+
+def test_lists_within_documents_in_compiled_code() -> None:
+    """Documents and lists may be made inside a compiled function, where no value is known."""
+    table, bounds = torch.tensor([[0, -1], [1, 0], [0, -1], [0, 1]]), torch.tensor([0, 2, 4])
+    q = torch.randn(1, 1, 4, 16)
+
+    def call(table: Tensor, bounds: Tensor) -> Tensor:
+        return rw.attention(q, q, q, rw.Selected(table).within(rw.Documents(cu_seqlens=bounds)))
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(table, bounds), call(table, bounds))
+    other = torch.tensor([0, 1, 4])
+    table[1] = 0
+    torch.testing.assert_close(compiled(table, other), call(table, other))
+    with pytest.raises(PatternError, match="indices: got"):
+        compiled(table + 2, other)
+
+
+def test_documents_in_pieces_in_compiled_code() -> None:
+    q, table = torch.randn(1, 1, 4, 16), torch.zeros(4, 1, dtype=torch.long)
+
+    def call(ids: Tensor) -> Tensor:
+        return rw.attention(q, q, q, rw.Selected(table).within(rw.Documents(ids=ids)))
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(torch.tensor([5, 5, 2, 2])), call(torch.tensor([5, 5, 2, 2])))
+    with pytest.raises(RuntimeError, match="documents: got one in several pieces"):
+        compiled(torch.tensor([5, 2, 5, 5]))

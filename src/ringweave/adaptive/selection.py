@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..checks import flag, number, one_of, whole
 from ..errors import PatternError, ShapeError, shown
-from ..patterns import BlockTable
+from ..patterns import BlockTable, Documents, Pattern, Selected
+from ..patterns.batch_axis import ELEMENT, ELEMENT_BITS
 from ..patterns.block_sets import ListedBlocks
 from ..types import acc_dtype
 from ..validate import check_tensors
@@ -146,7 +148,8 @@ def select(
     stride: int = 16,
     pool: int | None = None,
     bounds: KeyBounds | None = None,
-) -> BlockTable:
+    documents: Documents | None = None,
+) -> Pattern:
     """Choose the key blocks that each query block attends, from the values of queries and keys; no gradient.
 
     With ``causal``, the table leaves out blocks that lie wholly in the future, but it does not mask single tokens: use
@@ -188,12 +191,16 @@ def select(
         pool: Tokens of a pool, for ``"mean"`` and ``"top_p"``; must divide both sides of a block. None uses the mean of
             the whole block.
         bounds: Key bounds that the caller maintains; ``k`` is then not read.
+        documents: Documents that share the sequence. Each chooses as it would alone, with blocks from its first token
+            on, and attends no other one. Their bounds are read.
     Returns:
-        A table of indices, (B, Hq, Hkv or 1 by ``heads``, block rows, places). With several rows and a ``q_offset``,
+        With ``documents``, lists of blocks for each query (:class:`ringweave.Selected`) in the documents. Else a table
+        of indices, (B, Hq, Hkv or 1 by ``heads``, block rows, places). With several rows and a ``q_offset``,
         the rows before the first query are empty.
     Raises:
         PatternError: Not exactly one of ``top_k``, ``mass`` and ``density`` is given, ``top_k`` is less than the number
-            of forced blocks, or a stride or pool does not divide the block.
+            of forced blocks, a stride or pool does not divide the block, or ``documents`` are combined with
+            ``q_offset`` or ``bounds``, or one has more queries than keys.
         ShapeError: q and k do not fit each other, or the bounds do not fit the keys.
     Example:
         >>> table = rw.adaptive.select(q, k, density=0.25, block_size=32)
@@ -209,6 +216,70 @@ def select(
     one_of("method", method, METHODS)
     one_of("heads", heads, HEADS)
     q, k = q.detach(), k.detach()
+    choose = partial(
+        _table, method=method, top_k=top_k, mass=mass, density=density, block_size=block_size, causal=causal,
+        local=local, sinks=sinks, heads=heads, scale=scale, stride=stride, pool=pool,
+    )  # fmt: skip
+    if documents is None:
+        return choose(q, k, q_offset=q_offset, bounds=bounds)
+    if bounds is not None or q_offset:
+        got = f"bounds and q_offset={shown(q_offset)}" if bounds is not None else f"q_offset={shown(q_offset)}"
+        raise PatternError(
+            "documents", f"documents with {got}", "whole documents", "Choose for one document at a time."
+        )
+    return _in_documents(choose, q, k, documents, heads)
+
+
+def _in_documents(choose: Callable[..., BlockTable], q: Tensor, k: Tensor, documents: Documents, heads: str) -> Pattern:
+    """Choose blocks in each document alone, and list them for each of its queries."""
+    documents.fits(q.shape[2], k.shape[2], 0)
+    spans = documents.spans()
+    longer = [f"{m} queries and {n} keys" for m, n in zip(*spans.lengths(), strict=True) if m > n]
+    if longer:
+        raise PatternError("documents", f"one of {longer[0]}", "no more queries than keys", "Leave its keys in.")
+    found = list[tuple[slice, slice, Tensor]]()
+    sides = (1, 1)
+    for first, stop, k_first, k_stop in zip(spans.q_first, spans.q_stop, spans.k_first, spans.k_stop, strict=True):
+        b, begin, keys = int(first) >> ELEMENT_BITS, int(first) & (ELEMENT - 1), int(k_first) & (ELEMENT - 1)
+        count, length = int(stop - first), int(k_stop - k_first)
+        if begin >= q.shape[2] or not count:
+            continue  # the end of the spans, or a document without queries
+        rows, places = slice(None) if spans.one else slice(b, b + 1), slice(begin, begin + count)
+        table = choose(q[rows, :, places], k[rows, :, keys : keys + length], q_offset=length - count)
+        sides, listed = table.block_size, table.blocks.listed()
+        of_query = (torch.arange(count, device=q.device) + (length - count)) // sides[0]
+        listed = (
+            listed.index_select(-2, of_query) if listed.shape[-2] > 1 else listed.expand(*listed.shape[:-2], count, -1)
+        )
+        found.append((rows, places, listed.masked_fill(listed >= table.blocks.key_blocks, -1)))
+    most = max((each.shape[-1] for _, _, each in found), default=1)
+    tables = found[0][2].shape[1] if found else 1
+    lists = torch.full((q.shape[0], tables, q.shape[2], most), -1, dtype=torch.int32, device=q.device)
+    for rows, places, each in found:
+        lists[rows, :, places, : each.shape[-1]] = each
+    return Selected(lists, sides[1], heads="kv" if heads == "kv" else "query").within(documents)
+
+
+def _table(
+    q: Tensor,
+    k: Tensor,
+    *,
+    method: str,
+    top_k: int | None,
+    mass: float | None,
+    density: float | None,
+    block_size: int | tuple[int, int],
+    causal: bool,
+    local: int,
+    sinks: int,
+    heads: str,
+    q_offset: int,
+    scale: float | None,
+    stride: int,
+    pool: int | None,
+    bounds: KeyBounds | None = None,
+) -> BlockTable:
+    """Choose blocks of one sequence; see :func:`select`."""
     grid = grid_of(q, k, block_size, q_offset, causal, local, sinks)
     amount = amount_of(method, top_k, mass, density, grid)
     scale = q.shape[3] ** -0.5 if scale is None else number("scale", scale)

@@ -365,15 +365,17 @@ class Pattern(ABC):
             A pattern; see :class:`ringweave.patterns.within.Within`.
         Raises:
             PatternError: The bounds are of another kind, or this pattern is a mixture or contains a block table.
+                :class:`~ringweave.Selected` may be in documents: its rows are those of the call, and its indices then
+                count keys or blocks from the first key of the query's document.
         Example:
             >>> rw.Sinks(1).within(rw.Documents([2, 1])).to_dense(3)[0, 0].int()
             tensor([[1, 0, 0],
                     [1, 0, 0],
                     [0, 0, 1]], dtype=torch.int32)
         """
-        from .within import Within
+        from .within import within
 
-        return Within(self, bounds)
+        return within(self, bounds)
 
     def shard(self, rank: int, ranks: int, heads: int | None = None) -> Pattern:
         """Return the pattern of one rank's heads, when heads are distributed over ranks in order (tensor parallelism).

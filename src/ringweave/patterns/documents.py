@@ -12,12 +12,14 @@ from torch import Tensor
 
 from ..checks import INTEGERS, LONGEST, integers, whole
 from ..errors import PatternError, shown
+from ..torch_compat import require
 from .base import Full, Pattern, parts_of
 from .batch_axis import ELEMENT, ELEMENT_BITS, Bounds, Spans, rows_of
 from .declared import declare
 from .fitting import made_again, made_by
 from .tiles import Int64, Ranges, Tiles, combine_ids
 
+_IN_PIECES = "documents: got one in several pieces; wanted documents of consecutive tokens"
 _LISTS = ("lengths", "cu_seqlens", "ids", "cu_seqlens_q", "cu_seqlens_k")
 
 
@@ -185,6 +187,22 @@ class Documents(Bounds):
         self._make()  # raises if the bounds do not increase
         bounds = torch.unique(-((offset - self._tables["cu_seqlens"]) // rate))
         return Documents(cu_seqlens=bounds) if len(bounds) > 1 and int(bounds[0]) == 0 else None
+
+
+def keys_of(documents: Documents, queries: int) -> tuple[Tensor, Tensor]:
+    """Return the first key of each query's document, and one past its last, (queries,) or (B, N) for ids (B, N)."""
+    if "ids" in documents._tables:
+        ids = documents._tables["ids"]
+        place, edge = torch.arange(ids.shape[-1], device=ids.device), ids[..., 1:] != ids[..., :-1]
+        begins, ends = (torch.nn.functional.pad(edge, side, value=True) for side in ((1, 0), (0, 1)))
+        label = torch.where(begins & (ids >= 0), ids, -1).sort(-1).values
+        require(~((label[..., 1:] == label[..., :-1]) & (label[..., 1:] >= 0)).any(), _IN_PIECES)
+        first = torch.where(begins, place, 0).cummax(-1).values
+        return first, torch.where(ends, place + 1, len(place)).flip(-1).cummin(-1).values.flip(-1)
+    of_q, of_k = next(iter(documents._tables.values())), list(documents._tables.values())[-1]
+    place = torch.arange(queries, device=of_q.device)
+    document = torch.searchsorted(of_q[1:].contiguous(), place, right=True).clamp(max=len(of_k) - 2)
+    return of_k[document], of_k[document + 1]
 
 
 def packed_apart(pattern: Pattern) -> bool:

@@ -11,6 +11,7 @@ from ..torch_compat import require, wrapped
 from .base import Pattern
 from .block_sets import ChosenBlocks
 from .declared import declare
+from .documents import Documents, keys_of
 from .table import BlockTable
 
 _WHOLE = (torch.int32, torch.int64)
@@ -31,6 +32,7 @@ class Selected(BlockTable):
     or a decoding step passes its own rows. The order of a list does not matter, and a key that it repeats counts once.
     Combine it with other patterns: ``Selected(indices) & Causal()`` filters the lists, and
     ``Selected(indices) | SlidingWindow(128, 0)`` adds a window. The indices are copied, so a pattern never changes.
+    ``Selected(indices).within(Documents(...))`` counts keys, or blocks, from the first key of the query's document.
 
     Plans and kernels take time and memory that grow with the number of listed keys where all query heads of a key head
     share a list. Where each head has keys of its own, a tile of queries computes the union of its lists.
@@ -128,6 +130,44 @@ class Selected(BlockTable):
 
     def restride(self, rate: int, offset: int) -> Pattern | None:
         return None
+
+
+def in_documents(lists: Selected, documents: Documents) -> Pattern:
+    """Convert lists that count from the first key of each query's document to lists of keys of the whole sequence.
+
+    Raises:
+        PatternError: The lists have rows for another number of queries, an index is past its document, or a document
+            is in several pieces.
+    """
+    table, size = lists.blocks.table.long(), lists.block_size[1]
+    # in compiled code no value is known, and the call checks the indices
+    readable = not torch.compiler.is_compiling() and documents.readable()
+    readable = readable and table.device.type == "cpu" and not wrapped(table)
+    if readable:
+        documents.spans()  # raises if a document is in several pieces
+    first, stop = keys_of(documents, table.shape[-2])
+    if first.shape[-1] != table.shape[-2]:
+        raise _misfit(table.shape[-2], first.shape[-1])
+    first, stop = (
+        side[:, None, :, None].to(table.device) if side.ndim == 2 else side[:, None].to(table.device)
+        for side in (first, stop)
+    )
+    past = table * size >= stop - first
+    if readable and bool(past.any()):
+        got = f"{int(table.expand(past.shape)[past].max())}, past the end of the query's document"
+        remedy = "Count keys, or blocks of keys, from the first key of the document; -1 is no key."
+        raise PatternError("indices", got, "an index of a key in the document", remedy)
+    if size > 1 and readable and not bool((first % size).any()):
+        # all documents begin with a block: the documents cut their last one
+        chosen = torch.where(table < 0, table, table + first // size)
+    else:
+        key = table[..., None] * size + torch.arange(size, device=table.device)
+        inside = (table >= 0)[..., None] & (key < (stop - first)[..., None])
+        chosen = torch.where(inside, key + first[..., None], table.clamp(max=-1)[..., None])
+        # an index that is past its document stays out of range
+        chosen, size = chosen.masked_fill(past[..., None], _MANY).flatten(-2), 1
+    blocks = ChosenBlocks(chosen.to(torch.int32).contiguous(), _MANY)
+    return Selected.of(blocks, (1, size), lists.group) & documents
 
 
 def check_rows(pattern: Pattern, nq: int) -> None:

@@ -117,6 +117,25 @@ class Within(Composite):
         return self.bounds.spans().tile_classes(tiles, self.pattern)
 
 
+def within(pattern: Pattern, bounds: Pattern) -> Pattern:
+    """Apply a pattern inside each document or row; see :meth:`Pattern.within`."""
+    # imported when a pattern with tensors is put inside of bounds
+    from .documents import Documents
+
+    if isinstance(pattern, Pattern) and pattern.tables and isinstance(bounds, Documents):
+        from .selected import Selected, in_documents
+
+        if isinstance(pattern, Selected):
+            return in_documents(pattern, bounds)
+        if parts_of(pattern, Selected):
+            # each part inside the documents; the complement of a part is that of its pairs in a document
+            if isinstance(pattern, Not):
+                return bounds & ~within(pattern.part, bounds)
+            if isinstance(pattern, (Combined, PerHead)):
+                return pattern.remade([within(part, bounds) for part in pattern.parts_within()])
+    return Within(pattern, bounds)
+
+
 def _looks_up(pattern: Pattern) -> bool:
     """Return whether a pattern looks positions up in a table, a grid or a function, which have no negative ones."""
     looks = pattern.looks_up or bool(pattern.tables)

@@ -187,6 +187,7 @@ def chosen(method: str, q: Tensor, k: Tensor, density: float) -> rw.Pattern:
     for _ in range(7):
         middle = (least + most) / 2
         table = select(q, k, method=method, mass=middle, block_size=side)
+        assert isinstance(table, rw.BlockTable)
         held = (table.blocks.listed() < table.blocks.key_blocks).sum()
         blocks = -(-n // side)
         wanted = torch.maximum((torch.arange(1, blocks + 1) * density).ceil(), torch.arange(1, blocks + 1).clamp(max=2))
