@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,13 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as peer
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, create_block_mask
+from torch.utils.checkpoint import checkpoint
 
 from ringweave.errors import PatternError, RingweaveError
-from ringweave.integrations.flex_attention import flex_attention, install
+from ringweave.integrations.flex_attention import explain, flex_attention, install
 from ringweave.integrations.flex_attention.block_masks import pattern_of
+from ringweave.integrations.flex_attention.frozen import frozen
 
 from ..oracle import Inputs, attention
-from .flex_cases import MASKS, allowed, causal, scored, sparse
+from .flex_cases import MASKS, allowed, causal, compare, scored, sparse
 
 # torch warns of its own function without a compiler, and of return_lse
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without", "ignore:return_lse is deprecated")
@@ -447,6 +449,77 @@ def test_side_effects_of_a_score_function(x: Inputs) -> None:
     assert len(calls) >= 2
 
 
+@pytest.mark.parametrize("score", ["term", "general"])
+def test_names_that_a_loop_binds_again(score: str) -> None:
+    """The gradient of each layer is that of its call, where the functions of all layers read the variables of a loop."""
+    x = torch.randn(1, 2, N, 16, requires_grad=True)
+
+    def layers() -> Iterator[Tensor]:
+        for width, slope in ((3, 0.5), (20, 0.1), (60, 1.0)):
+
+            def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+                return (q - k).abs() < width  # noqa: B023
+
+            def lean(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+                distance = (q - k).abs() * slope  # noqa: B023
+                return s - (distance if score == "term" else torch.sin(distance * s))
+
+            mask = create_block_mask(causal_and(near), None, None, N, N, device="cpu", BLOCK_SIZE=32)
+            yield flex_attention(x, x, x, lean, mask).pow(2).sum()
+
+    want = sum(torch.autograd.grad(each, x)[0] for each in layers())
+    # the loop has ended before the first gradient
+    got = torch.autograd.grad(sum(list(layers())), x)[0]  # type: ignore[arg-type]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def causal_and(mask_mod: Any) -> Any:
+    return peer.and_masks(causal, mask_mod)
+
+
+def test_a_global_that_is_bound_before_the_gradient(x: Inputs) -> None:
+    global reach
+    for mask_mod in (by_global, functools.partial(by_global), lambda b, h, q, k: by_global(b, h, q, k)):
+        reach = 9
+        mask = create_block_mask(mask_mod, None, None, N, N, device="cpu", BLOCK_SIZE=32)
+        q = x.leaves()[0]
+        want = torch.autograd.grad(flex_attention(q, x.k, x.v, None, mask), q, x.dout)[0]
+        out = flex_attention(q, x.k, x.v, None, mask)
+        reach = 4
+        assert torch.equal(torch.autograd.grad(out, q, x.dout)[0], want)
+        check(x, mask, None)
+    reach = 9
+
+
+def test_variables_that_a_function_writes(x: Inputs) -> None:
+    """A function that counts its calls in a variable changes that variable, and not a copy."""
+    count = 0
+
+    def counting(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return torch.sin(s)
+
+    flex_attention(x.q, x.k, x.v, counting)
+    assert count > 1
+
+
+def test_frozen_functions() -> None:
+    """A copy of a function has its values, names and defaults, also if the function calls itself or a method."""
+
+    def fall(n: int, by: int = 1, *, floor: int = 0) -> int:
+        return n if n <= floor + offset else fall(n - by, by, floor=floor)
+
+    offset = 2
+    copies = [frozen(fall), frozen(functools.partial(fall, by=2)), frozen(Holder().near)]
+    offset = 5
+    assert [copies[0](9), copies[1](9, floor=1), fall(9)] == [2, 3, 5]
+    assert copies[0].__name__ == "fall"
+    assert (copies[0].__defaults__, copies[0].__kwdefaults__) == ((1,), {"floor": 0})
+    assert copies[2](0, 0, 4, 0)
+    assert frozen(len) is len
+
+
 def test_a_mask_function_that_changes_before_the_gradient(x: Inputs) -> None:
     documents = torch.arange(N) // 20
     mask = create_block_mask(lambda b, h, q, k: documents[q] == documents[k], None, None, N, N, device="cpu")
@@ -454,6 +527,100 @@ def test_a_mask_function_that_changes_before_the_gradient(x: Inputs) -> None:
     documents.zero_()
     with pytest.raises(PatternError, match="Change it after backward"):
         out.sum().backward()
+
+
+# ---- masks and functions of any make -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", [1, 7, 20, 48, 100, 256, (16, 128), (64, 48), (1, 128), (200, 7)], ids=str)
+@pytest.mark.parametrize(("nq", "nk"), [(130, 130), (1, 200), (200, 33)])
+def test_sides_of_blocks(side: Any, nq: int, nk: int) -> None:
+    def spotted(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k - 20) & ((q * 3 + k) % 5 > 0)
+
+    mask = create_block_mask(spotted, None, None, nq, nk, device="cpu", BLOCK_SIZE=side)
+    compare(Inputs.random(nq, nk, heads=2), mask, None, {})
+
+
+def rows(counts: Any, indices: Any) -> BlockMask:
+    counts, indices = torch.tensor(counts, dtype=torch.int32), torch.tensor(indices, dtype=torch.int32)
+    return BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=35, seq_lengths=(N, N), compute_q_blocks=False)
+
+
+@pytest.mark.parametrize(
+    ("counts", "indices", "blocks"),
+    [
+        ([[[1, 2]]], [[[1, 0], [1, 0]]], [[0, 1], [1, 1]]),
+        ([[[2, 2]]], [[[1, 1], [0, 0]]], [[0, 1], [1, 0]]),
+        ([[[1, 0]]], [[[0, -5], [9, 9]]], [[1, 0], [0, 0]]),
+        # a block after the last key has no keys
+        ([[[2, 1]]], [[[0, 2], [7, 0]]], [[1, 0], [0, 0]]),
+        ([1, 1], [[0, 1], [1, 0]], [[1, 0], [0, 1]]),
+    ],
+    ids=["order", "repeated", "undefined entries", "after the last key", "without batch and heads"],
+)
+def test_tables_of_blocks(x: Inputs, counts: Any, indices: Any, blocks: Any) -> None:
+    pairs = torch.tensor(blocks).repeat_interleave(35, 0).repeat_interleave(35, 1).expand(2, 4, N, N)
+    want = attention(x.q.double(), x.k.double(), x.v.double(), pairs.double())[0]
+    same(flex_attention(x.q, x.k, x.v, None, rows(counts, indices)), want.float())
+
+
+FAULTY: dict[str, Any] = {
+    "raises": lambda b, h, q, k: torch.ones(3)[q] > 0,
+    "integer": lambda b, h, q, k: q - k,
+    "nothing": lambda b, h, q, k: None,
+    "two arguments": lambda b, h: b > h,
+    "branch": lambda b, h, q, k: q > k if q > 3 else q < k,
+    "random": lambda b, h, q, k: torch.rand(()) > 0.5,
+}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_faulty_mask_functions(x: Inputs, name: str) -> None:
+    mask = rows([[[2, 2]]], [[[1, 0], [1, 0]]])
+    mask.mask_mod = FAULTY[name]
+    with pytest.raises(PatternError, match="mask_mod"):
+        flex_attention(x.q, x.k, x.v, None, mask)
+
+
+def test_long_formulas(x: Inputs) -> None:
+    """A value that is used many times is looked at once, and a formula of any depth is computed."""
+
+    def shared(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        distance = q - k
+        for _ in range(40):
+            distance = distance * 0.5 + distance * 0.5
+        return s + distance * 0.01
+
+    def deep(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        for _ in range(2000):
+            s = s + 0.0
+        return s
+
+    same(flex_attention(x.q, x.k, x.v, shared), defined(x, None, lambda s, b, h, q, k: s + (q - k) * 0.01))
+    same(flex_attention(x.q, x.k, x.v, deep), defined(x))
+    assert "nested too deeply" in explain(x.q, x.k, x.v, deep)
+
+
+def test_checkpoints(x: Inputs) -> None:
+    """A layer that is computed again for its gradient has the same gradient."""
+    mask = masked()
+    q = x.leaves()[0]
+    for score in (None, general):
+        want = torch.autograd.grad(flex_attention(q, x.k, x.v, score, mask), q, x.dout)[0]
+        out = checkpoint(lambda q, s=score: flex_attention(q, x.k, x.v, s, mask), q, use_reentrant=False)
+        assert torch.equal(torch.autograd.grad(out, q, x.dout)[0], want)
+
+
+def test_transforms_over_tables(x: Inputs) -> None:
+    tables = torch.randn(3, 2 * N)
+
+    def attend(table: Tensor) -> Tensor:
+        return flex_attention(x.q, x.k, x.v, lambda s, b, h, q, k: s + table[q - k + N])
+
+    same(torch.vmap(attend)(tables), torch.stack([attend(table) for table in tables]))
+    with pytest.raises(RingweaveError, match="torch.func"):
+        torch.vmap(lambda t: flex_attention(x.q, x.k, x.v, lambda s, b, h, q, k: s * t[q]))(tables)
 
 
 # ---- installation ----------------------------------------------------------------------------------------------------

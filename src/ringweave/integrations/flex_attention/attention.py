@@ -14,6 +14,7 @@ from ...torch_compat import uncompiled
 from ...types import acc_dtype
 from .arguments import check
 from .block_masks import pattern_of
+from .frozen import frozen
 from .score_terms import Recognised, Sizes, recognised
 from .symbols import UntraceableError
 
@@ -145,7 +146,7 @@ def _attend(
         # imported with the first call that needs it
         from .score_tiles import attend
 
-        given = score_mod or _unchanged
+        given = frozen(score_mod) if score_mod else _unchanged
         if score is None:
             out, lse, most = attend(query, key, value, pattern, given, scale=scale)
             return _in_order_of(query, out), lse, most if with_max else None

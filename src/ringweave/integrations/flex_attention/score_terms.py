@@ -54,7 +54,10 @@ def recognised(score_mod: Callable[..., Any] | None, sizes: Sizes) -> Recognised
     result = traced(score_mod, sizes.dtype)
     if not isinstance(result, Symbol) or SCORE not in result.uses:
         raise UntraceableError("its result does not depend on the score")
-    return _chain(result, sizes)
+    try:
+        return _chain(result, sizes)
+    except RecursionError as error:
+        raise UntraceableError("its formula is nested too deeply") from error
 
 
 # ---- the formula of the score ----------------------------------------------------------------------------------------
@@ -208,7 +211,7 @@ def _bias(bias: Any, sign: int, sizes: Sizes) -> Term | None:
     uses = set(bias.uses) if isinstance(bias, Symbol) else set()
     # the only batch element and the only head are 0
     uses -= {name for name, size in ((BATCH, sizes.batch), (HEAD, sizes.heads)) if size == 1}
-    if BATCH not in uses and _by_distance(bias):
+    if BATCH not in uses and _Positions().by_distance(bias):
         return _alibi(bias, sign, uses, sizes) or _distance_bias(bias, sign, uses, sizes)
     table = _looked_up(bias, sizes) if sign == 1 else None
     if table is None and not {QUERY, KEY} <= uses:
@@ -254,7 +257,7 @@ def _alibi(bias: Any, sign: int, uses: set[str], sizes: Sizes) -> ALiBi | None:
         name, of = _operation(distance)
         if name == "neg":
             own, (name, of) = -own, _operation(of[0])
-        apart = _slopes(of[0]) if name == "abs" else None
+        apart = _Positions().slopes(of[0]) if name == "abs" else None
         if apart in ((1, -1), (-1, 1)) and not (isinstance(slope, Symbol) and slope.uses - {HEAD}):
             heads = {HEAD: torch.arange(sizes.heads, device="cpu")}
             slopes = _values(slope, own, _places(sizes, **heads), sizes)[0, :, 0, 0]
@@ -336,43 +339,59 @@ def _looked_up(bias: Any, sizes: Sizes) -> Tensor | None:
 # ---- dependence on the distance --------------------------------------------------------------------------------------
 
 
-def _by_distance(x: Any) -> bool:
-    """Return whether a value depends on query and key by their distance alone."""
-    if not isinstance(x, Symbol):
-        return all(map(_by_distance, symbols_in(x)))
-    if not x.uses & {QUERY, KEY}:
-        return True
-    slope = _slopes(x)
-    if slope is not None:
-        return slope[0] == -slope[1]
-    name, args = _operation(x)
-    if name == "compare" and len(args) == 2:
-        left, right = map(_slopes, args)
-        if left is not None and right is not None and left[0] - right[0] == right[1] - left[1]:
+class _Positions:
+    """How values of a trace depend on query and key; a value that is used several times is looked at once."""
+
+    def __init__(self) -> None:
+        self._by_distance: dict[int, bool] = {}
+        self._slopes: dict[int, tuple[int, int] | None] = {}
+
+    def by_distance(self, x: Any) -> bool:
+        """Return whether a value depends on query and key by their distance alone."""
+        if not isinstance(x, Symbol):
+            return all(map(self.by_distance, symbols_in(x)))
+        if id(x) not in self._by_distance:
+            self._by_distance[id(x)] = self._is_by_distance(x)
+        return self._by_distance[id(x)]
+
+    def _is_by_distance(self, x: Symbol) -> bool:
+        if not x.uses & {QUERY, KEY}:
             return True
-    return x.function is not None and all(map(_by_distance, symbols_in((x.args, x.kwargs))))
+        slopes = self.slopes(x)
+        if slopes is not None:
+            return slopes[0] == -slopes[1]
+        name, args = _operation(x)
+        if name == "compare" and len(args) == 2:
+            left, right = map(self.slopes, args)
+            if left is not None and right is not None and left[0] - right[0] == right[1] - left[1]:
+                return True
+        return x.function is not None and self.by_distance((x.args, x.kwargs))
 
+    def slopes(self, x: Any) -> tuple[int, int] | None:
+        """Return the factors of query and key in a value that is linear in them, exactly; None for another value."""
+        if not isinstance(x, Symbol) or not x.uses & {QUERY, KEY}:
+            return 0, 0
+        if id(x) not in self._slopes:
+            self._slopes[id(x)] = self._slopes_of(x)
+        return self._slopes[id(x)]
 
-def _slopes(x: Any) -> tuple[float, float] | None:
-    """Return the factors of query and key in a value that is linear in them, exactly; None for another value."""
-    if not isinstance(x, Symbol) or not x.uses & {QUERY, KEY}:
-        return 0, 0
-    if x.function is None:
-        return (1, 0) if x.args[0] == QUERY else (0, 1)
-    name, args = _operation(x)
-    # float32 holds every position up to 2 ** 24
-    if name in ("float", "double") or (name == "to" and args[1:] in _WIDE):
-        return _slopes(args[0])
-    if name == "neg":
-        inner = _slopes(args[0])
-        return None if inner is None else (-inner[0], -inner[1])
-    if name in ("add", "sub") and len(args) == 2:
-        left, right = map(_slopes, args)
-        if left is None or right is None or not all(map(_is_whole, args)):
-            return None
-        sign = -1 if name == "sub" else 1
-        return left[0] + sign * right[0], left[1] + sign * right[1]
-    return None
+    def _slopes_of(self, x: Symbol) -> tuple[int, int] | None:
+        if x.function is None:
+            return (1, 0) if x.args[0] == QUERY else (0, 1)
+        name, args = _operation(x)
+        # float32 holds every position up to 2 ** 24
+        if name in ("float", "double") or (name == "to" and args[1:] in _WIDE):
+            return self.slopes(args[0])
+        if name == "neg":
+            inner = self.slopes(args[0])
+            return None if inner is None else (-inner[0], -inner[1])
+        if name in ("add", "sub") and len(args) == 2:
+            left, right = map(self.slopes, args)
+            if left is None or right is None or not all(map(_is_whole, args)):
+                return None
+            sign = -1 if name == "sub" else 1
+            return left[0] + sign * right[0], left[1] + sign * right[1]
+        return None
 
 
 _WIDE = {(dtype,) for dtype in (torch.float32, torch.float64, torch.int32, torch.int64)}
