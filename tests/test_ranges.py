@@ -80,8 +80,11 @@ def hold(
     allowed = kind.to_dense(n, heads=2)
     bad, doubtful = (scores.abs() > MOST) & allowed, (sizes > MOST / 4) & allowed
     terms: list[rw.terms.Term] = []
+    steep = torch.zeros(())
     if term == "softcap":
         terms = [rw.Softcap(number)]
+        # the slope of a cap changes by up to this for a score that is off
+        steep = (off / number).clamp(max=1.0)
         scores, off = number * torch.tanh(scores / number), off.clamp(max=2 * number) + number * 2**-19
     elif term == "alibi":
         terms = [rw.ALiBi([number, -number])]
@@ -142,11 +145,13 @@ def hold(
                 * abs(factor)
             )
             sums = (parts @ k.abs(), (parts.mT @ q.abs()).sum(1, keepdim=True), dv)
+            bent = parts * steep
+            slopes_off = (bent @ k.abs(), (bent.mT @ q.abs()).sum(1, keepdim=True), torch.zeros(()))
             others = (float(k.abs().max()), float(q.abs().max()), 0.0)
-            for got, want, most_of, other in zip(gradients, wanted, sums, others, strict=True):
+            for got, want, most_of, bent_of, other in zip(gradients, wanted, sums, slopes_off, others, strict=True):
                 # PyTorch's own kernel had gradients up to 18 units off
                 units = 32 if backend == "sdpa" else 16
-                slack = most_of * (units * unit + 8 * float(off.clamp(max=1e-3).max()))
+                slack = most_of * (units * unit + 8 * float(off.clamp(max=1e-3).max())) + bent_of
                 # values too small for float32: slopes of scores, and sums of them before scaling
                 slack = slack + 64 * n * TINY * max(1.0, abs(factor)) * max(1.0, min(1.0, abs(factor)) * other)
                 slack = slack + float(torch.finfo(got.dtype).smallest_normal)
