@@ -310,6 +310,13 @@ def uncompiled(why: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return marked
 
 
+def before_compiling(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function or module that ``torch.compile`` has wrapped; others as they are."""
+    for name in ("_torchdynamo_orig_callable", "_orig_mod"):
+        function = getattr(function, name, function)
+    return function
+
+
 def register_pytree(kind: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any, Any], Any], name: str) -> None:
     """Register a class as a pytree node; ``flatten`` returns its leaves."""
     register = find("utils._pytree.register_pytree_node")

@@ -60,9 +60,14 @@ class _Indexed(TorchFunctionMode):
     """Reads tensors at indices of a pair, which ``Tensor.__getitem__`` would convert to numbers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__getitem__ and isinstance(args[1], (Tensor, tuple)):
-            return torch.ops.aten.index(args[0], args[1] if isinstance(args[1], tuple) else [args[1]])
+        if func is Tensor.__getitem__ and any(isinstance(x, Tensor) for x in _as_tuple(args[1])):
+            parts = [None if isinstance(x, slice) else torch.as_tensor(x, device=CPU) for x in _as_tuple(args[1])]
+            return torch.ops.aten.index(args[0], parts)
         return func(*args, **(kwargs or {}))
+
+
+def _as_tuple(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
 
 
 class Biased(torch.nn.Module):
@@ -225,6 +230,54 @@ def test_functions_match_the_definition(name: str, dtype: torch.dtype) -> None:
     """Each kind of function, in grouped heads, with a value dimension of its own and odd lengths."""
     x = Inputs.random(77, 93, batch=2, heads=4, kv_heads=2, dim=16, value_dim=24, dtype=dtype)
     check(CASES[name], x, rw.SlidingWindow(30, 20), drawn(CASES[name], x, dtype))
+
+
+SPELLINGS: dict[str, Callable[[Tensor, Tensor], ScoreMod]] = {
+    "entries": lambda x, y: lambda s, b, h, q, k: s + x[h, q, k] * y[k],
+    "entries_of_rows": lambda x, y: lambda s, b, h, q, k: s + x[h][q][k] - x[h - 2][q, k] * y[q],
+    "rows_used_twice": lambda x, y: lambda s, b, h, q, k: s + x[h, q][k] * x[h, q].sum(),
+    "numbers_and_tensors": lambda x, y: lambda s, b, h, q, k: s + x[-1][q, k] + x[h, -1][k] + x[h, 3, k] * y[0],
+    "columns": lambda x, y: lambda s, b, h, q, k: s + (x[h, q] * x[h, :, k]).sum() / 99,
+    "sums_of_products": lambda x, y: lambda s, b, h, q, k: s + torch.sum(x[h, q] * x[0, k], -1) * 0.1,
+    "a_product_used_twice": lambda x, y: (
+        lambda s, b, h, q, k: s + 0.1 * torch.stack([(p := x[h, q] * x[0, k]).sum(), p.abs().sum()]).sum()
+    ),
+    "a_product_with_itself": lambda x, y: lambda s, b, h, q, k: s + 0.1 * (x[h, q] * x[h, q]).sum() * y[k],
+    "matrix_product": lambda x, y: lambda s, b, h, q, k: s + x[h, q] @ x[1, k] * 0.1,
+    "slices": lambda x, y: lambda s, b, h, q, k: s + y[1:][q - 1] * y.view(2, -1)[h, k // 2],
+    "computed": lambda x, y: lambda s, b, h, q, k: s + x.softmax(2)[h, q, k] * y.cumsum(0)[k] + (y * 2).sum(),
+    "select": lambda x, y: lambda s, b, h, q, k: s + y.index_select(0, k[None])[0] * y[q],
+    "embedding": lambda x, y: lambda s, b, h, q, k: s + torch.nn.functional.embedding(k, y[:, None])[0],
+    "stack": lambda x, y: lambda s, b, h, q, k: torch.stack([s, y[k], y[q]]).logsumexp(0),
+    "clamp": lambda x, y: lambda s, b, h, q, k: torch.clamp(s, min=y[k], max=y[q] + 0.2).maximum(y[0]),
+    "largest": lambda x, y: lambda s, b, h, q, k: s.max(y[k]) + torch.max(y) * (q > k),
+    "masked_fill": lambda x, y: lambda s, b, h, q, k: s.masked_fill(q == k, 1.5) + s.masked_fill(q > k, 2.0),
+    "where": lambda x, y: lambda s, b, h, q, k: torch.where(q > k + 3, s, y[q] * (q - k)),
+    "activation_in_place": lambda x, y: lambda s, b, h, q, k: torch.nn.functional.relu(s + y[k], True) * 1.0,
+    "buckets": lambda x, y: lambda s, b, h, q, k: s + y[torch.log1p((q - k).abs().double()).mul(5).long()],
+    "detached": lambda x, y: lambda s, b, h, q, k: s.detach() * y[k] + s * y.detach()[q] + x[0, 0, 0],
+    "of_one_head": lambda x, y: lambda s, b, h, q, k: torch.where(h == 1, s * y[k], s) / (1 + b),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spellings_equal_the_mapped_function(name: str) -> None:
+    """Each way to read tensors in a function, against torch.vmap over all pairs in float64."""
+    n = 40
+    x = Inputs.random(n, batch=2, heads=2, dim=8, dtype=torch.float64)
+    case = Case(
+        lambda b, h, n, m: {"table": (h, n, m), "vector": (m,)},
+        # both tensors are used, so that both have gradients
+        lambda c: lambda *pair: SPELLINGS[name](c["table"], c["vector"])(*pair) + c["table"].sum() * c["vector"].sum(),
+        lambda c, *pair: case.by_pair(c, *pair),
+        mapped=False,
+    )
+    learned = drawn(case, x, torch.float64)
+    got = results(case, x, rw.SlidingWindow(9, 3), learned)
+    allowed = rw.plan(rw.SlidingWindow(9, 3), n).to_dense()
+    want = definition(case.dense, x, allowed, learned, torch.float64, 0.25)
+    for key, each in want.items():
+        torch.testing.assert_close(got[key], each, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -622,6 +675,48 @@ def test_code_that_no_mode_sees() -> None:
     out, _, _ = attend(q, k, v, rw.Causal(), lambda s, b, h, q, k: layer(s[None])[0], scale=1.0)
     with pytest.raises(UnsupportedError, match="no function mode sees"):
         out.sum().backward()
+
+
+def test_a_table_that_the_first_call_makes() -> None:
+    """A function that makes a table from a parameter when it is first called, and keeps it."""
+    x, kept = Inputs.random(40, heads=2, dim=8), []
+    weight = torch.rand(40, requires_grad=True, device=CPU)
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if not kept:
+            kept.append(weight.exp())
+        return s + kept[0][k]
+
+    grads = []
+    for each in (score_mod, lambda s, b, h, q, k: s + weight.exp()[k]):
+        out, _, _ = attend(x.q, x.k, x.v, rw.Causal(), each, scale=1.0)
+        grads += torch.autograd.grad((out * x.dout).sum(), weight)
+    torch.testing.assert_close(*grads)
+
+
+def test_compiled_functions_run_as_they_are() -> None:
+    """A compiled function and a compiled module, as FlexAttention takes them."""
+    x, table = Inputs.random(40, heads=2, dim=8), torch.rand(2, 2, device=CPU)
+    function, module = lambda s, b, h, q, k: s.tanh() * (h + 1), Biased(table[0, 0], table)
+    for each in (function, module):
+        got, want = (
+            attend(x.q, x.k, x.v, rw.Causal(), fn, scale=1.0) for fn in (torch.compile(each, backend="eager"), each)
+        )
+        assert all(map(torch.equal, got, want))
+
+
+def test_fill_with_values_of_tensors() -> None:
+    """masked_fill with a captured value, which torch maps slowly, and with values of a pair, which it refuses."""
+    x, values = Inputs.random(40, heads=2, dim=8), torch.rand(40, requires_grad=True, device=CPU)
+    results = []
+    for score_mod in (
+        lambda s, b, h, q, k: s.masked_fill(q > k, values[0]).masked_fill(q == k, values[q]),
+        lambda s, b, h, q, k: torch.where(q == k, values[q], torch.where(q > k, values[0], s)),
+    ):
+        leaves = x.leaves()
+        out, _, _ = attend(*leaves, rw.Causal(), score_mod, scale=1.0)
+        results.append([out, *torch.autograd.grad(out.sum(), [*leaves, values])])
+    assert all(map(torch.equal, *results))
 
 
 def test_custom_functions_are_mapped() -> None:

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ...errors import ShapeError, shown
+from ...torch_compat import before_compiling
 from ...types import acc_dtype
-from .score_probe import ITEM, SUMS, Probe, Reading, entries_of, impure, leaves_of, mapped, places_of
+from .score_probe import ITEM, SUMS, Probe, Reading, called, entries_of, impure, leaves_of, mapped, places_of
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -46,12 +47,13 @@ class ScoreFunction:
     """
 
     def __init__(self, fn: ScoreMod, dtype: torch.dtype, device: torch.device):
-        self.fn, self.dtype, self.device = fn, dtype, device
+        self.fn: ScoreMod = before_compiling(fn)
+        self.dtype, self.device = dtype, device
         #: Autocast of the caller, which does not last until backward.
         self.autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-        self.reading, result = self._probe()
-        again, same = self._probe()
-        if not self.reading.same(again) or not torch.equal(result.nan_to_num(), same.nan_to_num()):
+        before, (self.reading, result) = self._probe(), self._probe()
+        if not _same(before, (self.reading, result)) and not _same(self._probe(), (self.reading, result)):
+            # the first of three may differ, since a function may make its tables when it is first called
             raise impure("a function that returns another result for the same arguments")
 
     def check(self) -> None:
@@ -69,9 +71,9 @@ class ScoreFunction:
             found.append(probe.reading(_checked(result)))
             return result
 
-        with torch.no_grad():
-            result = self.at_first_pair(recorded)
-        return found[0], result
+        # with gradients if the caller enables them, since the function may make tables and keep them
+        result = self.at_first_pair(recorded)
+        return found[0], result.detach()
 
     def at_first_pair(self, fn: ScoreMod) -> Tensor:
         """Map a function over the first pair only."""
@@ -102,6 +104,11 @@ class ScoreFunction:
     def _cast(self) -> torch.autocast:
         enabled, dtype = self.autocast
         return torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=False)
+
+
+def _same(one: tuple[Reading, Tensor], other: tuple[Reading, Tensor]) -> bool:
+    """Whether two probes saw equal operations and had equal results."""
+    return one[0].same(other[0]) and torch.equal(one[1].nan_to_num(), other[1].nan_to_num())
 
 
 def _checked(result: object) -> Tensor:
@@ -207,9 +214,11 @@ class Pass:
                     self.tables[id(x)] = _Table(x, function.reading.broadcasts)
 
     def __call__(self, scores: Tensor, at: Pairs) -> Tensor:
-        """Return the function of scores, without gradients."""
+        """Return the function of scores, without gradients, in memory that nothing else uses but the scores."""
         with torch.no_grad():
-            return self.function.evaluated(_Evaluation(self).function, scores, at)
+            result = self.function.evaluated(_Evaluation(self).function, scores, at)
+        # a result that is the same for several pairs is expanded
+        return result.contiguous()
 
     def differentiable(self, scores: Tensor, at: Pairs) -> tuple[Tensor, Differentiated]:
         """Return the function of scores, and an object that computes gradients."""
@@ -291,7 +300,7 @@ class _Evaluation(TorchFunctionMode):
         elif func in SUMS and id(args[0]) in self.products:
             result = torch.dot(*self.products[id(args[0])][1:])
         else:
-            result = func(*mapped(args, self.own), **mapped(kwargs, self.own))
+            result = called(func, mapped(args, self.own), mapped(kwargs, self.own))
         if self.of.token is not None:
             self.made.update(id(x) for x in leaves_of(result) if isinstance(x, Tensor) and x.requires_grad)
         return result
@@ -305,7 +314,7 @@ class _Evaluation(TorchFunctionMode):
 
         args, kwargs = mapped(args, leaf), mapped(kwargs, leaf)
         places = places_of(args[0], args[1]) if func is ITEM else None
-        return func(*args, **kwargs) if places is None else entries_of(args[0], *places)
+        return called(func, args, kwargs) if places is None else entries_of(args[0], *places)
 
     def entries(self, position: int, x: Tensor, indices: list[Tensor | None], rest: tuple[Any, ...]) -> Tensor:
         """Return entries of a tensor at the indices of pairs."""

@@ -118,6 +118,15 @@ def places_of(x: Tensor, index: Any, many: bool = False) -> tuple[list[Tensor | 
     return indices, () if all(part is Ellipsis for part in rest) else tuple(rest)
 
 
+def called(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call an operation; ``masked_fill``, of which vmap maps no value in a tensor, by ``torch.where``."""
+    if func not in _FILLS or kwargs:
+        return func(*args, **kwargs)
+    x, mask, value = args
+    value = torch.as_tensor(value, device=x.device)
+    return torch.where(mask, value.to(x.dtype), x)
+
+
 def entries_of(x: Tensor, indices: list[Tensor | None], rest: tuple[Any, ...]) -> Tensor:
     """Index a tensor with the result of :func:`places_of`."""
     found: Tensor = torch.ops.aten.index(x, indices)
@@ -201,7 +210,7 @@ class Probe(TorchFunctionMode):
         of_pair = frozenset[int]().union(*(self.of_pair.get(id(x), ()) for x in tensors))
         if of_pair and func not in _SAME:
             self.note_use(func, tensors, args, kwargs, places)
-        result = func(*args, **kwargs) if places is None else entries_of(args[0], *places)
+        result = called(func, args, kwargs) if places is None else entries_of(args[0], *places)
         for x in leaves_of(result):
             if isinstance(x, Tensor) and id(x) not in self.names:
                 self.names[id(x)] = "made", len(self.kept)
@@ -265,9 +274,7 @@ class Probe(TorchFunctionMode):
             self.same = False
             return
         self.used.update(map(id, tensors))
-        # masked_fill takes no value for each pair
-        elementwise = func in _ELEMENTWISE or (func in _FILLS and len(tensors) < 3)
-        self.same = self.same and elementwise and all(x.ndim == 0 for x in tensors)
+        self.same = self.same and (func in _ELEMENTWISE or func in _FILLS) and all(x.ndim == 0 for x in tensors)
 
     def note_write(self, func: Any, args: Any, kwargs: Any) -> None:
         """Note that an operation writes to its first argument; raise UnsupportedError if that is a captured tensor."""

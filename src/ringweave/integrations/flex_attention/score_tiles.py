@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...backends.backend import delta_in_chunks
 from ...backends.dense_batched import Batch, Layout
+from ...backends.overflow import sides
 from ...call import Operands
 from ...errors import PatternError, UnsupportedError
 from ...merge import merge_into
@@ -137,7 +138,10 @@ class _Work:
 
     def chunk(self, layout: Layout, batch: Batch, queries: Tensor, keys: Tensor) -> _Chunk:
         """Compute the scores of a batch."""
-        scores = layout.product(queries, keys.mT).mul_(self.scale)
+        before, after = sides(self.scale)
+        scores = layout.product(queries * before, keys.mT)
+        if after != 1:
+            scores.mul_(after)
         b, h, q, k = layout.indices(batch)
         # tiles reach beyond the last tokens, where a captured tensor has no entries
         return _Chunk(
@@ -169,8 +173,7 @@ class _Work:
     def _part(self, function: Pass, layout: Layout, batch: Batch, finite: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Compute (out, lse, largest score) of a batch."""
         chunk = self.chunk(layout, batch, layout.taken(batch), layout.gathered(layout.k_tiles, batch, False))
-        # the function may return its argument, or an expanded tensor
-        scores = layout.masked(function(chunk.scores, chunk.at).clone(), batch, -torch.inf)
+        scores = layout.masked(function(chunk.scores, chunk.at), batch, -torch.inf)
         values = layout.gathered(layout.v_tiles, batch, True)
         if not finite:
             values = values.masked_fill((scores == -torch.inf).all(1)[..., None], 0.0)
@@ -276,7 +279,8 @@ class _Gradients:
             differentiated.add()
         if score_grads is None:
             return
-        score_grads = score_grads.masked_fill(unattended, 0.0)
+        # the gradient may be expanded
+        score_grads = score_grads.contiguous().masked_fill_(unattended, 0.0)
         if not self.finite_keys:
             # A row that attends an infinite or NaN key has gradients of NaN, or of 0 at a score of -inf, already.
             # The key must not make the gradients of other rows NaN.
@@ -302,8 +306,8 @@ class _Gradients:
 
 
 def _in_order_of(q: Tensor, channels: int) -> Tensor:
-    """Return an empty output with the order of strides of the queries."""
-    order = sorted(range(4), key=q.stride, reverse=True)
+    """Return an empty output with the order of strides of the queries, and adjacent channels."""
+    order = [*sorted(range(3), key=q.stride, reverse=True), 3]
     shape = *q.shape[:3], channels
     inverse = [order.index(dim) for dim in range(4)]
     return torch.empty([shape[dim] for dim in order], dtype=q.dtype, device=q.device).permute(inverse)
