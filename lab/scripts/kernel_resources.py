@@ -128,7 +128,7 @@ def compiled(
         "MASKED": not shape.clear, "RAGGED": not shape.clear, "FOLDED": True, "SLOPED": True,
         "WIDE": False, "WEIGHTED": True, "DESCRIBED": shape.described,
         "DEAD": shape.dead,
-        "STEP": 16 if shape.stored else 8, "SHARED": shape.heads > 1, "RESIDENT": False, "STAGES": blocks.stages,
+        "STEP": 16 if shape.stored else 8, "SHARED": shape.heads > 1, "STAGES": blocks.stages,
         "PRECISION": "ieee", "l_n": 1, "s_n": 1,
     }  # fmt: skip
     constants |= {"TERMS": terms.terms, "LEARNS": terms.learns, "SCORED": terms.there, "HOLES": terms.holes}
@@ -232,7 +232,6 @@ def variants() -> Iterator[Callable[[], Resources]]:
         yield partial(compile_kernel, kernel, 24, "sm_90", Shape((32, 32), split=True), value_dim=40)
         yield partial(compile_kernel, kernel, 16, "sm_90", Shape((16, 128), heads=2), dtype="fp16")
         yield partial(compile_kernel, kernel, 256, "sm_80", dtype="fp32")
-        yield partial(compile_kernel, kernel, 64, "sm_90", RESIDENT=True)
         yield partial(compile_kernel, kernel, 80, "sm_90", Shape(described=True), MASKED=False, RAGGED=False)
         yield partial(compile_kernel, kernel, 512, "sm_90", Shape(described=True))
         yield partial(compile_kernel, kernel, 64, "sm_90", NARROW, terms=EVERY)

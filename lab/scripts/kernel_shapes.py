@@ -131,6 +131,4 @@ def blocks_of(
     rows = (shape.queries or shape.tile[0]) * shape.heads * shape.tiles
     tile = (shape.tile[0] if kernel == "backward_kv" else max(16, rows), shape.tile[1])
     device, described = TARGETS[name].device, shape.described
-    return launch_config_for(
-        kernel, dim, value_dim, itemsize, tile, device, None, Traits(shape.clear, scored, described)
-    )
+    return launch_config_for(kernel, dim, value_dim, itemsize, tile, device, Traits(shape.clear, scored, described))

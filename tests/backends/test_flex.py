@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import shutil
 from collections.abc import Iterator
@@ -130,14 +131,19 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @torch.no_grad()
 def test_more_sizes_than_the_compiler_keeps_variants_of_one_function(traced: None) -> None:
-    """More sizes than the compiler's limit of variants all stay compiled, and a call of a known kind compiles nothing."""
+    """More sizes than the compiler's limit of variants all stay compiled, and a call of a known kind compiles nothing.
+
+    A length between two others is padded to the longer one.
+    """
     most = torch._dynamo.config.recompile_limit
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for step in range(most + 2):
-        x = Inputs.random(40 + step, heads=2, kv_heads=1, dtype=torch.float32)
-        for pattern in (rw.SlidingWindow(9), rw.SlidingWindow(3)):
+        for n, pattern in itertools.product(
+            (128 * step + 101, 128 * step + 128), (rw.SlidingWindow(9), rw.SlidingWindow(3))
+        ):
+            x = Inputs.random(n, heads=2, kv_heads=1, dtype=torch.float32)
             got = rw.attention_with_lse(x.q, x.k, x.v, pattern, backend="flex")
-            want = oracle.attention(x.q, x.k, x.v, pattern.to_dense(40 + step, heads=2))
+            want = oracle.attention(x.q, x.k, x.v, pattern.to_dense(n, heads=2))
             torch.testing.assert_close(got.out, want[0])
             torch.testing.assert_close(got.lse, want[1])
     assert len(COMPILED) == most + 2
@@ -295,17 +301,17 @@ def test_a_mask_waits_for_its_stream_and_is_not_made_in_a_capture(monkeypatch: p
     made = branch.plan("cpu", tile=128)
     gpu = Gpu(monkeypatch)
     monkeypatch.setattr(Branch, "plan", lambda *of, **how: made)
-    mask = flex.Mask.of(branch, CUDA, 2, 300)
+    mask = flex.Mask.of(branch, CUDA, 2)
     gpu.stream = Stream()
     for _ in range(2):
-        assert flex.Mask.of(branch, CUDA, 2, 300) is mask
+        assert flex.Mask.of(branch, CUDA, 2) is mask
     assert len(gpu.stream.waited) == 1
     assert {id(x) for x, _ in gpu.read} == {id(x) for x in mask.tensors}
     assert len(mask.tensors) >= 11
     gpu.capturing = True
-    assert flex.Mask.of(branch, CUDA, 2, 300) is mask
+    assert flex.Mask.of(branch, CUDA, 2) is mask
     with pytest.raises(UnsupportedError, match="while a CUDA graph is captured"):
-        flex.Mask.of(branch, CUDA, 1, 300)
+        flex.Mask.of(branch, CUDA, 1)
 
 
 def case(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, dim: int = 64, n: int = 256) -> Call:

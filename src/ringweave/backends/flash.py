@@ -122,9 +122,16 @@ def dense_backward(
     return dq, per_key_head(dk, kv_heads), per_key_head(dv, kv_heads)
 
 
+def _attended(operands: Operands, branch: Branch) -> Operands:
+    """Drop the keys after the last query of a causal branch, since a NaN in them must not be read."""
+    if branch.dense_kind != "causal":
+        return operands
+    return operands._replace(k=operands.k[:, :, : branch.nq], v=operands.v[:, :, : branch.nq])
+
+
 def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) of one branch with one fused kernel."""
-    operands, _ = with_sign(operands)
+    operands, _ = with_sign(_attended(operands, branch))
     if branch.dense_kind == "sparse":
         out, lse = _sparse_forward(operands, branch)
     else:
@@ -141,8 +148,10 @@ def backward(
 
     Where delta is not rowsum(dout * out), it is passed as extra channels or as a gradient of lse.
     """
-    operands, sign = with_sign(operands)
+    after = operands.k.shape[2]
+    operands, sign = with_sign(_attended(operands, branch))
     q, k, v, scale = operands[:4]
+    after -= k.shape[2]
     dout = upstream.dout.to(q.dtype)
     lse, delta, out, dim = upstream.lse.contiguous(), upstream.delta, upstream.out, q.shape[3]
     if branch.dense_kind == "sparse":
@@ -153,6 +162,8 @@ def backward(
             dout, q, k, v, out = delta_as_channels(dout, q, k, v, delta)
         grads = dense_backward(dout, Operands(q, k, v, scale), out, lse, causal, _kernel(q, k, v, causal))
     dq, dk, dv = (x[..., :dim].to(dtype).contiguous() for x in grads)
+    if after:
+        dk, dv = (torch.nn.functional.pad(x, (0, 0, 0, after)) for x in (dk, dv))
     return dq if sign > 0 else dq * sign, dk, dv
 
 

@@ -2,9 +2,9 @@
 
 A kind comprises the device, the dtype and all sizes, including those of the mask's tables. Each kind has a separate
 compiled function, so a call with another size neither recompiles an existing one nor falls back to FlexAttention's
-dense form, and a new plan of the same sizes compiles nothing. Decoding steps have keys of a power of two, so that a new
-length is seldom a new kind. FlexAttention's gradient kernel is only accessible through its forward: backward repeats
-the forward, and autograd computes the branch's share of the gradients, those of the terms' tables among them.
+dense form, and a new plan of the same sizes compiles nothing. Lengths are padded to a few for each power of two, so
+that a new length is seldom a new kind. FlexAttention's gradient kernel is only accessible through its forward: backward
+repeats the forward, and autograd computes the branch's share of the gradients, and those of the terms' tables.
 """
 
 from __future__ import annotations
@@ -100,14 +100,14 @@ class Mask:
     dead: Tensor | None
 
     @staticmethod
-    def of(branch: Branch, device: torch.device, kv_heads: int, keys: int) -> Mask:
-        """Return a branch's mask for a number of keys, cached with its plan."""
+    def of(branch: Branch, device: torch.device, kv_heads: int) -> Mask:
+        """Return a branch's mask for its padded lengths, cached with its plan."""
         plan = branch.plan(device, tile=_TILE)
-        known, key = derived_values(plan), ("flex", kv_heads, keys)
+        known, key = derived_values(plan), ("flex", kv_heads)
         mask: Mask | None = known.get(key)
         if mask is None:
             require_no_capture(device)
-            block_mask = to_block_mask(plan, keys)
+            block_mask = to_block_mask(plan, padded(plan.nq, plan.nk))
             tensors = [x for x in block_mask.as_tuple() if isinstance(x, Tensor)]
             held = (cell.cell_contents for cell in block_mask.mask_mod.__closure__)
             mask = Mask(block_mask, (*tensors, *(x for x in held if isinstance(x, Tensor))), _dead(plan, kv_heads))
@@ -133,35 +133,54 @@ def _dead(plan: BlockPlan, kv_heads: int) -> Tensor | None:
     return dead[..., None] if bool(dead.any()) else None
 
 
-def _part(operands: Operands, mask: Mask) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of a branch as FlexAttention returns them."""
+def padded(nq: int, nk: int) -> tuple[int, int]:
+    """Return the numbers of queries and keys that FlexAttention computes for a call.
+
+    There are at most eight of each between two powers of two. The queries of a decoding step stay as they are, and its
+    keys, of which there is one more each time, are padded to a power of two.
+    """
+
+    def step(n: int) -> int:
+        return max(_TILE, (1 << (n - 1).bit_length()) // 16)
+
+    if nq <= FEW:
+        return nq, max(_TILE, 1 << (nk - 1).bit_length())
+    return -(-nq // step(nq)) * step(nq), -(-nk // step(nk)) * step(nk)
+
+
+def _longer(x: Tensor, tokens: int) -> Tensor:
+    """Pad (..., N, C) with zeros to a number of tokens, contiguous."""
+    more = tokens - x.shape[-2]
+    return torch.nn.functional.pad(x, (0, 0, 0, more)) if more else x.contiguous()
+
+
+def _part(operands: Operands, mask: Mask, nq: int) -> tuple[Tensor, Tensor]:
+    """Compute (out, lse) of the first ``nq`` queries of a branch as FlexAttention returns them."""
     q, k, v, scale, terms = operands[:5]
     spec, tables = written(() if terms is None else terms.terms)
     about = spec, *((x.shape, x.dtype, x.stride(), x.requires_grad) for x in tables)
     grouped = q.shape[1] != k.shape[1]
     sizes = tuple(x.shape for x in mask.tensors)
     kind = (q.device, q.dtype, q.shape, k.shape, v.shape, scale, q.requires_grad, sizes, about)
-    return compiled(kind)(q, k, v, mask.block_mask, scale, grouped, terms)
+    out, lse = compiled(kind)(q, k, v, mask.block_mask, scale, grouped, terms)
+    return out[:, :, :nq], lse[:, :, :nq]
 
 
 def _prepared(operands: Operands, branch: Branch) -> tuple[Operands, Mask]:
     """Return the operands as FlexAttention takes them, and the mask.
 
-    Views are copied, so that strides do not cause compilation. Keys that no query attends are 0. Those of a decoding
-    step are padded.
+    Keys that no query attends are 0. Tensors are padded, and views are copied, so that strides do not cause
+    compilation.
     """
-    q, k, v, _, terms = operands[:5]
-    nk = k.shape[2]
-    keys = max(_TILE, 1 << (nk - 1).bit_length()) if q.shape[2] <= FEW else nk
-    mask = Mask.of(branch, q.device, k.shape[1], keys)
+    q, k, v, _, terms = operands.map(Tensor.detach)[:5]
+    mask = Mask.of(branch, q.device, k.shape[1])
     if mask.dead is not None:
         k, v = k.masked_fill(mask.dead, 0.0), v.masked_fill(mask.dead, 0.0)
-    if keys > nk:
-        k, v = (torch.nn.functional.pad(x, (0, 0, 0, keys - nk)) for x in (k, v))
+    queries, keys = mask.block_mask.seq_lengths
     if terms is not None:
-        columns = torch.nn.functional.pad(terms.columns, (0, keys - nk))
-        terms = terms._replace(terms=tuple(_ready(terms, q.device)), columns=columns)
-    return operands._replace(q=q.detach().contiguous(), k=k.contiguous(), v=v.contiguous(), terms=terms), mask
+        rows, columns = _longer(terms.rows[:, None], queries)[:, 0], _longer(terms.columns[:, None], keys)[:, 0]
+        terms = terms._replace(terms=tuple(_ready(terms, q.device)), rows=rows, columns=columns)
+    return operands._replace(q=_longer(q, queries), k=_longer(k, keys), v=_longer(v, keys), terms=terms), mask
 
 
 def _ready(terms: TermOperands, device: torch.device) -> Iterator[Term]:
@@ -177,7 +196,7 @@ def _ready(terms: TermOperands, device: torch.device) -> Iterator[Term]:
 
 def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) in one call of FlexAttention."""
-    out, lse = _part(*_prepared(operands.map(Tensor.detach), branch))
+    out, lse = _part(*_prepared(operands, branch), operands.q.shape[2])
     empty = torch.isneginf(lse)
     return out.masked_fill(empty[..., None], 0.0).to(dtype).contiguous(), lse.float().contiguous()
 
@@ -196,7 +215,7 @@ def backward(
     # queries that do not attend it
     alone = torch.isneginf(lse)[..., None]
     cleaned = operands._replace(q=operands.q.masked_fill(alone, 0.0), k=operands.k.nan_to_num(0.0, inf, -inf))
-    leaves, mask = _prepared(cleaned.map(Tensor.detach), branch)
+    leaves, mask = _prepared(cleaned, branch)
     leaves = leaves.map(lambda x: x.requires_grad_())
     terms, totals = leaves.terms, list[Tensor]()
     tables = list[Tensor]()
@@ -206,7 +225,7 @@ def backward(
             tables += [table.requires_grad_() for table, _ in learned]
             totals += [total for _, total in learned]
     with autograd_within():
-        part, part_lse = _part(leaves, mask)
+        part, part_lse = _part(leaves, mask, operands.q.shape[2])
     with torch.no_grad():
         empty = torch.isneginf(part_lse) | torch.isneginf(lse)
         weight = (part_lse - lse).exp().masked_fill(empty, 0.0)
@@ -218,7 +237,7 @@ def backward(
         dq, dk, dv, *of_tables = torch.autograd.grad((part, part_lse), (*leaves[:3], *tables), given)
     for total, grad in zip(totals, of_tables, strict=True):
         total.add_(grad)
-    dk, dv = (x[:, :, : operands.k.shape[2]] for x in (dk, dv))
+    dq, dk, dv = (x[:, :, : own.shape[2]] for x, own in zip((dq, dk, dv), operands[:3], strict=True))
     if mask.dead is not None:
         dk, dv = dk.masked_fill(mask.dead, 0.0), dv.masked_fill(mask.dead, 0.0)
     return dq.to(dtype).contiguous(), dk.to(dtype).contiguous(), dv.to(dtype).contiguous()
@@ -226,7 +245,8 @@ def backward(
 
 def _mask_bytes(call: Call, branch: Branch) -> int:
     """Count a BlockMask's bytes: partial and full tile lists by rows and by columns, and the mask's table."""
-    tiles = -(-branch.nq // _TILE) * -(-branch.nk // _TILE)
+    queries, keys = padded(branch.nq, branch.nk)
+    tiles = -(-queries // _TILE) * -(-keys // _TILE)
     return 5 * 4 * tiles * call.batch * branch.head_count
 
 
@@ -253,10 +273,11 @@ def unsupported_reason(call: Call, branch: Branch) -> str | None:
 
 def scratch(call: Call, branch: Branch) -> int:
     """Count the BlockMask, the copied views, and for backward the repeated forward's results."""
-    size = call.dtype.itemsize
-    keys = call.batch * call.kv_heads * branch.nk * (call.head_dim + call.value_dim)
-    rows = call.batch * branch.head_count * branch.nq
-    copies = (rows * call.head_dim + keys) * size if branch.rate > 1 else 0
+    size, lengths = call.dtype.itemsize, padded(branch.nq, branch.nk)
+    keys = call.batch * call.kv_heads * lengths[1] * (call.head_dim + call.value_dim)
+    rows = call.batch * branch.head_count * lengths[0]
+    copied = branch.rate > 1 or lengths != (branch.nq, branch.nk)
+    copies = (rows * call.head_dim + keys) * size if copied else 0
     again = rows * (2 * call.value_dim * size + 12) if call.needs_grad else 0
     return _mask_bytes(call, branch) + copies + again
 

@@ -415,8 +415,9 @@ def _cases(call: Call, form: str) -> Iterator[Case]:
         yield Case(call, SlidingWindow(260, 20) | Global(3))
         # partial tiles without such keys, which descriptors can load
         yield Case(call, SlidingWindow(260, 0))
-        blocks = torch.tensor([[1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0, 1]], device="cpu").bool()
-        yield Case(dataclasses.replace(call, nq=512, nk=512), BlockTable(blocks, 128))  # only full tiles
+        # only full tiles, also of 256 x 128
+        blocks = torch.tensor([[1, 0, 1, 0], [1, 0, 1, 0], [0, 1, 1, 1], [0, 1, 1, 1]], device="cpu").bool()
+        yield Case(dataclasses.replace(call, nq=512, nk=512), BlockTable(blocks, 128))
         # the last queries attend nothing
         yield Case(narrow, SlidingWindow(40, 20) & KeyPadding(n - 70), hostile=True)
 

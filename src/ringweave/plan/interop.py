@@ -17,27 +17,27 @@ if TYPE_CHECKING:
     from .block_plan import BlockPlan
 
 
-def to_block_mask(plan: BlockPlan, keys: int | None = None) -> Any:
+def to_block_mask(plan: BlockPlan, lengths: tuple[int, int] | None = None) -> Any:
     """Convert a plan to a BlockMask; see :meth:`BlockPlan.to_block_mask`.
 
-    ``keys`` is the number of keys of the mask, if more than the plan's; no query attends those.
+    ``lengths`` are the queries and keys of the mask, if more than the plan's; no query attends the further keys.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    keys = plan.nk if keys is None else keys
-    groups, rows, columns = plan.row_ptr.shape[0], plan.q_tiles, -(-keys // plan.kv_tile)
+    queries, keys = lengths or (plan.nq, plan.nk)
+    groups, rows, columns = plan.row_ptr.shape[0], -(-queries // plan.q_tile), -(-keys // plan.kv_tile)
     line, col, bits = plan.listed()
     # -2 for an empty tile, -1 for a full one, else the number of its mask
     table = torch.full((groups, rows, columns), -2, dtype=torch.int32, device=plan.device)
-    table[line // rows, line % rows, col] = bits.int()
+    table[line // plan.q_tiles, line % plan.q_tiles, col] = bits.int()
     group = plan.row_set.long()
     several = plan.row_set.shape[0] > 1, plan.row_set.shape[1] > 1
-    # Padded to a power of two: compiled code is specialised to the number of masks, which varies between similar plans.
-    missing = (1 << max(plan.mask_words.shape[0] - 1, 0).bit_length()) - plan.mask_words.shape[0]
+    # Padded to a power of two: compiled code is specialised to the number of masks, which varies between plans.
+    missing = max(16, 1 << (plan.mask_words.shape[0] - 1).bit_length()) - plan.mask_words.shape[0]
     masks = torch.nn.functional.pad(plan.mask_words, (0, 0, 0, 0, 0, missing))
     q_tile, kv_tile = plan.q_tile, plan.kv_tile
-    # a tensor, since compiled code is specialised to a number, and only if keys follow that the plan does not have
-    length = torch.tensor(plan.nk, device=plan.device) if keys > plan.nk else None
+    # a tensor, since compiled code is specialised to a number
+    length = None if lengths is None else torch.tensor(plan.nk, device=plan.device)
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         # as in flex_attention, one batch element or head broadcasts
@@ -56,14 +56,14 @@ def to_block_mask(plan: BlockPlan, keys: int | None = None) -> Any:
 
     full = table == -1
     if length is not None:
-        # the tile of the last key has keys that the plan does not have
+        # the tile of the last key may have keys that the plan does not have
         full[:, :, plan.nk // kv_tile :] = False
     return BlockMask.from_kv_blocks(
         *listed((table >= -1) & ~full),
         *listed(full),
         BLOCK_SIZE=(q_tile, kv_tile),
         mask_mod=mask_mod,
-        seq_lengths=(plan.nq, keys),
+        seq_lengths=(queries, keys),
     )
 
 
