@@ -22,6 +22,7 @@ import torch
 
 import ringweave as rw
 from ringweave.backends import BACKENDS
+from ringweave.backends.backend import Backend
 from ringweave.call import Call
 from ringweave.parallel.planning.placement import contiguous, striped
 from ringweave.patterns.declared import DECLARED, SECTIONS, Declared
@@ -403,6 +404,12 @@ CHANGES: dict[str, dict[str, object]] = {
 }
 
 
+def refuses(backend: Backend, call: Call, branch: Branch) -> bool:
+    """Return whether a backend cannot run a branch, for another reason than an absent package."""
+    reason = unsupported_reason(backend, call, branch)
+    return reason is not None and "pip install" not in reason
+
+
 def abilities() -> str:
     """Return the table of backends over changes of one call; GPU backends are asked about CUDA tensors."""
     length = USUAL.nq
@@ -421,10 +428,10 @@ def abilities() -> str:
             cases = [(device, each) for each in (dense, lists) for device in ("cpu", "cuda")]
             device, usual = next(
                 (device, each) for device, each in cases
-                if unsupported_reason(backend, dataclasses.replace(USUAL, device=device), each) is None
+                if not refuses(backend, dataclasses.replace(USUAL, device=device), each)
             )  # fmt: skip
             changed = dataclasses.replace(case, device=device)
-            said.append("" if unsupported_reason(backend, changed, branch or usual) else "yes")
+            said.append("" if refuses(backend, changed, branch or usual) else "yes")
         lines.append(f"| {name} | " + " | ".join(said) + " |")
     return "\n".join(lines) + "\n"
 

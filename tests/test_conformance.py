@@ -27,7 +27,7 @@ EVERYTHING = PATTERNS | MIXTURES
 SPARSE = ["dense_batched"] + ["cpu"] * (cpu.module() is not None)
 # Some of these backends need a GPU, and tests/backends tests the parts of them that run without one; gather takes lists
 # of chosen keys only, in tests/backends/test_gather.py.
-ELSEWHERE = ("triton", "flex", "flash", "gather")
+ELSEWHERE = ("triton", "flex", "flash", "attn_gym", "gather")
 RUNNABLE = [name for name in BACKENDS if name not in ("cpu", *ELSEWHERE) or name in SPARSE]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 

@@ -51,7 +51,7 @@ def test_peak_memory(backend: str, pattern: rw.Pattern) -> None:
 
 def test_every_backend_is_covered() -> None:
     # these backends need a GPU: see tests/backends
-    assert set(BACKENDS) - {"reference", "triton", "flex", "flash"} <= {
+    assert set(BACKENDS) - {"reference", "triton", "flex", "flash", "attn_gym"} <= {
         "dense_batched",
         "gather",
         "sdpa",

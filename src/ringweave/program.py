@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .terms.operands import TermOperands
 
 # backends that auto considers without a trial or measurement, best first; the last one runs every call
-PREFERENCE: tuple[str, ...] = ("cpu", "sdpa", "flash", "gather", "flex", "dense_batched")
+PREFERENCE: tuple[str, ...] = ("cpu", "sdpa", "flash", "attn_gym", "gather", "flex", "dense_batched")
 # Larger calls are not prepared, since their compute time hides the overhead. The bounds are rows of tiles over batch
 # and heads, and listed tiles.
 _MOST_ROWS, _MOST_TILES = 2**12, 2**14

@@ -11,7 +11,7 @@ from ..cache import PROGRAMS
 from .backend import Backend
 
 # modules of this package; each has a ``BACKEND`` of its own name
-_MODULES = ("reference", "dense_batched", "gather", "sdpa", "cpu", "triton", "flex", "flash", "torch_sparse")
+_NAMES = ("reference", "dense_batched", "gather", "sdpa", "cpu", "triton", "flex", "flash", "attn_gym", "torch_sparse")
 
 
 class Backends(MutableMapping[str, Backend]):
@@ -21,7 +21,7 @@ class Backends(MutableMapping[str, Backend]):
     """
 
     def __init__(self) -> None:
-        self._loaded: dict[str, Backend | None] = dict.fromkeys(_MODULES)
+        self._loaded: dict[str, Backend | None] = dict.fromkeys(_NAMES)
 
     def __getitem__(self, name: str) -> Backend:
         found = self._loaded[name]

@@ -14,13 +14,10 @@ import torch
 from torch import Tensor
 
 from ..call import Call, Operands
-from ..patterns import Pattern
-from ..patterns.within import by_head
 from ..plan import Branch
-from ..plan.from_lists import listed, serves
-from ..plan.subplan import CutBranch
 from ..types import acc_dtype
 from .backend import Backend, Upstream
+from .chosen_keys import ChosenKeys, unsupported_reason
 from .overflow import may_overflow, nan_rows_out_of_range, sides
 
 # bytes of gathered keys and values in a chunk: fits a CPU's cache, and a bounded part of a GPU's memory
@@ -55,24 +52,13 @@ class _Layout:
     """The operands with the query heads of a list together, and the lists of each key head."""
 
     def __init__(self, operands: Operands, branch: Branch):
-        found = listed(branch.pattern)
-        assert found is not None
-        lists, self.relation = found
-        self.scale, self.branch = operands.scale, branch
+        self.scale = operands.scale
         q, self.k, self.v = operands[:3]
         self.batch, heads, self.nq, _ = q.shape
-        self.kv_heads, self.nk, self.size = self.k.shape[1], self.k.shape[2], lists.block_size[1]
-        table = lists.blocks.to(q.device).listed()
-        table = table.view((1,) * (4 - table.ndim) + table.shape)
-        group = heads // self.kv_heads
-        if table.shape[1] > 1:
-            by_key_head = table.repeat_interleave(heads // table.shape[1], 1).unflatten(1, (self.kv_heads, group))
-            table = by_key_head[:, :, :1] if serves(lists, group) else by_key_head
-        else:
-            table = table[:, :, None]
-        self.table = table
+        self.kv_heads, self.nk = self.k.shape[1], self.k.shape[2]
+        self.chosen = ChosenKeys(branch, self.batch, heads, self.kv_heads, q.device)
         #: Lists of a key head, and query heads of a list.
-        self.split = table.shape[2], group // table.shape[2]
+        self.split = self.chosen.split
 
     def by_list(self, x: Tensor, rows: slice) -> Tensor:
         """Return some queries of (B, Hq, Nq, ...) as (B, Hkv, L, Hq / (Hkv L), R, ...)."""
@@ -81,7 +67,7 @@ class _Layout:
 
     def chunks(self) -> Iterator[_Chunk]:
         """Yield the chunks of the queries."""
-        device, most = self.k.device, self.table.shape[4] * self.size
+        device, most = self.k.device, self.chosen.table.shape[4] * self.chosen.size
         row = self.batch * self.kv_heads * self.split[0] * most * (self.k.shape[3] + self.v.shape[3]) * 4
         step = max(1, (_CHUNK if device.type == "cpu" else _CHUNK_ELSEWHERE) // row)
         base = (
@@ -89,37 +75,15 @@ class _Layout:
         )
         for first in range(0, self.nq, step):
             rows = slice(first, min(first + step, self.nq))
-            at = torch.arange(rows.start, rows.stop, device=device) + self.branch.q_offset
-            # a single row belongs to the only query, at any position
-            keys = self.table if self.table.shape[3] == 1 else self.table.index_select(3, at)
-            keys = keys.long()
-            if self.size > 1:
-                keys = (keys[..., None] * self.size + torch.arange(self.size, device=device)).flatten(-2)
-            allowed = keys < self.nk
-            keys = torch.where(allowed, keys, 0)
-            allowed = allowed & self._related(at[:, None], keys)
+            keys, allowed = self.chosen.at(rows, self.nk)
             shape = torch.broadcast_shapes(allowed.shape, base.shape)
             yield _Chunk(rows, (base + keys).expand(shape), allowed.expand(shape))
-
-    def _related(self, at: Tensor, keys: Tensor) -> Tensor:
-        """Evaluate the relation at listed keys (B or 1, Hkv or 1, L, R, n)."""
-        # the relation is the same for all heads, and a function may read the batch element
-        if self.relation.select(0, 0) is self.relation:
-            return _allowed(self.relation, at, keys)
-        each = [_allowed(self.relation.select(b, 0), at, keys[b if len(keys) > 1 else 0]) for b in range(self.batch)]
-        return torch.stack(each)
 
     def scores(self, queries: Tensor, keys: Tensor, chunk: _Chunk) -> Tensor:
         """Compute scores (B, Hkv, L, G, R, n) of queries (..., G, R, D); -inf where not allowed."""
         before, after = sides(self.scale)
         scores = torch.einsum("bhlgrd,bhlrnd->bhlgrn", queries * before, keys).mul_(after)
         return scores.masked_fill_(~chunk.allowed[:, :, :, None], -torch.inf)
-
-
-def _allowed(relation: Pattern, at: Tensor, keys: Tensor) -> Tensor:
-    """Evaluate a relation at listed keys (..., R, n), with one side for all leading ones: a function takes four."""
-    flat = keys.flatten(0, -3)
-    return relation.allows(at, flat).expand(flat.shape).reshape(keys.shape)
 
 
 def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -168,18 +132,6 @@ def backward(
         chunk.add_to(dk, torch.einsum("bhlgrn,bhlgrd->bhlrnd", slopes, queries).mul_(layout.scale))
         chunk.add_to(dv, torch.einsum("bhlgrn,bhlgrd->bhlrnd", weights, dout))
     return dq, dk.view(k.shape).to(dtype), dv.view(v.shape).to(dtype)
-
-
-def unsupported_reason(call: Call, branch: Branch) -> str | None:
-    """Return a reason unless the pattern is lists of keys, filtered by a relation that is the same for all heads."""
-    found = listed(branch.pattern)
-    if found is None:
-        return "it computes lists of keys, Selected alone or with & and a relation"
-    if by_head(found[1]):
-        return "the relation that filters the lists differs between heads"
-    if isinstance(branch, CutBranch):
-        return "lists name queries and keys of the whole call, and a rank computes a part of it"
-    return None
 
 
 def scratch(call: Call, branch: Branch) -> int:
