@@ -365,7 +365,7 @@ class Pattern(ABC):
             A pattern; see :class:`ringweave.patterns.within.Within`.
         Raises:
             PatternError: The bounds are of another kind, or this pattern is a mixture or contains a block table.
-                :class:`~ringweave.Selected` may be in documents: its rows are those of the call, and its indices then
+                :class:`ringweave.Selected` may be in documents: its rows are those of the call, and its indices then
                 count keys or blocks from the first key of the query's document.
         Example:
             >>> rw.Sinks(1).within(rw.Documents([2, 1])).to_dense(3)[0, 0].int()
