@@ -309,9 +309,11 @@ def test_pages_have_no_backward_and_no_dropout() -> None:
     cache = stored("16", 1, 30)
     q, cu = torch.randn(3, HEADS, DIM, requires_grad=True), bounds([3])
     call = flash_attn.flash_attn_varlen_func
-    with pytest.raises(UnsupportedError, match="block_table.*gradients"):
-        call(q, cache.k, cache.v, cu, cu, 3, 3, block_table=cache.table)
-    with pytest.raises(UnsupportedError, match="block_table.*dropout"):
+    out = call(q, cache.k, cache.v, cu, cu, 3, 3, block_table=cache.table)
+    assert isinstance(out, Tensor)
+    with pytest.raises(UnsupportedError, match=r"block_table.*backward"):
+        out.sum().backward()
+    with pytest.raises(UnsupportedError, match=r"block_table.*dropout"):
         call(q.detach(), cache.k, cache.v, cu, cu, 3, 3, 0.1, block_table=cache.table)
     with torch.no_grad():
-        call(q, cache.k, cache.v, cu, cu, 3, 3, block_table=cache.table)
+        assert torch.equal(call(q, cache.k, cache.v, cu, cu, 3, 3, block_table=cache.table), out)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -195,12 +196,12 @@ def flash_attn_varlen_func(
         alibi_slopes: (H,) or (sequences, H), float32.
         deterministic: Ignored: backward always repeats its bits.
         return_attn_probs: Whether to return lse and weights too.
-        block_table: Page numbers of each sequence, (sequences, n) int32; without gradients.
+        block_table: Page numbers of each sequence, (sequences, n) int32; backward is refused.
     Returns:
         Output, (tokens, H, D). With ``return_attn_probs`` also lse, (H, tokens) float32, and the weights.
     Raises:
         ShapeError: Shapes, dtypes or devices do not fit, or the bounds do not grow from 0.
-        UnsupportedError: Both softcap and dropout are given, or pages are to be differentiated.
+        UnsupportedError: Both softcap and dropout are given, or pages with dropout; in backward, pages.
     Example:
         >>> from ringweave.integrations.flash_attn import flash_attn_varlen_func
         >>> x, bounds = torch.randn(96, 4, 32), torch.tensor([0, 60, 96], dtype=torch.int32)
@@ -233,17 +234,35 @@ def flash_attn_varlen_func(
 def _over_pages(
     inputs: Inputs, bounds: tuple[Tensor, Tensor], table: Tensor, pattern: Pattern, scores: Scores, with_lse: bool
 ) -> Result:
-    """Compute attention of packed queries over pages, without gradients or dropout."""
-    if scores.dropout or (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
-        got = "dropout" if scores.dropout else "inputs that require gradients"
-        raise UnsupportedError("block_table", got, "inference", "Pass packed keys and values, without a table.")
+    """Compute attention of packed queries over pages, without dropout; a backward pass is refused."""
+    if scores.dropout:
+        remedy = "Leave dropout out, or pass packed keys and values without a table."
+        raise UnsupportedError("block_table", f"dropout_p={scores.dropout}", "inference", remedy)
     q, k, v = inputs
     of_q, of_k = checked_bounds(bounds)
     sizes = [b - a for a, b in itertools.pairwise(of_k)]
     rows = checked_cache(q, k, v, table, None, len(sizes), "block_table")
     cache = Cache(k, v, table, rows, [0] * len(sizes), sizes, "block_table")
     cache.check_room([0] * len(sizes))
-    return attend_packed_cache(q, of_q, cache, pattern, scores, with_lse)
+    with torch.no_grad():
+        result = attend_packed_cache(q, of_q, cache, pattern, scores, with_lse)
+    out: Tensor = WithoutBackward.apply(result.out, q, k, v)  # type: ignore[no-untyped-call]
+    return result._replace(out=out)
+
+
+class WithoutBackward(torch.autograd.Function):
+    """Return an output that depends on inputs, and refuse its gradient rather than leave it out."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+        """Return the output."""
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        """Raise UnsupportedError."""
+        remedy = "Pass packed keys and values, without a table."
+        raise UnsupportedError("block_table", "a backward pass", "inference", remedy)
 
 
 def flash_attn_varlen_kvpacked_func(
