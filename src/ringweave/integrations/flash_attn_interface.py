@@ -252,8 +252,9 @@ def _attend_used(
     with_lse: bool,
 ) -> Result:
     """Compute attention of the first tokens of packed sequences, as many as are used."""
+    checked = checked_bounds(bounds, (len(inputs[0]), len(inputs[1])))
     places, new_bounds = [], []
-    for name, listed, count in zip(("seqused_q", "seqused_k"), checked_bounds(bounds), used, strict=True):
+    for name, listed, count in zip(("seqused_q", "seqused_k"), checked, used, strict=True):
         sizes = [b - a for a, b in itertools.pairwise(listed)]
         kept = sizes if count is None else whole_numbers(name, count, 0, len(sizes))
         if any(not 0 <= n <= size for n, size in zip(kept, sizes, strict=True)):
@@ -353,7 +354,7 @@ def flash_attn_with_kvcache(
     """
     _refuse(qv, q_descale, k_descale, v_descale)
     check_queries(q, 4 if cu_seqlens_q is None else 3)
-    of_q = None if cu_seqlens_q is None else checked_bounds((cu_seqlens_q, cu_seqlens_q))[0]
+    of_q = None if cu_seqlens_q is None else checked_bounds((cu_seqlens_q, cu_seqlens_q), (len(q), len(q)))[0]
     sizes = [q.shape[1]] * len(q) if of_q is None else [b - a for a, b in itertools.pairwise(of_q)]
     count = len(sizes)
     rows = checked_cache(q, k_cache, v_cache, page_table, cache_batch_idx, count, "page_table")

@@ -288,7 +288,7 @@ def new_tokens(
     if bounds is None:
         new = New.of(k.flatten(0, 1), v.flatten(0, 1), [k.shape[1]] * count)
     else:
-        stops = checked_bounds((bounds, bounds))[0]
+        stops = checked_bounds((bounds, bounds), (len(k), len(k)))[0]
         new = New.of(k[: stops[-1]], v[: stops[-1]], [b - a for a, b in itertools.pairwise(stops)])
     cache.check_room(new.sizes)
     return new

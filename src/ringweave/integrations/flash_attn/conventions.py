@@ -6,8 +6,9 @@ A query i of Nq is at position i + Nk - Nq, so that the last query is at the las
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -83,14 +84,19 @@ class Result(NamedTuple):
 def sides(window_size: WindowSize) -> tuple[int, int]:
     """Return both sides of a window, -1 for a side without limit."""
     pair = window_size.tolist() if isinstance(window_size, Tensor) else window_size
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(_is_whole(side) for side in pair):
-        raise ShapeError("window_size", shown(pair), "two ints, (left, right)", "Pass (-1, -1) for no window.")
-    left, right = (int(side) for side in pair)
+    try:
+        left, right = (_whole(each) for each in pair)
+    except (TypeError, ValueError) as error:
+        wanted = "two whole numbers, (left, right)"
+        raise ShapeError("window_size", shown(pair), wanted, "Pass (-1, -1) for no window.") from error
     return max(left, -1), max(right, -1)
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, (int, torch.SymInt)) or (isinstance(value, float) and value.is_integer())
+def _whole(side: Any) -> int:
+    if isinstance(side, torch.SymInt):
+        # a trace's number stays symbolic
+        return cast(int, side)
+    return operator.index(side)
 
 
 def relation(left: int | None, right: int | None, reach: int) -> Pattern:
@@ -176,7 +182,7 @@ def attend_packed(
         same = bounds[0] is bounds[1]
         sides: dict[str, Any] = {"cu_seqlens": bounds[0]} if same else dict(zip(_SIDES, bounds, strict=True))
         return _in_documents(inputs, Documents(**sides), pattern, scores, with_lse)
-    of_q, of_k = checked_bounds(bounds)
+    of_q, of_k = checked_bounds(bounds, (len(q), len(k)))
     inputs = q[: of_q[-1]], k[: of_k[-1]], v[: of_k[-1]]
     same = of_q == of_k
     # the distance of a query and a key is that of their indices only if they are packed together
@@ -224,15 +230,22 @@ def sequences(bounds: Tensor) -> int:
     return len(bounds) - 1 if isinstance(bounds, Tensor) and bounds.ndim else 0
 
 
-def checked_bounds(bounds: tuple[Tensor, Tensor]) -> tuple[list[int], list[int]]:
-    """Read cumulative lengths; raise ShapeError unless they are those of equally many sequences."""
+def checked_bounds(bounds: tuple[Tensor, Tensor], tokens: tuple[int, int]) -> tuple[list[int], list[int]]:
+    """Read cumulative lengths; raise ShapeError unless they are those of equally many sequences of at most ``tokens``.
+
+    Args:
+        bounds: Those of queries and of keys.
+        tokens: Number of packed queries and of packed keys.
+    """
     listed = []
-    for name, side in zip(_SIDES, bounds, strict=True):
+    for name, side, most in zip(_SIDES, bounds, tokens, strict=True):
         fits = isinstance(side, Tensor) and side.ndim == 1 and side.dtype in INTEGERS and len(side) > 1
         values = side.tolist() if fits else []
         if not fits or values[0] != 0 or any(a > b for a, b in itertools.pairwise(values)):
             got = shown(values) if fits else shown(side)
             raise ShapeError(name, got, "an int32 tensor (sequences + 1,) that grows from 0", "Sum the lengths.")
+        if values[-1] > most:
+            raise ShapeError(name, shown(values), f"at most {most}, the packed tokens", "Correct the lengths.")
         listed.append(values)
     if len(listed[0]) != len(listed[1]):
         got = f"{len(listed[1]) - 1} sequences of keys for {len(listed[0]) - 1} of queries"

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ...checks import LONGEST
 from ...errors import ShapeError, UnsupportedError, shown
 from ...names import only
 from ...patterns import Full, Pattern
@@ -239,7 +240,8 @@ def _over_pages(
         remedy = "Leave dropout out, or pass packed keys and values without a table."
         raise UnsupportedError("block_table", f"dropout_p={scores.dropout}", "inference", remedy)
     q, k, v = inputs
-    of_q, of_k = checked_bounds(bounds)
+    # the room of the table bounds each sequence of keys
+    of_q, of_k = checked_bounds(bounds, (len(q), LONGEST))
     sizes = [b - a for a, b in itertools.pairwise(of_k)]
     rows = checked_cache(q, k, v, table, None, len(sizes), "block_table")
     cache = Cache(k, v, table, rows, [0] * len(sizes), sizes, "block_table")
