@@ -43,7 +43,7 @@ class ScoreFunction:
         dtype: Dtype of the scores.
         device: Device of the scores.
     Attributes:
-        reading: What the probe found.
+        reading: Record of its operations, and its properties.
     """
 
     def __init__(self, fn: ScoreMod, dtype: torch.dtype, device: torch.device):
@@ -184,7 +184,7 @@ class _Read(torch.autograd.Function):
 
 
 class Pass:
-    """An evaluation of a score_mod on all pairs, some at a time; what is the same for all pairs is computed once.
+    """An evaluation of a score_mod on all pairs, some at a time; values that depend on no pair are computed once.
 
     Args:
         function: The score_mod.
@@ -266,7 +266,7 @@ class _Evaluation(TorchFunctionMode):
         self.of, self.reading = of, of.function.reading
         self.reads: list[tuple[_Table, tuple[Tensor, ...], Tensor]] = []
         self.position = 0
-        #: Rows of tensors, and what they are rows of, by id. A row is not computed, and an empty tensor stands for it.
+        #: Rows of tensors, the tensors, and the indices, by id. An empty tensor stands for a row.
         self.rows: dict[int, tuple[Tensor, Tensor, list[Tensor]]] = {}
         #: Products of vectors, as rows, and the vectors: their sum is a product of matrices on many pairs.
         self.products: dict[int, tuple[Tensor, Tensor, Tensor]] = {}

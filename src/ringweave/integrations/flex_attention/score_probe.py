@@ -145,7 +145,7 @@ _SCORE, _BOTH = 0, frozenset([3, 4])
 
 
 class Reading(NamedTuple):
-    """What a probe found.
+    """The record of a probe, and the properties of the function that it shows.
 
     Attributes:
         log: The operations and their arguments, equal for equal functions that read equal values.
@@ -266,7 +266,7 @@ class Probe(TorchFunctionMode):
         return id(x) not in self.of_pair or id(x) in self.rows
 
     def note_use(self, func: Any, tensors: list[Tensor], args: Any, kwargs: Any, places: Any) -> None:
-        """Note whether an operation on values of a pair is the same on tensors that broadcast, and what it uses."""
+        """Note whether an operation on values of a pair is the same on tensors that broadcast, and its operands."""
         if places is not None and self.is_base(tensors[0]) and _leads(*places):
             self.used.update(map(id, tensors[1:]))
             return
@@ -310,6 +310,6 @@ def _sums_vector(args: Any, kwargs: Any) -> bool:
 
 
 def impure(got: str) -> UnsupportedError:
-    """Return the error of a function that is not one of its arguments alone."""
+    """Return the error of a function with effects, or with results that depend on more than its arguments."""
     wanted = "one that computes the same from the same arguments, without other effects"
     return UnsupportedError("score_mod", got, wanted, "Compute what changes before the call, as a tensor to capture.")

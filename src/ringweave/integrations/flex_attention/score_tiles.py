@@ -198,7 +198,7 @@ class _Work:
 
 
 class _Returned(NamedTuple):
-    """What backward gets besides the inputs.
+    """The arguments of backward besides the tensors of the call.
 
     Attributes:
         dout: Gradient of the output.
