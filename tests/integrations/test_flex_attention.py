@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention as torch_flex
 
 from ringweave.integrations.flex_attention import explain, flex_attention
+from ringweave.integrations.flex_attention.block_masks import pattern_of
+from ringweave.integrations.flex_attention.score_tiles import attend
 
 from ..oracle import Inputs
 from .flex_cases import MASKS, compare
@@ -115,6 +117,44 @@ def test_what_is_recognised(score: str) -> None:
     text = explain(x.q, x.k, x.v, SCORES[score][0](**learned)).splitlines()[-1]
     assert text.startswith("score_mod ")
     assert SCORES[score][2] in text
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_both_paths_are_equal(score: str) -> None:
+    """A recognised function has the results and gradients of the general path."""
+    x = Inputs.random(N, batch=2, heads=4, kv_heads=2)
+    mask = MASKS["sparse"](2, 4, N, N)
+    learned = [table.requires_grad_() for table in tables(score).values()]
+    score_mod, leaves = SCORES[score][0](**dict(zip(tables(score), learned, strict=True))), x.leaves()
+    results = [
+        flex_attention(*leaves, score_mod, mask, enable_gqa=True, return_lse=True),
+        attend(*leaves, pattern_of(mask, N, N), score_mod, scale=0.25)[:2],
+    ]
+    torch.testing.assert_close(*results)
+    grads = [torch.autograd.grad(out, [*leaves, *learned], x.dout) for out, _ in results]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=2e-5)
+
+
+INF = float("inf")
+MINUS_INF: dict[str, tuple[Made, dict[str, tuple[int, ...]]]] = {
+    "by distance": (lambda: lambda s, b, h, q, k: s + torch.where(q >= k + 5, 0.0, -INF), {}),
+    "everywhere": (lambda: lambda s, b, h, q, k: s + torch.where(q - k > 1000, 0.0, -INF), {}),
+    "by head": (lambda: lambda s, b, h, q, k: s + torch.where(h > 1, 0.0, -INF), {}),
+    "by key": (lambda: lambda s, b, h, q, k: s + torch.where((k < 90) & (b > 0), 0.0, -INF), {}),
+    "after a cap": (lambda: lambda s, b, h, q, k: 9 * torch.tanh(s / 9) + torch.where(q >= k + 5, 0.0, -INF), {}),
+    "selected": (lambda: lambda s, b, h, q, k: torch.where(q >= k + 5, s, -INF), {}),
+    "with a table": (lambda table: lambda s, b, h, q, k: torch.where(q >= k + 5, s + table[h], -INF), {"table": (4,)}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mask", ["none", "causal"])
+@pytest.mark.parametrize("name", MINUS_INF)
+def test_scores_of_minus_infinity_are_masked(name: str, mask: str, dtype: torch.dtype) -> None:
+    """A row in which all scores are -inf is an empty row."""
+    made, shapes = MINUS_INF[name]
+    x = Inputs.random(N, batch=2, heads=4, dtype=dtype)
+    compare(x, MASKS[mask](2, 4, N, N), made, {each: torch.randn(shape) for each, shape in shapes.items()})
 
 
 SPELLINGS: dict[str, tuple[str, Any]] = {

@@ -20,6 +20,7 @@ from ringweave.errors import PatternError, RingweaveError
 from ringweave.integrations.flex_attention import explain, flex_attention, install
 from ringweave.integrations.flex_attention.block_masks import pattern_of
 from ringweave.integrations.flex_attention.frozen import frozen
+from ringweave.plan import plan_cache
 
 from ..oracle import Inputs, attention
 from .flex_cases import MASKS, allowed, causal, compare, scored, sparse
@@ -409,6 +410,20 @@ def test_one_pattern_for_each_mask(x: Inputs) -> None:
     assert gone() is None
 
 
+def test_a_plan_is_made_once(x: Inputs) -> None:
+    """Calls that share a mask share its plan, whatever their score functions; a changed mask has another."""
+    mask = masked()
+    check(x, mask, None)
+    misses = plan_cache.statistics().misses
+    for _ in range(3):
+        check(x, mask, None)
+        check(x, mask, lambda s, b, h, q, k: s * 2 - (q - k).abs())
+    assert plan_cache.statistics().misses == misses
+    mask.kv_num_blocks.zero_()
+    check(x, mask, None)
+    assert plan_cache.statistics().misses > misses
+
+
 def test_inputs_do_not_change(x: Inputs) -> None:
     mask = MASKS["listed"](2, 4, N, N)
     assert mask is not None
@@ -715,6 +730,21 @@ def test_compiled_callers(backend: str) -> None:
             grads = [torch.autograd.grad(each.square().sum(), (*leaves, slopes)) for each in results]
             torch.testing.assert_close(results[1], results[0])
             torch.testing.assert_close(grads[1], grads[0])
+    torch._dynamo.reset()
+
+
+def test_compiled_inference_is_torchs(x: Inputs) -> None:
+    """A compiled call without gradients is torch's, in one graph; one with gradients says why it cannot be in one."""
+
+    def attend(q: Tensor) -> Tensor:
+        return peer.flex_attention(q, q, q, lambda s, b, h, i, j: s * 2) + 1
+
+    torch._dynamo.reset()
+    with install():
+        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x.q), attend(x.q))
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="fullgraph=True"):
+            compiled(x.leaves()[0])
     torch._dynamo.reset()
 
 
