@@ -95,3 +95,24 @@ def test_softcap_with_dropout_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="softcap"):
         flash_attn.flash_attn_func(x, x, x, 0.1, softcap=10.0)
     flash_attn.flash_attn_func(x, x, x, 0.1, softcap=0.0)
+
+
+def test_weights_of_a_call_without_keys() -> None:
+    q, k = torch.randn(2, 5, 4, 16), torch.randn(2, 0, 4, 16)
+    out, lse, weights = flash_attn.flash_attn_func(q, k, k, 0.5, return_attn_probs=True)
+    assert weights.shape == (2, 4, 128, 0)
+    assert not out.any()
+    assert bool((lse == torch.inf).all())
+    lengths, none = bounds([3, 2]), bounds([0, 0])
+    longest = torch.tensor(3), torch.tensor(0)
+    _, _, weights = flash_attn.flash_attn_varlen_func(
+        q[0],
+        k[0],
+        k[0],
+        lengths,
+        none,
+        *longest,
+        0.5,
+        return_attn_probs=True,  # type: ignore[arg-type]
+    )
+    assert weights.shape == (2, 4, 128, 0)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_greater_or_equal
 
 from ringweave.integrations import flash_attn, flash_attn_interface
 
@@ -48,10 +48,13 @@ def test_modules_are_found_until_the_end(install: Any) -> None:
         assert two.bert_padding.unpad_input is flash_attn.bert_padding.unpad_input
         assert three.flash_attn_func is flash_attn_interface.flash_attn_func is not two.flash_attn_func
         assert not hasattr(two, "install")
+        assert is_flash_attn_2_available()
+        assert is_flash_attn_greater_or_equal("2.4.1")
         with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.layers"):
             importlib.import_module("flash_attn.layers.rotary")
     assert not present()
     assert not is_flash_attn_2_available()
+    assert not is_flash_attn_greater_or_equal("2.4.1")
 
 
 def test_a_context_ends_after_an_error_and_may_be_nested() -> None:

@@ -32,7 +32,8 @@ def signed_weights(
     """
     parts = []
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for start in range(0, keys, _COLUMNS):
+        # a call without keys has a matrix without columns
+        for start in range(0, max(keys, 1), _COLUMNS):
             columns = torch.arange(start, min(start + _COLUMNS, keys), device=like.device)
             values = (index[..., None, None] == columns).to(like.dtype).expand(*like.shape[:-1], len(columns))
             torch.set_rng_state(state)

@@ -225,9 +225,10 @@ def flash_attn_varlen_func(
         first = cu_seqlens_k.long()[torch.searchsorted(cu_seqlens_k.long(), keys, right=True) - 1]
         found = signed_weights(
             lambda values, p: attend_packed((q, k, values), bounds, pattern, scores._replace(dropout=p), False).out,
-            state, keys - first, max_seqlen_k, v, dropout_p,
+            state, keys - first, int(max_seqlen_k), v, dropout_p,
         )  # fmt: skip
-        return rounded_up(found[: cu_seqlens_q[-1]].split(cu_seqlens_q.diff().tolist()), max_seqlen_q, max_seqlen_k)
+        each = found[: cu_seqlens_q[-1]].split(cu_seqlens_q.diff().tolist())
+        return rounded_up(each, int(max_seqlen_q), int(max_seqlen_k))
 
     return _returned(result, return_attn_probs, q, state, weights)
 

@@ -13,6 +13,9 @@ from transformers import modeling_flash_attention_utils as functions
 from transformers import modeling_utils
 from transformers.utils import import_utils
 
+#: Module and distribution of each version.
+_PACKAGES = {2: ("flash_attn", "flash-attn"), 3: ("flash_attn_interface", "flash-attn-3")}
+
 
 def satisfy(undo: ExitStack, version: int) -> None:
     """Let a version of flash-attn pass all checks, until ``undo`` is closed."""
@@ -24,6 +27,11 @@ def satisfy(undo: ExitStack, version: int) -> None:
     def available(kernels_fallback_ok: bool = False) -> bool:
         return True
 
+    distributions: dict[str, list[str]] = getattr(import_utils, "_package_distribution_mapping", dict)()
+    module, distribution = _PACKAGES[version]
+    if module not in distributions:
+        undo.callback(distributions.pop, module, None)
+        distributions[module] = [distribution]
     # functions that were loaded for the name may be those of another module, and are again after the end
     undo.callback(_forget)
     _forget()
