@@ -151,6 +151,11 @@ def make(names: Sequence[str], n: int, dtype: torch.dtype) -> list[Term]:
     return [KINDS[name][0](n, dtype, generator) for name in names]
 
 
+def constant(terms: Sequence[Term]) -> list[Term]:
+    """Return terms with tables that require no gradients."""
+    return [term.over(*(table.detach() for table in term.tables)) for term in terms]
+
+
 def inputs(n: int, dtype: torch.dtype = torch.float32, kv_heads: int = 2, **sizes: int) -> Inputs:
     return Inputs.random(n, batch=2, heads=HEADS, kv_heads=kv_heads, dim=16, value_dim=24, dtype=dtype, **sizes)
 

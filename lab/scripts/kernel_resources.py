@@ -27,21 +27,20 @@ from kernel_shapes import NARROW, PLAIN, STREAMED, TARGETS, WIDE, ScoreTerms, Sh
 from triton.compiler import ASTSource
 
 from ringweave.backends.triton import kernels
-from ringweave.backends.triton.kernels.score_terms import ALIBI, BIAS, DISTANCE, OWN, SOFTCAP, SUMMED
+from ringweave.backends.triton.kernels.score_terms import ALIBI, BIAS, DISTANCE, SOFTCAP
 from ringweave.backends.triton.launch_config import LaunchConfig, Packing, goes_past_masks, padded
 
 TABLE = Path(__file__).parents[1] / "notes" / "kernel-resources.md"
 KERNELS = ("forward", "join", "delta", "backward_q", "backward_kv")
 DIMS = (64, 128)
 # each kind of term, with all that can learn doing so, and dropout
-EVERY = ScoreTerms(tuple(kind.value for kind in (SOFTCAP, ALIBI, DISTANCE, BIAS)), (0, 0, *(SUMMED.value,) * 2), True)
+EVERY = ScoreTerms(tuple(kind.value for kind in (SOFTCAP, ALIBI, DISTANCE, BIAS)), drop=True)
 # bytes a thread that may spill with another compiler than the table's: 3.6 spills 24 on sm_100, 3.9 56 there
 SPARE = 64
 # for a kernel, D, a device and a tile: the known spilled bytes, stored before the loop and read after it
 SPILLED = {
-    ("forward", 64, "sm_80", "128 x 128"): 8,
+    ("backward_q", 128, "sm_100", "64 x 64, 2 tiles"): 64,
     ("backward_kv", 64, "sm_100", "128 x 128, described"): 16,
-    ("backward_kv", 128, "sm_100", "128 x 128, 4 heads, described"): 16,
 }
 
 _POINTERS = {
@@ -131,12 +130,12 @@ def compiled(
         "STEP": 16 if shape.stored else 8, "SHARED": shape.heads > 1, "STAGES": blocks.stages,
         "PRECISION": "ieee", "l_n": 1, "s_n": 1,
     }  # fmt: skip
-    constants |= {"TERMS": terms.terms, "LEARNS": terms.learns, "SCORED": terms.there, "HOLES": terms.holes}
+    constants |= {"TERMS": terms.terms, "SCORED": terms.there, "HOLES": terms.holes}
     branched = kernel in STREAMED and goes_past_masks(
         kernel, blocks, padded(max(dim, value_dim)), TARGETS[name].device, shape.described, shape.heads > 1
     )
     constants["BRANCHED"] = branched
-    given = terms.signature(kernel == "backward_q")
+    given = terms.signature()
     constants |= dict.fromkeys((argument for argument, held in given.items() if held is None))
     if "PAGE" not in changes:
         constants |= {"PAGE": 0, **dict.fromkeys(("table", "lengths", "columns"))}
@@ -235,7 +234,6 @@ def variants() -> Iterator[Callable[[], Resources]]:
         yield partial(compile_kernel, kernel, 80, "sm_90", Shape(described=True), MASKED=False, RAGGED=False)
         yield partial(compile_kernel, kernel, 512, "sm_90", Shape(described=True))
         yield partial(compile_kernel, kernel, 64, "sm_90", NARROW, terms=EVERY)
-    yield partial(compile_kernel, "backward_q", 64, "sm_90", NARROW, terms=ScoreTerms((BIAS.value,), (OWN.value,)))
     # pages smaller and larger than a block
     yield partial(compile_kernel, "forward", 128, "sm_90", NARROW, PAGE=16)
     yield partial(compile_kernel, "forward", 128, "sm_90", Shape((16, 128), heads=4), PAGE=256)

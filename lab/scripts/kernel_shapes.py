@@ -76,10 +76,9 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class ScoreTerms:
-    """The terms of a call by the kinds of kernels.score_terms, those that learn, and dropout."""
+    """The terms of a call by the kinds of kernels.score_terms, and dropout."""
 
     terms: tuple[int, ...] | None = None
-    learns: tuple[int, ...] | None = None
     drop: bool = False
 
     @property
@@ -90,20 +89,18 @@ class ScoreTerms:
     def holes(self) -> bool:
         return any(kind in (DISTANCE.value, BIAS.value) for kind in self.terms or ())
 
-    def signature(self, sums: bool) -> dict[str, object]:
-        """Return the types of a kernel's arguments; ``sums`` is for the kernel that adds to tables' gradients."""
+    def signature(self) -> dict[str, object]:
+        """Return the types of a kernel's arguments."""
         found: dict[str, object] = dict.fromkeys(("places", "tables", "numbers", "drop"))
         if self.there:
             found["places"] = ("*i64",) * 4
         if self.drop:
             found["drop"] = ("i32",) * 5 + ("fp32",)
         if self.terms is not None:
-            numbers = {SOFTCAP.value: ("fp32",), ALIBI.value: (), DISTANCE.value: ("i32",), BIAS.value: ("i32",) * 7}
+            numbers = {SOFTCAP.value: ("fp32",), ALIBI.value: (), DISTANCE.value: ("i32",), BIAS.value: ("i32",) * 4}
             held = {SOFTCAP.value: (), ALIBI.value: ("*fp32",), DISTANCE.value: ("*fp32",), BIAS.value: ("*bf16",)}
             found["numbers"] = tuple(numbers[kind] for kind in self.terms)
-            more = [("*i64", "*fp64" if kind == DISTANCE.value else "*fp32", "*fp32") * (sums and bool(way))
-                    for kind, way in zip(self.terms, self.learns or (0,) * len(self.terms), strict=True)]  # fmt: skip
-            found["tables"] = tuple((*held[kind], *rest) for kind, rest in zip(self.terms, more, strict=True))
+            found["tables"] = tuple(held[kind] for kind in self.terms)
         return found
 
 

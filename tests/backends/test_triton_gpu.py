@@ -65,17 +65,15 @@ def test_dims_and_tiles(dim: int, value_dim: int, block: int, dtype: str) -> Non
     "names", [("softcap", "distance"), ("alibi", "bias"), ("shared_bias",), ("distance", "softcap")]
 )
 def test_terms_and_dropout(names: tuple[str, ...], dtype: str) -> None:
-    """Terms and dropout equal the CPU's dense_batched, which test_terms.py tests; table gradients repeat to the bit."""
+    """Terms and dropout equal the CPU's dense_batched, which test_terms.py tests, and repeat to the bit."""
     n, found = 300, []
     x = Inputs.random(n, heads=4, kv_heads=2, batch=2, dim=64, dtype=DTYPES[dtype])
     pattern = (rw.SlidingWindow(90) | rw.Sinks(3)) & rw.Causal()
     for device, backend in (("cpu", "dense_batched"), (DEVICE, "triton"), (DEVICE, "triton")):
         leaves = [y.to(device).requires_grad_() for y in (x.q, x.k, x.v)]
-        terms = [type(term)(term.tables[0].detach().to(device).requires_grad_(term.learned is not None)) if term.tables
-                 else term for term in make(names, n, DTYPES[dtype])]  # type: ignore[call-arg]  # fmt: skip
-        leaves += [table for term in terms for table in term.tables if table.requires_grad]
+        terms = [term.over(*(x.detach().to(device) for x in term.tables)) for term in make(names, n, DTYPES[dtype])]
         torch.manual_seed(5)
-        out = rw.attention(*leaves[:3], pattern, terms=terms, dropout=0.2, backend=backend)
+        out = rw.attention(*leaves, pattern, terms=terms, dropout=0.2, backend=backend)
         found.append([y.float().cpu() for y in (out, *torch.autograd.grad(out, leaves, x.dout.to(device)))])
     for wanted, got, again in zip(*found, strict=True):
         assert torch.equal(got, again)

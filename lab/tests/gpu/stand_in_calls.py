@@ -38,7 +38,7 @@ class Call:
     gradients: bool = True
     device: str = "cpu"
     view: Callable[[Tensor], Tensor] = lambda x: x
-    terms: str = ""  # a distance table (of 129 entries) and a bias of all pairs, as they learn
+    terms: str = ""  # a distance table (of 129 entries) and a bias of all pairs
     threshold: int = 0
     stored: torch.dtype | None = None  # dtype of keys and values, if 8 bits
 
@@ -55,14 +55,13 @@ class Call:
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor, scales: list[Tensor]) -> Operands:
         n = self.terms.count("_")
-        # no table without learned terms: such a call allocates nothing
-        learned = [torch.zeros(shape) for shape in ((self.heads, 129), (1, 1, q.shape[2], k.shape[2]))[:n]]
+        tables = [torch.zeros(shape) for shape in ((self.heads, 129), (1, 1, q.shape[2], k.shape[2]))[:n]]
         seed = [torch.randint(-(2**63), 2**63 - 1, ())] if self.threshold else []
         call = described.Call.of(
             q, k, v, self.pattern, scale=0.125, q_offset=self.q_offset, terms=self.terms, dropout=self.threshold,
             features=described.features_of(self.terms, self.threshold), kv_dtype=self.stored,
         )  # fmt: skip
-        return Operands.of(call, q, k, v, [*learned, *seed, *scales], [True] * n + [False] * (len(seed) + len(scales)))
+        return Operands.of(call, q, k, v, [*tables, *seed, *scales])
 
     def __call__(self) -> None:
         q, k, v, dout = self.tensors()

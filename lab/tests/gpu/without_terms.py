@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import kernel_resources
 from kernel_shapes import ScoreTerms, Shape
 
-SWITCHES = {"SCORED", "TERMS", "LEARNS", "HOLES", "drop", "k_scale", "v_scale"}
+SWITCHES = {"SCORED", "TERMS", "HOLES", "drop", "k_scale", "v_scale"}
 ARGUMENTS = SWITCHES | {"places", "tables", "numbers"}
 SHAPE = Shape((64, 64), heads=4, split=True)
 

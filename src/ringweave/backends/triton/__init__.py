@@ -89,6 +89,8 @@ def unsupported_reason(call: Call, branch: Branch) -> str | None:
     for name, dim in (("D", call.head_dim), ("Dv", call.value_dim)):
         if dim > _MAX_DIM:
             return f"it needs head dimensions of at most {_MAX_DIM}, and got {name} = {dim}"
+    if call.learned:
+        return "its kernels compute no gradients of terms' tables (detach the tables)"
     tile = branch.tile
     if any(size & (size - 1) for size in tile):
         return f"it needs tile sizes that are powers of two, and got {tile[0]} x {tile[1]}"

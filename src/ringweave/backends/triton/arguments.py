@@ -1,4 +1,4 @@
-"""Kernel arguments for tensors, score terms and dropout, and the gradients of the terms' tables."""
+"""Kernel arguments for tensors, score terms and dropout."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...plan import BlockPlan
 from ...terms import Term
 from ...terms.operands import TermOperands
-from ..backend import Upstream
-from . import queues
-from .kernels.score_terms import KINDS, OWN, SUMMED
+from .kernels.score_terms import KINDS
 from .launch_config import padded
 
 
@@ -58,10 +56,6 @@ def described(x: Tensor, tokens: int) -> TensorDescriptor:
 
 # factor of integer arguments, so that all are specialised in the same way; see kernels/score_terms.py
 _ALIKE = 16
-# bits of an integer sum in which every pair reaches its bound
-_BITS = 61
-# number of tiles processed together by _attended
-_AT_ONCE = 2**16
 
 
 class TermArguments(NamedTuple):
@@ -115,98 +109,11 @@ def _table(term: Term, device: torch.device) -> tuple[Tensor, ...]:
 
 
 def _numbers(term: Term) -> tuple[float, ...]:
-    """Return a term's numbers: for distances the table's reach, for a bias the strides of table and gradient."""
+    """Return a term's numbers: for distances the table's reach, for a bias the strides of the table."""
     if term.kernel == "distance":
         return (_ALIKE * (term.tables[0].shape[1] // 2),)
     if term.kernel != "bias":
         return term.numbers
     table = term.tables[0]
-    shape = table.shape
-    steps = [step if side > 1 else 0 for step, side in zip(table.stride(), shape, strict=True)]
-    total = [step if side > 1 else 0 for step, side in zip((shape[1:].numel(), shape[2:].numel()), shape, strict=False)]
-    return tuple(_ALIKE * each for each in (*steps, *total, shape[3]))
-
-
-class Sums:
-    """Accumulators of the gradients of terms' tables in one backward call.
-
-    If a table has an entry for every pair, gradients are added to the total in place. Otherwise many pairs share an
-    entry and arrive in any order: gradients are then added as integer multiples of a quantum, which is derived from the
-    largest gradients, so that the bits are the same each time. The weights of a row sum to 1, so a bound of one pair
-    also bounds a row. A gradient that is not finite makes the total NaN.
-    """
-
-    def __init__(self, terms: TermOperands, upstream: Upstream, v: Tensor, plan: BlockPlan):
-        self.terms = terms
-        # a kind that the kernels know has at most one table
-        self.totals = [totals[0] if totals else None for _, totals in terms.with_totals()]
-        pairs = list(zip(terms.terms, self.totals, strict=True))
-        self.ways = tuple(0 if total is None else self._way(term, total.shape, len(v)) for term, total in pairs)
-        self.sums = [
-            torch.zeros_like(total, dtype=torch.int64) if total is not None and way == SUMMED.value else None
-            for way, total in zip(self.ways, self.totals, strict=True)
-        ]
-        if SUMMED.value in self.ways:
-            factor = 1.0 if terms.dropout is None else terms.dropout.factor
-            # only rows and keys that are attended count, since padding may contain numbers of any size
-            rows = ~torch.isneginf(upstream.lse)
-            keys = _attended(plan).unflatten(1, (v.shape[1], -1)).any(2)
-            pair = _largest(upstream.dout, rows) * _largest(v, keys) * (v.shape[3] * factor)
-            pair = pair + _largest(upstream.delta[..., None], rows)
-            exponent = torch.frexp(pair * upstream.lse.numel()).exponent
-            self.per_quantum = torch.exp2((_BITS - exponent).clamp(-126, 127).double()).float()
-
-    @staticmethod
-    def of(terms: TermOperands, upstream: Upstream, v: Tensor, plan: BlockPlan) -> Sums | None:
-        """Return the accumulators; None if no table has a gradient."""
-        return Sums(terms, upstream, v, plan) if any(total is not None for total in terms.totals) else None
-
-    def _way(self, term: Term, shape: torch.Size, batch: int) -> int:
-        sides = ((shape[0], batch), (shape[1], self.terms.heads.numel()))
-        own = term.places and all(side > 1 or of == 1 for side, of in sides)
-        return int(OWN.value if own else SUMMED.value)
-
-    def arguments(self, given: TermArguments) -> dict[str, Any]:
-        """Return the keyword arguments of kernels.
-
-        The tables of each term with a gradient are extended by its integer sums, its total, and the number of quanta
-        in 1.
-        """
-        tables = tuple(
-            table if total is None else (*table, sums, total, None if sums is None else self.per_quantum)
-            for table, sums, total in zip(given.tables or (), self.sums, self.totals, strict=True)
-        )
-        return given.arguments | {"tables": tables}
-
-    def finish(self) -> None:
-        """Add the integer sums to the totals."""
-        for sums, total in zip(self.sums, self.totals, strict=True):
-            if sums is not None and total is not None:
-                total.add_(sums.double().div_(self.per_quantum.double()))
-
-
-def _largest(x: Tensor, used: Tensor) -> Tensor:
-    """Return the largest finite magnitude in the used rows, float64.
-
-    Rows that are not finite need no bound, since their pairs are not finite either.
-    """
-    largest: Tensor = torch.linalg.vector_norm(x, torch.inf, dim=-1).double().nan_to_num(0.0, 0.0, 0.0)
-    return largest.masked_fill(~used, 0.0).amax()
-
-
-def _attended(plan: BlockPlan) -> Tensor:
-    """Return which keys any query may attend, bool (B, Hq, keys), without synchronising with the device."""
-    live, sets, tiles = queues.masks(plan).live_keys.flatten(0, -2), plan.col_ptr.shape[0], plan.kv_tiles
-    # a full tile has code -1, which indexes the last row: all keys
-    live = torch.cat([live, live.new_full((1, live.shape[1]), -1)])
-    bit = torch.arange(32, dtype=torch.int32, device=live.device)
-    starts = plan.col_ptr[:, :-1].contiguous().flatten()
-    counts = torch.zeros(sets * tiles, plan.kv_tile, dtype=torch.int32, device=live.device)
-    entries = torch.arange(len(plan.row), dtype=torch.int32, device=live.device)
-    for entry, code in zip(entries.split(_AT_ONCE), plan.mask_id_t.split(_AT_ONCE), strict=True):
-        there = entry < plan.col_ptr[-1, -1]
-        words = live[torch.where(there, code, -1).long()]
-        alive = ((words[..., None] >> bit) & 1).flatten(-2)[:, : plan.kv_tile] * there[:, None]
-        counts.index_add_(0, torch.searchsorted(starts, entry, right=True) - 1, alive)
-    by_set = counts.view(sets, -1)[:, : plan.nk] > 0
-    return by_set[plan.row_set.long()]
+    steps = (step if side > 1 else 0 for step, side in zip(table.stride(), table.shape, strict=True))
+    return tuple(_ALIKE * each for each in steps)

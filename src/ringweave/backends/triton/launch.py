@@ -91,16 +91,9 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor
 def backward(
     upstream: Upstream, operands: Operands, branch: Branch, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute dQ with a kernel by rows, then dK and dV with a kernel by columns; further kernels join split lists.
-
-    The first kernel also adds the gradients of terms' tables to their totals.
-    """
-    given, terms = BackwardArguments.of(upstream, operands, branch), operands.terms
-    learned = None if terms is None else arguments.Sums.of(terms, upstream, operands.v, given.plan)
-    dq = launch_dq(given, learned, dtype)
-    if learned is not None:
-        learned.finish()
-    return dq, *launch_dkv(given, dtype)
+    """Compute dQ with a kernel by rows, then dK and dV with a kernel by columns; further kernels join split lists."""
+    given = BackwardArguments.of(upstream, operands, branch)
+    return launch_dq(given, dtype), *launch_dkv(given, dtype)
 
 
 class BackwardArguments(NamedTuple):
@@ -154,8 +147,8 @@ class BackwardArguments(NamedTuple):
         return {"HOLES": self.terms.holes, "WIDE": wide, "STEP": self.unit}
 
 
-def launch_dq(given: BackwardArguments, learned: arguments.Sums | None, dtype: torch.dtype) -> Tensor:
-    """Compute dQ, and the sums of the terms' tables, with a kernel by rows."""
+def launch_dq(given: BackwardArguments, dtype: torch.dtype) -> Tensor:
+    """Compute dQ with a kernel by rows."""
     q, k, v, dout, lse, delta, plan, term_args = given[:8]
     dq = torch.empty(q.shape, dtype=dtype, device=q.device)
     describable = arguments.describable(k, v)
@@ -169,8 +162,8 @@ def launch_dq(given: BackwardArguments, learned: arguments.Sums | None, dtype: t
             q, keys, values, dout, lse, delta, dq, sums, queue.records, rows.col, rows.mask_id, rows.mask_words,
             lists.live, *given.strides, *given.numbers,
             **_sizes(q, v, rows, config, queue), **_of_rows(packing), **given.constants, TILES=lists.tiles,
-            **(term_args.arguments if learned is None else learned.arguments(term_args)),
-            LEARNS=None if learned is None else learned.ways, BLOCK_N=config.n,
+            **term_args.arguments,
+            BLOCK_N=config.n,
             RAGGED=rows.mask_words.shape[0] > 0 or k.shape[2] % plan.kv_tile > 0, DESCRIBED=described,
             BRANCHED=goes_past_masks("backward_q", config, given.channels, _device(q.device), described),
             DEAD=described and queues.masks(plan).dead_keys,

@@ -24,7 +24,7 @@ from .loads import (
     within,
     zeroed,
 )
-from .score_terms import chained, kept, learned, query_heads, scored, standing
+from .score_terms import chained, kept, query_heads, scored, standing
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -61,18 +61,16 @@ def backward_q(
     HEADS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     SPLIT: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
     STEP: tl.constexpr, RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
-    TERMS: tl.constexpr, LEARNS: tl.constexpr, HOLES: tl.constexpr, SCORED: tl.constexpr, BRANCHED: tl.constexpr,
+    TERMS: tl.constexpr, HOLES: tl.constexpr, SCORED: tl.constexpr, BRANCHED: tl.constexpr,
     DEAD: tl.constexpr,
 ):  # fmt: skip
-    """Compute dQ of HEADS x ROWS queries, and the gradients of terms' tables; ``slope`` is delta.
+    """Compute dQ of HEADS x ROWS queries; ``slope`` is delta.
 
     HOLES: a term may leave a row without any weight. DEAD: descriptors also load keys that no query of their tile
     attends, which have to be zeroed.
     """
     BLOCK_M: tl.constexpr = HEADS * ROWS
     PARTS_N: tl.constexpr = KV_TILE // BLOCK_N
-    # the pipeliner cannot move the additions to tables, which need the registers that it would use
-    AHEAD: tl.constexpr = STAGES if LEARNS is None else 1
     WORDS: tl.constexpr = (KV_TILE + 31) // 32
     q_b, q_h, q_n = strides(q_b, q_h, q_n, STEP, WIDE)
     k_b, k_h, k_n = strides(k_b, k_h, k_n, STEP, WIDE)
@@ -104,7 +102,7 @@ def backward_q(
         row_at, query_at = standing(places[1], places[3], of, b, nq, 0)
 
     acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
-    for step in tl.range(begin * PARTS_N, end * PARTS_N, num_stages=AHEAD):
+    for step in tl.range(begin * PARTS_N, end * PARTS_N, num_stages=STAGES):
         entry, part_n = step // PARTS_N, (step % PARTS_N) * BLOCK_N
         first = tl.load(col + entry) * KV_TILE + part_n
         code = tl.load(bits + entry * TILES)
@@ -133,7 +131,7 @@ def backward_q(
         if drop is not None:
             value_slopes = tl.where(kept(b, head_at, query_at, key_at, drop), value_slopes * drop[5], 0.0)
         score_slopes = weights * (value_slopes - row_slope[:, None])
-        if TERMS is not None and LEARNS is None:
+        if TERMS is not None:
             # before the mask, since a slope may be NaN for a key that the row may not attend
             score_slopes = chained(score_slopes, caps, TERMS)
         line = row % Q_TILE if TILES > 1 else row
@@ -143,11 +141,6 @@ def backward_q(
         )  # fmt: skip
         if HOLES:
             score_slopes = tl.where((row_lse != float("-inf"))[:, None], score_slopes, 0.0)
-        if LEARNS is not None:
-            score_slopes = learned(
-                tl.where(mine[:, None], score_slopes, 0.0), caps, b, head_at, row_at, column_at, distance,
-                TERMS, LEARNS, tables, numbers,
-            )  # fmt: skip
         if DEAD:
             keys = zeroed(keys, partial, live, code, other, part_n, keep, WORDS, BLOCK_N, TILES, BRANCHED)
         acc = tl.dot(score_slopes.to(keys.dtype), keys, acc, input_precision=PRECISION)

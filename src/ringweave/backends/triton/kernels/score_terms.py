@@ -1,4 +1,4 @@
-"""Score terms and dropout on a block of pairs, and the gradients of the terms' tables.
+"""Score terms and dropout on a block of pairs.
 
 Values that belong to queries or to keys broadcast along the other axis, so the functions work for blocks of queries by
 keys and of keys by queries. TERMS is a tuple of kinds, in order; ``tables`` and ``numbers`` have a tuple for each term.
@@ -20,8 +20,6 @@ POINTWISE = tl.constexpr(16)
 SOFTCAP = tl.constexpr(16)
 #: Kinds of terms that the kernels support, by ``Term.kernel``; the launcher refuses any other.
 KINDS = {"softcap": SOFTCAP.value, "alibi": ALIBI.value, "distance": DISTANCE.value, "bias": BIAS.value}
-# how a table's gradient is summed: OWN in place, if each entry has one pair; SUMMED as integers otherwise
-OWN, SUMMED = tl.constexpr(1), tl.constexpr(2)
 _TWO_LOG2_E = tl.constexpr(2.8853900817779268)
 
 
@@ -103,51 +101,6 @@ def chained(grad, slopes, TERMS: tl.constexpr):
         if TERMS[i] >= POINTWISE:
             grad *= slopes[i]
     return grad
-
-
-@triton.jit
-def learned(
-    grad, slopes, b, head, rows, columns, distance, TERMS: tl.constexpr, LEARNS: tl.constexpr, tables, numbers,
-):  # fmt: skip
-    """Compute the gradient like :func:`chained`, and add the gradients of terms' tables to their sums.
-
-    Blocks are queries by keys; ``grad`` is 0 where there is no pair.
-    """
-    for i in tl.static_range(len(TERMS) - 1, -1, -1):
-        if TERMS[i] >= POINTWISE:
-            # a slope may be NaN where there is no pair
-            grad = tl.where(grad == 0.0, 0.0, grad * slopes[i])
-        if LEARNS[i]:
-            if TERMS[i] == DISTANCE:
-                reach = numbers[i][0] >> 4
-                at = reach + head * (2 * reach + 1)
-                # most pairs of a long sequence are beyond the reach, so one sum per row is added for them
-                _add(tl.sum(tl.where(distance <= -reach, grad, 0.0), 1, keep_dims=True), at - reach, tables[i])
-                _add(tl.sum(tl.where(distance >= reach, grad, 0.0), 1, keep_dims=True), at + reach, tables[i])
-                _add(tl.where(tl.abs(distance) < reach, grad, 0.0), at + distance, tables[i])
-            else:
-                at = b * (numbers[i][4] >> 4) + head * (numbers[i][5] >> 4) + rows * (numbers[i][6] >> 4) + columns
-                if LEARNS[i] == OWN:
-                    total = tables[i][2] + at
-                    tl.store(total, tl.load(total, mask=grad != 0.0, other=0.0) + grad, mask=grad != 0.0)
-                else:
-                    _add(grad, at, tables[i])
-    return grad
-
-
-@triton.jit
-def _add(x, at, table):
-    """Add multiples of a table's quantum as integers, so that the order of addition does not change the result.
-
-    A gradient that is not finite makes the total NaN instead.
-    """
-    finite = tl.abs(x) < float("inf")
-    quanta = tl.floor(tl.where(finite, x, 0.0) * tl.load(table[3]) + 0.5)
-    # clamp, since rows whose weights do not sum to 1 could exceed the bound
-    quanta = tl.minimum(tl.maximum(quanta, -(2.0**62)), 2.0**62).to(tl.int64)
-    sums, totals = tl.broadcast(table[1] + at, quanta)[0], tl.broadcast(table[2] + at, quanta)[0]
-    tl.atomic_add(sums, quanta, mask=quanta != 0, sem="relaxed")
-    tl.store(totals, float("nan"), mask=finite == 0)
 
 
 @triton.jit
