@@ -90,6 +90,14 @@ def test_strides_follow_the_query(x: Inputs, order: tuple[int, ...], score: Any)
     same(got, want)
 
 
+@pytest.mark.parametrize("sizes", [(2, 4, 1, 16), (1, 4, 64, 16), (2, 1, 64, 16), (1, 1, 64, 700)], ids=str)
+def test_strides_along_sides_of_one(sizes: tuple[int, ...]) -> None:
+    batch, heads, tokens, dim = sizes
+    q = torch.randn(batch, tokens, heads, dim).transpose(1, 2)
+    k = torch.randn(batch, heads, 50, dim)
+    assert flex_attention(q, k, k).stride() == torch_flex(q, k, k).stride()
+
+
 @pytest.mark.parametrize("score", [None, general], ids=["none", "general"])
 def test_any_strides_and_offsets(x: Inputs, score: Any) -> None:
     """Views with steps, with a storage offset, and expanded ones."""

@@ -164,7 +164,7 @@ def _unchanged(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Ten
 def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
     """Return the output with its dimensions in memory in the order of the query's, and the last one innermost."""
     order = [*sorted(range(3), key=query.stride, reverse=True), 3]
-    ordered = out.permute(order)
-    if ordered.is_contiguous():
-        return out
-    return ordered.contiguous().permute([order.index(dim) for dim in range(4)])
+    ordered = out.permute(order).contiguous()
+    # contiguous tensors may have any stride along a side of 1, and the query's order has one
+    result = ordered.view(-1).view(ordered.shape).permute([order.index(dim) for dim in range(4)])
+    return out if result.stride() == out.stride() else result

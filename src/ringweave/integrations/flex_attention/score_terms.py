@@ -285,14 +285,14 @@ def _distance_bias(bias: Any, sign: int, uses: set[str], sizes: Sizes) -> Distan
     return DistanceBias(table.expand(sizes.heads, -1))
 
 
-def _by_side(bias: Any, sign: int, uses: set[str], sizes: Sizes) -> Tensor | None:
-    """Tabulate a bias that depends on the query or the key, not both, or None if its table would need gradients."""
+def _by_side(bias: Any, sign: int, uses: set[str], sizes: Sizes) -> Tensor:
+    """Tabulate a bias that depends on the query or the key, not both."""
     size = {BATCH: sizes.batch, HEAD: sizes.heads, QUERY: sizes.nq, KEY: sizes.nk}
     lengths = {name: torch.arange(size[name], device="cpu") for name in uses}
     table = _values(bias, sign, _places(sizes, **lengths), sizes)
     if table.requires_grad:
-        # its gradient would be summed over a table of all pairs
-        return None
+        # the gradient of a Bias is a table of all pairs
+        raise UntraceableError("its bias of queries or keys needs gradients, which the term sums for all pairs")
     return table.expand(-1, -1, sizes.nq, sizes.nk)
 
 
