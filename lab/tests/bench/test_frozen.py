@@ -171,6 +171,7 @@ def test_names_are_frozen() -> None:
         "tiles",
         "ordering",
         "selected",
+        "integrations",
         "terms",
         "module",
         "models",
