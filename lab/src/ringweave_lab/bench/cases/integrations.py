@@ -115,13 +115,13 @@ def _scores(inputs: tuple[Tensor, ...], options: Options, usual: bool) -> Iterat
     tokens, heads = inputs[0].shape[2], inputs[0].shape[1]
     mask = create_block_mask(_near, None, None, tokens, tokens, device="cpu")
     pattern = rw.from_block_mask(mask)
-    slopes = torch.rand(heads)
+    factors, kinds = torch.rand(heads), torch.arange(tokens) // 7 % 5
 
     def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return _CAP * torch.tanh(score / _CAP)
 
-    def waves(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return score + slopes[h] * torch.sin((q - k).float())
+    def by_kind(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score * torch.where(kinds[q] == kinds[k], 1.0, factors[h])
 
     calls: dict[str, Attend] = {
         "ours": partial(flex_attention, score_mod=capped, block_mask=mask),
@@ -130,8 +130,8 @@ def _scores(inputs: tuple[Tensor, ...], options: Options, usual: bool) -> Iterat
     bounds = {"the same call with a term": 1.1} if usual else {}
     yield from _targets("flex_attention, a soft cap", calls, inputs, options, bounds)
     calls = {
-        "ours": partial(flex_attention, score_mod=waves, block_mask=mask),
-        "the dense formula": partial(_dense, waves),
+        "ours": partial(flex_attention, score_mod=by_kind, block_mask=mask),
+        "the dense formula": partial(_dense, by_kind),
         "no score function": partial(rw.attention, pattern=pattern),
     }
     bounds = {"the dense formula": 1 / 3, "no score function": 30.0} if usual else {}
