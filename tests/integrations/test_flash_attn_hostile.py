@@ -250,3 +250,21 @@ def test_inference_mode() -> None:
     q, k, v = qkv(5, 5)
     # learned slopes are constants, as in flash-attn
     assert not call(q, k, v, alibi_slopes=slopes).requires_grad
+
+
+def test_autocast_changes_no_dtype() -> None:
+    """As in flash-attn, the dtype of a result is that of the inputs, in rows and pages too."""
+    q, k, v = qkv(6, 64)
+    cu, lengths, table = bounds([3, 3]), torch.tensor([30, 64], dtype=torch.int32), torch.arange(2).view(2, 1).int()
+    flat = [x.flatten(0, 1) for x in (q, q[:, :, :2], q[:, :, 2:])]
+    calls = [
+        lambda: call(q, k, v, causal=True),
+        lambda: varlen(*flat, cu, cu, 3, 3, causal=True),
+        lambda: cached(q, k, v, cache_seqlens=lengths),
+        lambda: cached(q, k, v, cache_seqlens=lengths, block_table=table),
+    ]
+    for each in calls:
+        with torch.autocast("cpu", torch.bfloat16):
+            got = each()
+        assert got.dtype == torch.float32
+        assert torch.equal(got, each())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,6 +23,8 @@ from ...patterns.base import parts_of
 from ...terms import ALiBi, Softcap, Term
 from ...types import DTYPES
 
+# mean number of queries of a sequence up to which packed sequences take a call each, as in a decoding step
+_FEW = 8
 _SIDES = ("cu_seqlens_q", "cu_seqlens_k")
 
 #: Queries, keys and values in flash-attn's layout.
@@ -142,9 +145,12 @@ def _attended(
         "scale": scores.scale, "terms": scores.terms, "dropout": scores.dropout, "q_offset": first + k_offset,
         "k_offset": k_offset,
     }  # fmt: skip
-    if with_lse:
-        return attention_with_lse(q, k, v, pattern, **options)
-    return attention(q, k, v, pattern, **options), None
+    # flash-attn computes in the dtype of its inputs, under autocast too
+    device = q.device.type
+    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+        if with_lse:
+            return attention_with_lse(q, k, v, pattern, **options)
+        return attention(q, k, v, pattern, **options), None
 
 
 def _of_nothing(q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> Result:
@@ -187,7 +193,9 @@ def attend_packed(
     same = of_q == of_k
     # the distance of a query and a key is that of their indices only if they are packed together
     together = scores.slopes is None or (same and scores.slopes.ndim == 1)
-    if together and of_q[-1] and of_k[-1]:
+    # a tile of queries of many sequences would be computed with the keys of all of them
+    few = not same and of_q[-1] <= _FEW * (len(of_q) - 1)
+    if together and not few and of_k[-1]:
         sides = {"cu_seqlens": sorted({*of_q})} if same else dict(zip(_SIDES, (of_q, of_k), strict=True))
         result = _in_documents(inputs, Documents(**sides), pattern, scores, with_lse)
     else:
