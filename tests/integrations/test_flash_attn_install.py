@@ -202,6 +202,17 @@ def test_another_version_and_a_change_of_mind() -> None:
             both("llama", version)
 
 
+@torch.no_grad()
+def test_cumulative_lengths_of_a_collator() -> None:
+    """The arguments of padding-free training, which transformers passes on."""
+    lengths: dict[str, Any] = {f"cu_seq_lens_{side}": torch.tensor([0, 5, 14, 17], dtype=torch.int32) for side in "qk"}
+    lengths |= {"max_length_q": 9, "max_length_k": 9}
+    with flash_attn.install():
+        ours, theirs = both("mistral")
+        got = ours(**CASES["packed"], **lengths).logits
+        torch.testing.assert_close(got, wanted_logits(theirs, "packed"), atol=2e-5, rtol=1e-4)
+
+
 def test_dropout_is_drawn_in_training() -> None:
     with flash_attn.install():
         ours, _ = both("llama", attention_dropout=0.5)

@@ -103,7 +103,7 @@ def _whole(side: Any) -> int:
 
 
 def relation(left: int | None, right: int | None, reach: int) -> Pattern:
-    """Return the pattern of a window; None is a side without limit, and no pair of the call is ``reach`` apart."""
+    """Return the pattern of a window; a side of None has no limit, or is ``reach`` wide beside a limited side."""
     if left is None and right is None:
         return Full()
     if left is None and right == 0:
@@ -185,9 +185,8 @@ def attend_packed(
     q, k, v = inputs
     if torch.compiler.is_compiling() and scores.slopes is None:
         # a trace does not know the bounds; the operator checks them
-        same = bounds[0] is bounds[1]
-        sides: dict[str, Any] = {"cu_seqlens": bounds[0]} if same else dict(zip(_SIDES, bounds, strict=True))
-        return _in_documents(inputs, Documents(**sides), pattern, scores, with_lse)
+        documents = Documents(cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1])
+        return _in_documents(inputs, documents, pattern, scores, with_lse)
     of_q, of_k = checked_bounds(bounds, (len(q), len(k)))
     inputs = q[: of_q[-1]], k[: of_k[-1]], v[: of_k[-1]]
     same = of_q == of_k
@@ -196,8 +195,11 @@ def attend_packed(
     # a tile of queries of many sequences would be computed with the keys of all of them
     few = not same and of_q[-1] <= _FEW * (len(of_q) - 1)
     if together and not few and of_k[-1]:
-        sides = {"cu_seqlens": sorted({*of_q})} if same else dict(zip(_SIDES, (of_q, of_k), strict=True))
-        result = _in_documents(inputs, Documents(**sides), pattern, scores, with_lse)
+        # documents of one packing may not be empty
+        given: dict[str, Any] = (
+            {"cu_seqlens": sorted({*of_q})} if same else {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k}
+        )
+        result = _in_documents(inputs, Documents(**given), pattern, scores, with_lse)
     else:
         result = _one_by_one(inputs, of_q, of_k, pattern, scores, with_lse)
     return with_rest(result, len(q))
