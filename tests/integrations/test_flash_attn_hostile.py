@@ -208,7 +208,7 @@ def test_compiled_callers(backend: str) -> None:
 
     compiled = torch.compile(packed, fullgraph=True, backend=backend)
     flat = [x.detach().flatten(0, 1).requires_grad_() for x in leaves]
-    for cu in (bounds([20, 28]), bounds([8, 40]), bounds([48])):
+    for cu in (bounds([20, 28]), bounds([20, 0, 28]), bounds([8, 40]), bounds([48])):
         results = [
             [out, *torch.autograd.grad(out.square().sum(), flat)] for out in (compiled(*flat, cu), packed(*flat, cu))
         ]
