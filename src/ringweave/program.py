@@ -61,7 +61,10 @@ def choose_step(name: str, call: Call, branch: Branch) -> Step:
     """Choose the backend of one branch, and under auto the measured tile sizes; see :func:`choose_backend`."""
     if name == "auto":
         if call.device != "cpu":
-            _begin_trial(call, branch)
+            # imported where there is a GPU
+            from .backends import trial
+
+            trial.begin(call, branch, contenders)
         usual = (backend for backend, reason in candidates(call, branch) if reason is None)
         return measured(call, branch) or Step(branch, next(usual))
     backend = BACKENDS.get(name)
@@ -105,14 +108,6 @@ def contenders(call: Call, branch: Branch) -> list[str]:
 
     names = (*PREFERENCE, *trial.CHALLENGERS)
     return [name for name in names if unsupported_reason(BACKENDS[name], call, branch) is None]
-
-
-def _begin_trial(call: Call, branch: Branch) -> None:
-    """Begin a trial beside the call if the environment asks for one and there is a GPU."""
-    from .backends import trial
-
-    if trial.wanted():
-        trial.begin(call, branch, contenders(call, branch))
 
 
 def candidates(call: Call, branch: Branch) -> Iterator[tuple[Backend, str | None]]:

@@ -17,9 +17,10 @@ from torch import Tensor
 import ringweave as rw
 from ringweave.backends import BACKENDS, flex
 from ringweave.cache import COMPILED
-from ringweave.call import Call
+from ringweave.call import Call, Operands
 from ringweave.errors import WARNED, UnsupportedError
 from ringweave.plan import Branch, branches
+from ringweave.plan.subplan import CutBranch
 from ringweave.terms import Term
 from ringweave.terms.operands import TermOperands
 
@@ -336,6 +337,22 @@ def unsupported_reason(about: Call) -> str | None:
 def test_refusals(about: Call, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "installed", lambda: True)
     assert unsupported_reason(about) == reason
+
+
+@pytest.mark.parametrize(("tile", "refused"), [(64, True), (128, False), (256, False)])
+def test_a_part_of_a_plan_keeps_its_tiles(tile: int, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's part of a plan is not planned anew, and FlexAttention's kernels need tiles of multiples of 128."""
+    use(monkeypatch, dense)
+    (branch,) = branches(rw.SlidingWindow(40), 512, 512, heads=2)
+    part = CutBranch.of(branch, rw.plan(rw.SlidingWindow(40), 512, heads=2, tile=tile))
+    reason = flex.unsupported_reason(Call(1, 2, 2, 512, 512, 16, 16, torch.float32, "cuda"), part)
+    assert (reason is not None) == refused
+    if not refused:
+        x = Inputs.random(512, heads=2)
+        out, lse = flex.forward(Operands(x.q, x.k, x.v, 0.25), part, torch.float32)
+        want = rw.attention_with_lse(x.q, x.k, x.v, rw.SlidingWindow(40), backend="reference")
+        torch.testing.assert_close(out, want.out)
+        torch.testing.assert_close(lse, want.lse)
 
 
 def test_a_cpu_is_refused() -> None:

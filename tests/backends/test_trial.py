@@ -138,7 +138,7 @@ def test_a_kernel_that_reads_what_it_must_not_is_wrong(spoiled: str) -> None:
 
 
 def test_terms_and_dropout_are_tried_with_what_their_tables_get() -> None:
-    about = dataclasses.replace(small(), features=frozenset({*KINDS, "dropout"}))
+    about = dataclasses.replace(small(), features=frozenset({*KINDS, "dropout"}), learned=1)
     assert trial.check(dense_batched.BACKEND, about, "sparse") is None
 
     def backward(upstream: Upstream, inputs: Operands, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,6 +149,17 @@ def test_terms_and_dropout_are_tried_with_what_their_tables_get() -> None:
 
     wrong = dataclasses.replace(dense_batched.BACKEND, backward=backward)
     assert trial.check(wrong, about, "sparse") == "tried on this GPU, it is wrong: table 0 by 0.01 of its size"
+
+
+def test_tables_that_do_not_learn_are_tried_without_gradients() -> None:
+    def backward(upstream: Upstream, inputs: Operands, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        assert inputs.terms is not None
+        assert set(inputs.terms.totals) == {None}
+        return dense_batched.backward(upstream, inputs, *rest)
+
+    about = dataclasses.replace(small(), features=frozenset(KINDS))
+    backend = dataclasses.replace(dense_batched.BACKEND, backward=backward)
+    assert trial.check(backend, about, "sparse") is None
 
 
 @pytest.mark.parametrize("stored", list(STORED))
@@ -250,6 +261,13 @@ def test_a_want_of_memory_or_of_the_device_is_not_stored(code: str, monkeypatch:
     monkeypatch.setattr(trial, "LIMIT", 1.0)
     outcome, lasts = trial._apart(JOB)
     assert outcome.reason is not None
+    assert not lasts
+
+
+def test_a_function_that_cannot_be_sent_to_a_process_is_an_outcome() -> None:
+    branch = first(rw.from_mask_mod(lambda b, h, q, k: q >= k))
+    outcome, lasts = trial._apart(JOB._replace(timed=(case(device="cpu"), branch)))
+    assert str(outcome.reason).startswith("it was not tried: ")
     assert not lasts
 
 

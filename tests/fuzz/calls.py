@@ -222,7 +222,11 @@ def draw(backend: str, seed: int, index: int) -> Call:
     ):
         return call
     whole = how != "merge"
-    return replace(call, score_terms=score_terms.draw(r, sizes, dtype, sinks=whole, dropout=whole))
+    drawn = score_terms.draw(r, sizes, dtype, sinks=whole, dropout=whole)
+    if backend == "triton":
+        # its kernels refuse gradients of tables
+        drawn = replace(drawn, terms=tuple(replace(term, learns=False) for term in drawn.terms))
+    return replace(call, score_terms=drawn)
 
 
 def _hostile(r: Random, call: Call) -> Call:

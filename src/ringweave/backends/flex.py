@@ -25,6 +25,7 @@ from ..errors import warn_once
 from ..plan import BlockPlan, Branch, unpack_masks
 from ..plan.cuda_sync import record_stream, require_no_capture, wait_for_stream
 from ..plan.interop import to_block_mask
+from ..plan.subplan import CutBranch
 from ..terms import Term
 from ..terms.operands import TermOperands
 from ..terms.term import written
@@ -265,6 +266,9 @@ def unsupported_reason(call: Call, branch: Branch) -> str | None:
             return f"it needs head dimensions of 16 to 256, and got {name} = {dim}"
     if call.needs_grad and not AUTOGRAD_WITHIN:
         return f"its gradients need private names that torch {torch.__version__} does not have"
+    if isinstance(branch, CutBranch) and any(side % _TILE for side in branch.tile):
+        # other branches are planned anew
+        return f"its kernels need tiles of multiples of {_TILE}, and the part of a plan has {branch.tile}"
     if _mask_bytes(call, branch) > _MASK_BYTES:
         needed = _mask_bytes(call, branch) / 2**30
         return f"a BlockMask has an entry for every tile, empty or not, and this one would take {needed:.0f} GiB"

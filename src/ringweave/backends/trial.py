@@ -39,9 +39,10 @@ from .. import files, units
 from ..cache import PROGRAMS, process_cache
 from ..call import Call, Operands
 from ..environment import setting
-from ..errors import in_a_line, says_no_memory, warn_once, warned
+from ..errors import UnsupportedError, in_a_line, says_no_memory, warn_once, warned
 from ..patterns import BlockTable, Causal, Full, Global, KeyPadding, Pattern, Selected, SlidingWindow
 from ..plan import Branch
+from ..plan.cuda_sync import require_no_capture
 from ..plan.from_lists import listed
 from ..precision import Scales, quantize_rows
 from ..terms import KINDS
@@ -92,11 +93,8 @@ class Verdict(NamedTuple):
     @property
     def best(self) -> str | None:
         """The backend to use: the first right one, unless another is more than a few per cent faster."""
-        right = {
-            name: each.seconds
-            for name, each in self.outcomes.items()
-            if each.reason is None and each.seconds is not None
-        }
+        seconds = {name: each.seconds for name, each in self.outcomes.items() if each.reason is None}
+        right = {name: each for name, each in seconds.items() if each is not None}
         if not right:
             return None
         first, fastest = next(iter(right)), min(right, key=right.__getitem__)
@@ -191,24 +189,19 @@ def hold(
     return verdict
 
 
-_beginning = threading.Lock()
+_one_at_a_time = threading.Lock()
 
 
-def wanted() -> bool:
-    """Return whether auto should hold trials beside first calls."""
-    return setting(VARIABLE) == "background"
-
-
-def begin(call: Call, branch: Branch, names: Sequence[str]) -> None:
-    """Hold a trial in a thread, one at a time and once for each kind."""
-    of = kind(call, branch)
+def begin(call: Call, branch: Branch, names: Callable[[Call, Branch], Sequence[str]]) -> None:
+    """Hold a trial in a thread, once for each kind, if the environment asks for trials beside first calls."""
+    of = kind(call, branch) if setting(VARIABLE) == "background" else None
     if of is None or warned(f"trial {of}") or known(call, branch) is not None:
         return
     warn_once(f"trial {of}", f"a trial of backends runs beside the first call of a kind: {of}")
 
     def run() -> None:
-        with _beginning:
-            hold(call, branch, names)
+        with _one_at_a_time:
+            hold(call, branch, names(call, branch))
 
     threading.Thread(target=run, name="ringweave trial", daemon=True).start()
 
@@ -223,12 +216,8 @@ def reason(backend: Backend, call: Call, branch: Branch) -> str | None:
     small = dataclasses.replace(_small(call), device=f"cuda:{torch.cuda.current_device()}")
     try:
         return _checked(backend, small, form(branch))
-    except _CapturingError:
+    except UnsupportedError:
         return "it has not been tried on this GPU, and no trial can run during a graph capture: call it once before"
-
-
-class _CapturingError(Exception):
-    """Raised instead of a verdict while a graph is captured, when no trial can run, so that none is cached."""
 
 
 @process_cache
@@ -243,8 +232,8 @@ def _checked(backend: Backend, small: Call, form: str) -> str | None:
     apart = form in ("sparse", "selected")
     verdict = _stored(_file(of), of) if apart else None
     if verdict is None:
-        if torch.cuda.is_current_stream_capturing():
-            raise _CapturingError
+        # raised and not returned, so that no verdict is cached
+        require_no_capture(small.device)
         outcome, lasts = (
             _apart(Job(backend.name, small, form)) if apart else (Outcome(check(backend, small, form)), False)
         )
@@ -329,17 +318,16 @@ def _apart(job: Job) -> tuple[Outcome, bool]:
     if not Path(_COMMAND[0]).name.startswith(("python", "pypy")):
         # Python is embedded in another program, and the command would start that program again
         return Outcome("it was not tried, since no process of Python can be started"), False
-    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), VARIABLE: ""}
     try:
-        ended = subprocess.run(
-            _COMMAND, input=pickle.dumps(job), capture_output=True, timeout=LIMIT,
-            env=os.environ | {"PYTHONPATH": paths, VARIABLE: ""},
-        )  # fmt: skip
+        work = pickle.dumps(job)
+        ended = subprocess.run(_COMMAND, input=work, capture_output=True, timeout=LIMIT, env=environment)
     except subprocess.TimeoutExpired as expired:
         began = _BEGAN in _text(expired.stdout)
         said = f"tried on this GPU, it did not finish in {LIMIT:.0f} s"
         return Outcome(said if began else f"it was not tried: no process began in {LIMIT:.0f} s"), began
-    except OSError as error:
+    except (OSError, pickle.PicklingError, AttributeError, TypeError) as error:
+        # also a pattern of a function that cannot be sent to another process
         return Outcome(f"it was not tried: {in_a_line(error)}"), False
     lines = _text(ended.stdout).splitlines()
     if _BEGAN not in lines:
@@ -493,13 +481,13 @@ def _sample(call: Call, branch: Branch, device: str) -> tuple[Operands, Tensor]:
 
 
 def _terms(call: Call, branch: Branch, generator: torch.Generator) -> TermOperands | None:
-    """Return example terms and dropout for a branch; their tables have gradients if the call's have."""
+    """Return example terms and dropout for a branch; their tables get gradients if those of the call do."""
     if not call.features:
         return None
     device, sides = generator.device, (call.batch, branch.head_count, branch.nq, branch.nk)
     terms = tuple(kind.example(*sides, generator) for name, kind in KINDS.items() if name in call.features)
     totals = tuple(
-        term.total(name, torch.float32) if call.needs_grad and name in term.learns else None
+        term.total(name, torch.float32) if call.learned and name in term.learns else None
         for term in terms for name in term.axes
     )  # fmt: skip
     heads, rows, columns = (torch.arange(side, device=device) for side in sides[1:])
