@@ -151,7 +151,7 @@ def test_options_are_frozen() -> None:
             "--device", "--dtype", "--folder", "--full", "--heads", "--list", "--out", "--part", "--quick", "--rounds",
             "--threads", "--tokens", "case",
         ],
-        "bench campaign": ["--device", "--dry", "--out", "--resume", "--seconds"],
+        "bench campaign": ["--caches", "--device", "--dry", "--out", "--resume", "--seconds", "--tarball"],
         "bench --gate": ["--slow", "--update", "file"],
         "demo": ["--out", "--quick", "--threads"],
     }  # fmt: skip

@@ -208,6 +208,23 @@ def test_products(
     torch.testing.assert_close(out.double(), want, rtol=2e-2 if twice else 1e-4, atol=2e-1 if twice else 1e-4)
 
 
+def test_copies_as_triton_3_6_spells_them(device: Emulated) -> None:
+    """Copies into the shared memory of a cluster of one block are copies into the block's own."""
+
+    def edit(ptx: str) -> str:
+        edited, changed = re.subn(
+            r"(cp\.async\.bulk\.tensor\.\dd)\.shared::(?:cta|cluster)\.", r"\1.shared::cluster.", ptx
+        )
+        assert changed
+        return edited
+
+    device.others, device.edit = [product], edit
+    a, b = torch.randn(64, 64).half(), torch.randn(64, 64).half()
+    out = torch.empty(64, 64)
+    product[(1,)](*(TensorDescriptor.from_tensor(x, [64, 64]) for x in (a, b)), out, 64, 64, 64, False, False)
+    torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.sampled(3)
 @BOTH
 @pytest.mark.parametrize(

@@ -419,7 +419,11 @@ class Writer:
             do("u.commit_copies()")
         elif opcode == "cp.async.wait_group":
             do(f"u.wait_copies({int(to[0])})")
-        elif re.fullmatch(r"cp\.async\.bulk\.tensor\.\dd\.shared::cta\.global\.mbarrier::complete_tx::bytes", opcode):
+        elif re.fullmatch(
+            # Triton 3.6 names the shared memory of the cluster, which is the block's own in a cluster of one block
+            r"cp\.async\.bulk\.tensor\.\dd\.shared::(cta|cluster)\.global\.mbarrier::complete_tx::bytes",
+            opcode,
+        ):
             tensor, at = re.fullmatch(r"\[(%\w+), (\{.*\})\]", to[1]).groups()  # type: ignore[union-attr]
             places = ", ".join(self.read(each, "u32") for each in operands(at[1:-1]))
             address, barrier = self.address(to[0], "u32"), self.address(to[2], "u32")

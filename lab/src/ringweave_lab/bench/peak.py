@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from ringweave.memory import peak
@@ -76,6 +75,9 @@ def peak_memory(call: Runnable, *, device: str = "cpu", warm: bool = True) -> Pe
 
 
 def _sampled_peak(call: Runnable, interval: float = 0.001) -> Peak:
+    # imported where the host's memory is measured: GPUs need no psutil
+    import psutil
+
     process = psutil.Process()
     before = highest = int(process.memory_info().rss)
     stop = threading.Event()

@@ -292,11 +292,13 @@ def _gather_scatter_refusal(problem: Problem, backward: bool) -> str | None:
 
 def _vendor(name: str, kernel: SDPBackend) -> Peer:
     def build(problem: Problem, inputs: Sample) -> Built:
+        dense = _dense(problem, inputs)
+
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_kernel(kernel):
-                return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+                return dense.attend(q, k, v)
 
-        return Built(attend, rw.Full(), f"torch SDPA, {kernel.name}")
+        return Built(attend, dense.function, f"{dense.how}, {kernel.name}")
 
     return Peer(name, f"torch's dense attention, {kernel.name}", lambda problem, backward: None, build)
 

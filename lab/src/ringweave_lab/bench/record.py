@@ -462,7 +462,7 @@ def plain(value: Any) -> Any:
 
 
 def write_lines(path: str | Path, records: Iterable[Any]) -> int:
-    """Append records to a file as JSON lines, each immediately, and return their number."""
+    """Append records to a file as JSON lines, each on the disk before the next, and return their number."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     count = 0
@@ -470,5 +470,6 @@ def write_lines(path: str | Path, records: Iterable[Any]) -> int:
         for record in records:
             file.write(json.dumps(plain(record), ensure_ascii=False, allow_nan=True) + "\n")
             file.flush()
+            os.fsync(file.fileno())
             count += 1
     return count

@@ -2,14 +2,13 @@
 
     python -m ringweave_lab.campaign.units NAME --folder DIR [--device cuda] [--checkout DIR] [--dry]
 
-With ``--dry`` a unit does everything except the device's work: it plans, compiles for an H100 and writes lines without
-figures.
+With ``--dry`` a unit does everything except the device's work: headlines are measured at small sizes on the CPU, our
+kernel in Triton's interpreter; kernels are compiled for an H100; other units write lines without figures.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import math
 import os
@@ -31,14 +30,13 @@ from ringweave.backends import trial, triton
 from ringweave.errors import UnsupportedError, in_a_line
 
 from ..bench.cases import gpu
-from ..bench.compare import weighed
 from ..bench.peak import aside
 from ..bench.record import Options, Outcome, Record, Target, environment, plain, write_lines
 from ..tune import trials
 from ..tune.measure import Runnable, by_clock, interleaved, replayed
-from ..tune.problem import BACKWARD, Problem
-from ..tune.session import FAILURES, Entry
-from . import compiling, precompile
+from ..tune.problem import BACKWARD, DIRECTIONS, Problem
+from ..tune.session import FAILURES, Say
+from . import compiling, headlines, precompile
 from .precompile import Variant
 
 FIGURES = "figures.jsonl"
@@ -47,9 +45,11 @@ DRY = "dry: nothing was measured"
 _PAGE = 64
 _STREAMED = 2**18
 #: Seconds for the tests of all files: less than the unit's limit, so that a file that hangs still gets a line.
-_TESTS = 220.0
-# parts with trials
-_HEADLINES = ("16K", "64 x 64", "causal", "D 64")
+_TESTS = 140.0
+#: Seconds of a candidate of the trial, so that one that hangs leaves time for the next.
+_TRIAL = 35.0
+#: The headline with a trial: FlexAttention computes it where there is none.
+_TRIED = "window"
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,15 @@ def peaks(job: Job) -> Iterator[Target]:
     yield job.figure("product of bfloat16", "8,192 x 8,192", lambda: of() / 1e12, "TFLOP/s")
 
 
+def headline(measure: Callable[[str, str, bool, Say], Iterator[Outcome]], name: str, job: Job) -> Iterator[Outcome]:
+    """Measure engines on a headline's problem."""
+    yield from measure(name, job.device, job.dry, say)
+
+
 def ahead(job: Job) -> Iterator[Target]:
-    """Compile the kernels of all parts, in as many processes as there are cores."""
-    problems = {each.entries[0][0] for name, each in gpu.PARTS.items() if name != "million"}
-    variants = [Variant(problem, BACKWARD) for problem in sorted(problems, key=lambda each: (each.tokens, each.name))]
+    """Compile our kernels of all headlines, in as many processes as there are cores."""
+    problems = [each.problem(name, job.device, False) for name, each in headlines.HEADLINES.items()]
+    variants = [Variant(problem, BACKWARD) for problem in problems]
     failed: Mapping[Variant, str]
     if job.dry:
         compiling.begin(compiling.HOPPER)
@@ -161,7 +166,7 @@ def tests(job: Job) -> Iterator[Target]:
 
 def bits(job: Job) -> Iterator[Target]:
     """Compute five times, and count results with bits that differ from the first."""
-    for name in ("16K", "causal", "window", "documents", "sinks"):
+    for name in ("causal", "window", "documents", "sinks"):
         problem = Options(device=job.device).of(gpu.PARTS[name].entries[0][0]) if not job.dry else None
 
         def differing(problem: Problem | None = problem) -> float:
@@ -178,18 +183,6 @@ def bits(job: Job) -> Iterator[Target]:
 
         size = f"{gpu.PARTS[name].entries[0][0].tokens:,} tokens, 16 heads, D 128"
         yield job.figure(f"{name}: results of five runs that differ", size, differing, "", 0.0)
-
-
-def part(name: str, job: Job) -> Iterator[Record]:
-    """Measure a part of the case ``kernels``."""
-    if not job.dry:
-        yield from gpu.measure(Options(device=job.device, part=name), say)
-        return
-    (comparison,) = gpu.asked(Options(device="cpu", part=name))
-    for direction in comparison.directions:
-        for problem, names in comparison.entries:
-            for each in names:
-                yield weighed(Entry(problem, each if isinstance(each, str) else each.name, direction, reason=DRY))
 
 
 def decode(job: Job) -> Iterator[Target]:
@@ -294,17 +287,20 @@ def streamed(job: Job) -> Iterator[Target]:
         yield job.figure(f"streamed, {name}: time over that of keys on the device", size, over)
 
 
-def tried(name: str, job: Job) -> Iterator[Target]:
-    """Hold the trials of a part's first problem, and store the verdicts, as ``ringweave tune --gpu`` does."""
-    problem = gpu.PARTS[name].entries[0][0]
+def tried(job: Job) -> Iterator[Target]:
+    """Hold the trial of a headline, and store and report the verdicts, as ``ringweave tune --gpu`` does."""
+    problem = headlines.HEADLINES[_TRIED].problem(_TRIED, job.device, False)
     what, size = "trial", f"{problem.name}, {problem.tokens:,} tokens"
     if job.dry:
         yield job.figure(what, size, lambda: 0.0, "s")
         return
-    for verdict in trials(dataclasses.replace(problem, device=job.device), say=say):
-        for backend, each in verdict.outcomes.items():
-            said = f"{size}, {'backward' if '; backward;' in verdict.of else 'forward'}, {backend}"
-            yield Target(what, said, each.seconds, None, True, "s", each.reason)
+    trial.LIMIT = _TRIAL
+    for direction in DIRECTIONS:
+        for verdict in trials(problem, directions=(direction,), say=say):
+            for backend, each in verdict.outcomes.items():
+                yield Target(what, f"{size}, {direction}, {backend}", each.seconds, None, True, "s", each.reason)
+            used = f"auto uses {verdict.best or 'no backend of the trial'}"
+            yield Target(f"{what}: {used}", f"{size}, {direction}", float(verdict.best is not None), None, True, "")
 
 
 def say(text: str) -> None:
@@ -316,14 +312,15 @@ def say(text: str) -> None:
 #: Units by name, the most important first.
 UNITS: dict[str, Callable[[Job], Iterable[Record]]] = {
     "peaks": peaks,
+    **{f"headline {name}": partial(headline, headlines.others, name) for name in headlines.HEADLINES},
     "ahead": ahead,
     "small": small,
-    "bits": bits,
+    **{f"own {name}": partial(headline, headlines.own, name) for name in headlines.HEADLINES},
     "tests": tests,
-    **{f"part {name}": partial(part, name) for name in gpu.PARTS},
+    "trial": tried,
+    "bits": bits,
     "decode": decode,
     "streamed": streamed,
-    **{f"trial {name}": partial(tried, name) for name in _HEADLINES},
 }
 
 
@@ -338,7 +335,12 @@ def main(words: list[str] | None = None) -> int:
     given = parser.parse_args(words)
     job = Job(given.folder, given.device, given.dry, given.checkout)
     device, wrong = "cpu" if job.dry else job.device, False
-    head = {"case": "kernels", "environment": plain(environment(device)), "options": plain(Options(device=device))}
+    head = {
+        "case": "campaign",
+        "unit": given.name,
+        "environment": plain(environment(device)),
+        "options": plain(Options(device=device)),
+    }
     with aside(device):
         for record in UNITS[given.name](job):
             write_lines(job.folder / FIGURES, [head | plain(record)])

@@ -59,6 +59,23 @@ class RandomBlocks:
 
 
 @dataclass(frozen=True)
+class RandomKeys:
+    """Random lists of keys, at most the query's own position, reproducible for each length and shared by all heads.
+
+    Attributes:
+        chosen: Number of keys that each query draws; a key that it draws twice counts once.
+    """
+
+    chosen: int
+
+    def pattern(self, tokens: int, device: str = "cpu") -> Pattern:
+        """Return the lists for a length on a device."""
+        drawn = torch.rand(tokens, self.chosen, generator=torch.Generator().manual_seed(0))
+        lists = (drawn * torch.arange(1, tokens + 1)[:, None]).int()
+        return rw.Selected(lists.to(device)) & Causal()
+
+
+@dataclass(frozen=True)
 class Problem:
     """An attention problem: a pattern with sizes, dtype and device.
 
@@ -75,7 +92,7 @@ class Problem:
     """
 
     name: str
-    relation: Pattern | RandomBlocks
+    relation: Pattern | RandomBlocks | RandomKeys
     tokens: int
     heads: int = 8
     head_dim: int = 64
@@ -87,9 +104,9 @@ class Problem:
     @functools.cached_property
     def pattern(self) -> Pattern:
         """The pattern."""
-        if isinstance(self.relation, RandomBlocks):
-            return self.relation.pattern(self.tokens, self.device)
-        return self.relation
+        if isinstance(self.relation, Pattern):
+            return self.relation
+        return self.relation.pattern(self.tokens, self.device)
 
     @property
     def key_heads(self) -> int:
@@ -137,6 +154,9 @@ class Problem:
     @functools.cached_property
     def dense_pattern(self) -> Pattern:
         """The smallest dense pattern that contains this one: causal if no query attends a later key, else full."""
+        if not isinstance(self.relation, Pattern):
+            # known without a plan of a random pattern, which may be on a GPU
+            return Causal() if isinstance(self.relation, RandomKeys) else Full()
         if isinstance(self.pattern, LongNet):
             return Causal() if self.pattern.causal else Full()
         later = self.pattern & ~Causal()
