@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -169,6 +170,7 @@ sys.exit(units.main(["peaks", "--dry", "--folder", sys.argv[1]]))
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(campaign, "units", lambda *of: [WORKS, unit("wrong", "raise SystemExit(2)")])
     command = ["bench", "campaign", "--out", str(tmp_path / "found"), "--seconds", "50"]
     result = CliRunner().invoke(app, command)
@@ -182,7 +184,10 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["--out", str(tmp_path / "found")]) == 2
 
 
-def test_a_campaign_needs_a_gpu_and_a_folder(tmp_path: Path) -> None:
+def test_a_campaign_needs_a_gpu_and_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if not torch.cuda.is_available():
+        assert main(["--out", str(tmp_path / "out")]) == 2
+        assert "Pass --dry to try the campaign without one" in capsys.readouterr().out
     for words, said in ((["--out", str(tmp_path), "--device", "cpu"], "'cpu' is no GPU"), ([], "'--out'")):
         found = CliRunner().invoke(app, ["bench", "campaign", *words], env={"COLUMNS": "160", "NO_COLOR": "1"})
         assert found.exit_code == 2

@@ -22,9 +22,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from ringweave import files
 from ringweave.backends import tuning
-from ringweave.errors import RingweaveError
+from ringweave.errors import RingweaveError, UnsupportedError
 
 from . import needs
 from .archive import pack
@@ -132,7 +134,12 @@ def conduct(
         resume: Whether to continue the folder's campaign.
         dry: Whether to compute small sizes on the CPU instead of the device's work.
         say: Function that receives progress messages and the table.
+    Raises:
+        UnsupportedError: There is no GPU.
+        RingweaveError: As :func:`run`.
     """
+    if not dry and not torch.cuda.is_available():
+        raise UnsupportedError("device", device, "a GPU that torch sees", "Pass --dry to try the campaign without one.")
     folder = folder.resolve()
     path = tarball or folder.with_name(f"{folder.name}.tar.gz")
     todo = units(folder, device, Path.cwd(), dry)

@@ -14,6 +14,7 @@ NEEDED = ("torch", "numpy", "filelock", "ringweave")
 OPTIONAL = {
     "triton": ("ahead", "small", "own", "bits", "decode", "trial"),
     "pytest": ("tests",),
+    "pytest_timeout": ("tests",),
     "typer": ("doctor",),
     "rich": ("doctor",),
 }

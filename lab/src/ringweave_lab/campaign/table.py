@@ -24,7 +24,7 @@ def table(figures: Iterable[Mapping[str, Any]], units: Mapping[str, str]) -> str
     for line in lines:
         left -= len(line) + 1
         if left < 0:
-            kept.append(f"{len(lines) - len(kept)} more lines: see the figures' file")
+            kept.append(f"{len(lines) - len(kept)} more lines: see figures.jsonl")
             break
         kept.append(line)
     return "\n".join(kept)

@@ -136,7 +136,9 @@ class Problem:
     @functools.cached_property
     def density(self) -> float:
         """Share of all pairs that the pattern allows."""
-        return self.pattern.density(self.tokens, heads=self.heads, batch=self.batch)
+        # a random pattern is counted on the host, which draws it, without a copy from the device
+        pattern = self.pattern if isinstance(self.relation, Pattern) else self.relation.pattern(self.tokens)
+        return pattern.density(self.tokens, heads=self.heads, batch=self.batch)
 
     def flops(self, direction: str) -> float:
         """Return the floating-point operations on the allowed pairs: two products forward, five backward."""
