@@ -66,9 +66,13 @@ class Installed:
 
         # code that holds the function now calls the former one through it
         self._active = False
+        former = self._former
+        # an earlier installation may have ended before this one
+        while (owner := getattr(former, "_installed", None)) is not None and not owner.active:
+            former = owner._former
         if peer.flex_attention is self._function:
-            peer.flex_attention = self._former
-        _replace_in_transformers(self._function, self._former)
+            peer.flex_attention = former
+        _replace_in_transformers(self._function, former)
 
     @property
     def active(self) -> bool:
@@ -85,6 +89,7 @@ def _sending(installed: Installed, former: Callable[..., Any]) -> Callable[..., 
             return flex_attention(query, key, value, *args, **kwargs)
         return former(query, key, value, *args, **kwargs)
 
+    send._installed = installed  # type: ignore[attr-defined]
     return send
 
 
