@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from pathlib import Path
 
 from .cache import process_cache
 
@@ -27,3 +29,11 @@ def setting(name: str) -> str:
 def interpreted() -> bool:
     """Whether Triton interprets kernels on the CPU; its variable must be set before kernels are loaded."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def driver() -> str | None:
+    """Return the version of the GPU's driver, if the system reports it."""
+    for module in ("nvidia", "amdgpu"):
+        with contextlib.suppress(OSError):
+            return Path(f"/sys/module/{module}/version").read_text("utf-8").strip()
+    return None

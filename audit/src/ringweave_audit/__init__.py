@@ -35,6 +35,7 @@ __all__ = [
 #: The command that it adds to ``ringweave``, and its help.
 COMMANDS = {
     "audit": "Find the pairs that each attention layer of a model attends, and compare them with its configuration.",
+    "audit kernels": "Judge the attention kernels of installed libraries by the float64 definition.",
 }
 
 # imported when first used: the list of commands is printed without loading PyTorch

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
+import torch
 import typer
 from rich.table import Table
 from rich.text import Text
 
+from ringweave import files, units
 from ringweave.cli import terminal
+from ringweave.errors import UnsupportedError
 
-from . import conformance
+from . import conformance, kernels
 from .counts import WORDS, Counts
 from .html_report import lines, summary, write_page
 from .model_zoo import CASES, counts, run
@@ -22,6 +26,7 @@ from .model_zoo import target as find_target
 def register(app: typer.Typer) -> None:
     """Add the command to the application."""
     app.command("audit")(audit)
+    app.command("audit kernels")(audit_kernels)
 
 
 def audit(
@@ -145,3 +150,45 @@ def _kernel(name: str, examples: int, as_json: bool) -> None:
                 console.print(f"\n{each.failure.error}\n\n{each.failure.script}\n", markup=False, soft_wrap=True)
         console.print(counts.sentence("rules"), markup=False)
     raise typer.Exit(counts.status)
+
+
+_VERDICTS = {"right": "green", "wrong": "red", "raises": "red", "crashes": "red", "hangs": "red"}
+
+
+def audit_kernels(
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="Device: cuda, cuda:1 or cpu (default: cuda, if there is one).")
+    ] = "cuda" if torch.cuda.is_available() else "cpu",
+    dtype: Annotated[
+        Literal["bf16", "fp16", "fp32"], typer.Option(metavar="TYPE", help="Type of q, k and v: bf16, fp16 or fp32.")
+    ] = "bf16",
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the table to a JSON file, row by row.")
+    ] = None,
+) -> None:
+    """Judge the attention kernels of installed libraries by the float64 definition.
+
+    The libraries are torch (SDPA and FlexAttention), flash-attn, attn-gym, NATTEN and xformers. The cases are published
+    faults of kernels. Numbers are errors divided by their limits: twice the error of torch's math attention.
+    """
+    terminal.check_device(device)
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError("device", device, "a device of this machine", "Pass --device cpu.")
+    found, console = {**kernels.versions(device), "dtype": dtype}, terminal.out()
+    rows: list[kernels.Row] = []
+    for row in kernels.rows(device, dtype):
+        rows.append(row)
+        if out is not None:
+            files.replace(out, json.dumps(found | {"rows": [each._asdict() for each in rows]}, indent=2) + "\n")
+    table = Table("library", "case", "forward", "dq", "dk", "dv", "", box=None, pad_edge=False)
+    for row in rows:
+        numbers = ("" if number is None else str(number) for number in row[-4:])
+        mark = Text(row.verdict, _VERDICTS.get(row.verdict, "dim"))
+        table.add_row(row.library, row.case or "", *numbers, mark)
+    console.print(table)
+    for (library, verdict, reason), n in Counter((row.library, row.verdict, row.reason) for row in rows).items():
+        if reason is not None:
+            console.print(f"{library}, {units.count(n, 'row')}, {verdict}: {reason}", markup=False, soft_wrap=True)
+    counts = Counter(row.verdict for row in rows)
+    console.print(f"{units.count(len(rows), 'row')}: {', '.join(f'{n} {name}' for name, n in counts.items())}.")
+    console.print(", ".join(f"{name} {value}" for name, value in found.items() if value), markup=False)

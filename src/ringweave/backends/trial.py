@@ -38,7 +38,7 @@ from torch import Tensor
 from .. import files, units
 from ..cache import PROGRAMS, process_cache
 from ..call import Call, Operands
-from ..environment import setting
+from ..environment import driver, setting
 from ..errors import UnsupportedError, in_a_line, says_no_memory, warn_once, warned
 from ..patterns import BlockTable, Causal, Full, Global, KeyPadding, Pattern, Selected, SlidingWindow
 from ..plan import Branch
@@ -300,14 +300,11 @@ def _now() -> str:
 @process_cache
 def _made_of() -> str:
     """Return the version of the GPU's driver, if the system reports it, and a digest of our kernels."""
-    driver = "no driver"
-    for module in ("nvidia", "amdgpu"):
-        with contextlib.suppress(OSError):
-            driver = f"driver {Path(f'/sys/module/{module}/version').read_text('utf-8').strip()}"
     digest = hashlib.sha256()
     for file in sorted((Path(__file__).parent / "triton").rglob("*.py")):
         digest.update(file.read_bytes())
-    return f"{driver}; kernels {digest.hexdigest()[:16]}"
+    found = driver()
+    return f"{f'driver {found}' if found else 'no driver'}; kernels {digest.hexdigest()[:16]}"
 
 
 # ---- a process of its own
