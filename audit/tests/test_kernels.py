@@ -171,6 +171,7 @@ def test_a_library_that_does_not_load_is_one_row(installed: Any, code: str | Non
     assert says in str(row.reason)
 
 
+@pytest.mark.long
 def test_a_library_that_always_crashes_is_given_up(installed: Any) -> None:
     installed("natten.functional", "import os\ndef na1d(*q, **more): os._exit(0)")
     verdicts = [row.verdict for row in found("NATTEN").values()]

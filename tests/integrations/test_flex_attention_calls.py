@@ -716,7 +716,7 @@ def test_other_calls_go_to_the_function_that_stood_there(x: Inputs, monkeypatch:
 
 
 @compiling
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_compiled_callers(backend: str) -> None:
     """Compiled code that makes mask and score function, and calls torch's name, has eager's results."""
     x = Inputs.random(N, batch=2, heads=4)

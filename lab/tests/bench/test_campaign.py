@@ -218,6 +218,7 @@ time.sleep(600)
 
 
 @pytest.mark.skipif(not triton.installed(), reason="triton is not installed")
+@pytest.mark.long
 def test_a_dry_run_ends_in_a_table_a_tarball_and_exit_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

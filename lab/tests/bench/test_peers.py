@@ -49,6 +49,7 @@ def test_every_peer_computes_its_pattern(name: str) -> None:
                 "ringweave:flex": "returns no lse and has no backward",
                 "ringweave:flash": "it calls kernels for CUDA tensors",
                 "ringweave:gather": "it computes lists of keys",
+                "ringweave:attn_gym": "it computes lists of keys",
             }
             assert name in said, outcome.reason
             assert said[name] in str(outcome.reason)
