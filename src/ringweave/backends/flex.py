@@ -138,7 +138,7 @@ def padded(nq: int, nk: int) -> tuple[int, int]:
     """Return the numbers of queries and keys that FlexAttention computes for a call.
 
     There are at most eight of each between two powers of two. The queries of a decoding step stay as they are, and its
-    keys, of which there is one more each time, are padded to a power of two.
+    keys are padded to a power of two, since their number grows by one with each step.
     """
 
     def step(n: int) -> int:

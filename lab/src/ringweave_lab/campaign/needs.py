@@ -31,6 +31,6 @@ def left_out() -> set[str]:
 
 
 def said() -> list[str]:
-    """Say which packages are missing, and what is left out without each, a line for each."""
+    """Name each missing package with the units that are left out without it, in a line."""
     optional = [f"{name} is missing: left out are {', '.join(OPTIONAL[name])}" for name in missing(OPTIONAL)]
     return [f"{name} is missing, and nothing runs without it" for name in missing(NEEDED)] + optional

@@ -48,7 +48,7 @@ _STREAMED = 2**18
 _TESTS = 140.0
 #: Seconds of a candidate of the trial, so that one that hangs leaves time for the next.
 _TRIAL = 35.0
-#: The headline with a trial: FlexAttention computes it where there is none.
+#: The headline that a trial is held for. Without a verdict FlexAttention computes it.
 _TRIED = "window"
 
 

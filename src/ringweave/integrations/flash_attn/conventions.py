@@ -112,7 +112,7 @@ def relation(left: int | None, right: int | None, reach: int) -> Pattern:
 
 
 def attend(inputs: Inputs, pattern: Pattern, scores: Scores, with_lse: bool) -> Result:
-    """Compute attention of q, k, v (B, N, H, D) whose last query is at the last key.
+    """Compute attention of q, k, v (B, N, H, D), with the last query at the last key.
 
     ``pattern`` has windows and segments, which count from the first key.
     """
@@ -292,7 +292,7 @@ def check_queries(q: Tensor, ndim: int) -> None:
 
 
 class OutputOnly(torch.autograd.Function):
-    """Return an output and its lse, of which only the output has gradients, as in flash-attn's autograd functions."""
+    """Return an output with gradients, and its lse without, as flash-attn's autograd functions do."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, lse: Tensor, empty: float) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -13,14 +13,14 @@ from typing import Any
 _ORIGIN = "ringweave"
 
 
-def install() -> AbstractContextManager[Any]:
+def install() -> ExitStack:
     """Put modules named ``flash_attn`` and ``flash_attn_interface`` where imports find them, unless they are installed.
 
     Where transformers is installed, its checks are satisfied too: ``attn_implementation="flash_attention_2"`` runs on a
     CPU, and ``"flash_attention_3"``.
 
     Returns:
-        A context manager that restores what was there; without ``with``, the modules stay.
+        A context manager that restores the former modules at its end; without ``with``, the modules stay.
     Example:
         >>> from ringweave.integrations.flash_attn import install
         >>> with install():

@@ -12,10 +12,10 @@ from ...api import attention_with_lse
 from ...patterns import Full, Pattern
 from ...torch_compat import uncompiled
 from ...types import acc_dtype
-from .arguments import check
+from .argument_checks import check
 from .block_masks import pattern_of
 from .frozen import frozen
-from .score_terms import Recognised, Sizes, recognised
+from .recognised import Recognised, Sizes, recognised
 from .symbols import UntraceableError
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]

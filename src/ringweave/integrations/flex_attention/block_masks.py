@@ -11,7 +11,7 @@ from ...patterns import Full, Pattern
 from ...patterns.cache_key import CacheKey
 from ...patterns.function import Reads
 from ...plan.interop import from_block_mask
-from .arguments import ANY_LENGTH
+from .argument_checks import ANY_LENGTH
 from .frozen import frozen
 
 _TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")

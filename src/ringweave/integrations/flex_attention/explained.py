@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ...reports import explanation
-from .arguments import check
+from .argument_checks import check
 from .attention import ScoreMod, read
 
 

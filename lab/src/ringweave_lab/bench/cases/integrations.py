@@ -111,7 +111,7 @@ def _of_documents(tokens: int) -> dict[str, Attend]:
 
 
 def _scores(inputs: tuple[Tensor, ...], options: Options, usual: bool) -> Iterator[Target]:
-    """Time score functions in a window of 512: one that is a term, and one that is none."""
+    """Time a score function that is a term, and another one, in a window of 512."""
     tokens, heads = inputs[0].shape[2], inputs[0].shape[1]
     mask = create_block_mask(_near, None, None, tokens, tokens, device="cpu")
     pattern = rw.from_block_mask(mask)
