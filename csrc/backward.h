@@ -49,12 +49,29 @@ inline bool find_bad(const View &t, const Lanes &lanes, int width, uint8_t *bad,
   bool any = false;
   for (int r = 0; r < lanes.rows; ++r) {
     widen((float *)memory, row_at(t, lanes.batch, lanes.head, lanes.first + r), t.dtype, width);
-    float sum = 0;
-    for (int c = 0; c < width; ++c) sum += ((float *)memory)[c] * 0.f;
-    bad[r] = sum != 0;
+    bad[r] = !all_finite((float *)memory, width);
     any |= bad[r];
   }
   return any;
+}
+
+// Whether the deltas of a tile's rows are finite. If they are, dO is finite too. Otherwise P^T dO may multiply NaN with
+// the weight 0 of a key that the row does not attend.
+inline bool finite_deltas(const float *delta, int n) {
+  V sums = V{};  // 0, or NaN
+  for (int i = 0; i < n; i += W) sums = fused(load(delta + i), V{}, sums);
+  return !any_below((V)((I)(sums != sums) & (I)splat(-1)), 0);
+}
+
+// Adds the elements of dO that are not finite, which the product has taken as 0, to dV of the keys that their rows
+// attend.
+inline void add_broken_gradients(const Problem &pb, const Lanes &queries, Live live, Dead dead, const TileMask &mask,
+                                 const Lanes &keys, float *dv, char *memory) {
+  for (int r = live.first; r < live.last; ++r) {
+    if (dead && dead[r - live.first]) continue;
+    widen((float *)memory, row_at(pb.dout, queries.batch, queries.head, queries.first + r), pb.dout.dtype, pb.dv_dim);
+    add_broken((float *)memory, pb.dv_dim, mask, r, keys.rows, keys.count, dv);
+  }
 }
 
 // The mask of an entry of a column. It has a row per query, so it needs no transposition. A full tile with an odd
@@ -149,6 +166,12 @@ inline void backward_piece(const Problem &pb, const Unit &u, const Piece &piece,
       t.dq = turns.sums + at * sum_floats(pb);
       int32_t *done = turns.done + at;
       const int32_t turn = turns.rank[e];
+      const bool finite = finite_deltas(m.delta, rows);
+      if (!finite) {
+        const Dead copied = dead ? dead : (Dead)memset(m.broken, 0, (size_t)count);  // not read in place
+        t.b_columns = tile_columns<Op>(pb.dout, u.batch, h, start, count, pb.dv_dim, copied, m.b_columns).from(pair);
+        keep_finite(m.b_columns, column_elements<Op>(count, pb.dv_dim), Op());
+      }
       for (int lane = 0; lane < keys.count; lane += panel_width(lane, keys.count)) {
         const int n = panel_width(lane, keys.count) / W;
         if (kWide == 4 && n == 4)
@@ -158,6 +181,7 @@ inline void backward_piece(const Problem &pb, const Unit &u, const Piece &piece,
         else
           backward_panel<Op, 1, Scored>(pb, of_keys, size, lane, t, done, turn, sums, value_sums, pairs);
       }
+      if (!finite) add_broken_gradients(pb, queries, live, dead, t.mask, keys, value_sums, m.rows);
       if (few) add_few(lanes, places, pb.d, sums, dk), add_few(lanes, places, pb.dv_dim, value_sums, dv);
       if (Scored) pairs.end_rows();
       if (turn + 1 == turns.total[g * plan.q_tiles + i]) write_query_tile(pb, u.batch, h, first, rows, t.dq, m.rows);

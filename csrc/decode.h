@@ -132,14 +132,14 @@ inline void few_scores(const Problem &pb, Few &f, int keys, const TileMask &mask
       store(s + r, x);
     }
     if (!mask.rows) {
-      if (any_below(least, -scale.most)) mark_below(pb);
+      if (any_below(least, -scale.most)) mark(pb.below);
       continue;
     }
     for (int r = 0; r < keys; ++r)
       if (!(mask.rows[(ptrdiff_t)r * mask.words] >> l & 1))
         s[r] = -kInf;
       else if (s[r] < -scale.most)
-        mark_below(pb);
+        mark(pb.below);
   }
 }
 
@@ -481,6 +481,7 @@ inline void forward_piece(const Problem &pb, const Unit &u, const Piece &piece, 
                           const Partials &partials) {
   const Lanes lanes = query_lanes(pb, u, piece.tile);
   const ForwardMemory m(pb, lanes.count, block);
+  if (pb.selects && !may_have_spread(pb, lanes, m.rows)) return;
   if (piece.begin < piece.end) pack<Op>(pb.q, lanes, pb.d, Scale(pb).packed, m.q, m.rows);
   const bool few = has_few(pb, piece.tile);
   AddEntries *many = pb.k.scales ? many_entries<Op, true> : many_entries<Op, Scored>;

@@ -13,7 +13,7 @@ namespace {
 // Tiles with up to this many queries, over all heads that share its keys, are computed by decode.h. With more queries,
 // their vectors are full enough (measured).
 constexpr int kFew = 4;
-inline bool has_few(const Problem &pb, int64_t tile) { return tile_queries(pb, tile) <= kFew; }
+inline bool has_few(const Problem &pb, int64_t tile) { return !pb.selects && tile_queries(pb, tile) <= kFew; }
 
 // A score is size * s with size > 0, so that -inf keeps marking masked pairs. Packed queries are multiplied by the
 // scale's sign (or 0), and by its power of two if the scale is below 1: then a product is in range if its score is, and
@@ -316,7 +316,7 @@ inline void forward_chunk(const Problem &pb, const ForwardMemory &m, const Runni
   if constexpr (Scored) score(pairs, s, k0, n, lane, mask, top);
   V least = bottom[0];
   for (int j = 1; j < N; ++j) least = min(bottom[j], least);
-  if (any_below(least, -scale.most)) mark_below(pb);
+  if (any_below(least, -scale.most)) mark(pb.below);
 
   const bool split = pb.spacing.apart(), apart = split && Op::depth == 2;
   for (int r0 = 0, count; r0 < n; r0 += count, s += count * N * W) {
@@ -405,13 +405,40 @@ inline void forward_finish(const Problem &pb, const Lanes &lanes, const ForwardM
     const float sum = state.top[i] > scale.most ? kNan : state.sum[i];
     return sum == 0 ? 0.f : kept / sum;
   });
-  unpack(pb.out, lanes, pb.dv_dim, state.out, m.factor, m.rows);
+  if (unpack(pb.out, lanes, pb.dv_dim, state.out, m.factor, m.rows)) mark(pb.spread);
   for (int i = 0; i < lanes.count; ++i) {
     char *to = const_cast<char *>(lane_row(pb.lse, lanes, i));
     if (!to) break;
     float lse = state.sum[i] == 0 ? -kInf : fused(state.top[i], size, logf(state.sum[i]));
     if (state.top[i] > scale.most) lse = kInf;  // an infinite score: its sum is inf - inf
     memcpy(to, &lse, 4);
+  }
+}
+
+// Whether a row of a task is not finite although its scores are: a value that it attends is not, or one that another row
+// attends.
+inline bool may_have_spread(const Problem &pb, const Lanes &lanes, char *memory) {
+  for (int i = 0; i < lanes.heads * lanes.rows; ++i) {
+    const float lse = load1(lane_row(pb.lse, lanes, i));
+    if (!(lse < kInf)) continue;
+    widen((float *)memory, lane_row(pb.out, lanes, i), pb.out.dtype, pb.dv_dim);
+    if (!all_finite((float *)memory, pb.dv_dim)) return true;
+  }
+  return false;
+}
+
+// Adds the elements of V that are not finite, which the products have taken as 0, to the lanes that attend them. The
+// rows of V are `keys` of a tile from `first` on, or those at the places.
+inline void add_broken_values(const Problem &pb, const Unit &u, const Lanes &lanes, int64_t first, Live keys,
+                              const Places *places, const TileMask &mask, float *out, char *memory) {
+  float *const row = (float *)memory;
+  for (int r = keys.first; r < keys.last; ++r) {
+    const int64_t token = first + (places ? places->row[r] : r);
+    const float scale = pb.v.scales ? load1(token_at(*pb.v.scales, u.batch, u.kv_head, token)) : 1;
+    widen(row, token_at(pb.v, u.batch, u.kv_head, token), pb.v.dtype, pb.dv_dim);
+    if (!(fabsf(scale) < kInf))
+      for (int c = 0; c < pb.dv_dim; ++c) row[c] *= scale;
+    add_broken(row, pb.dv_dim, mask, r, lanes.heads * lanes.rows, lanes.count, out);
   }
 }
 
@@ -532,6 +559,7 @@ inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes
     if (Scored && pb.k.scales) {
       row_scales(pb.k, u.batch, u.kv_head, first, keys, mask.dead, 1, m.k_scales, places ? places->row : nullptr);
       row_scales(pb.v, u.batch, u.kv_head, first, keys, mask.dead, 1, m.v_scales, places ? places->row : nullptr);
+      if (pb.selects) keep_finite((char *)m.v_scales, keys, Single());
     }
     Dead dead = mask.dead;
     const Live live = live_rows<Op>(keys, dead);
@@ -540,7 +568,9 @@ inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes
     const Tile k =
         tile_rows<Op>(pb.k, u.batch, u.kv_head, start, live.count(), pb.d, nullptr, m.k, places).from(live.first);
     const bool apart = pb.spacing.apart();
+    if (pb.selects && !dead) dead = (Dead)memset(m.dead, 0, (size_t)live.count());  // so that the values are copied
     Tile v = tile_columns<Op>(pb.v, u.batch, u.kv_head, start, live.count(), pb.dv_dim, dead, m.v, apart, places);
+    if (pb.selects) keep_finite(m.v, column_elements<Op>(live.count(), pb.dv_dim, apart), Op());
     v = v.from(live.first / (apart ? 1 : Op::step));
     for (int from = 0, to; from < keys; from = to) {
       uint32_t full[kMostLanes / 32];
@@ -562,6 +592,7 @@ inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes
           forward_panel<Op, 1, Scored>(pb, m, state, scale, lane, k, v, places, from, to, mask, next_rows, pairs);
       }
     }
+    if (pb.selects) add_broken_values(pb, u, lanes, first, live, places, mask, state.out, m.rows);
   }
   if (several) join_state(total, state, lanes.count, pb.dv_dim, scale.c);
   return several ? total : state;

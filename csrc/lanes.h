@@ -71,8 +71,10 @@ inline void pack(const View &t, const Lanes &lanes, int width, float factor, flo
   }
 }
 
-// Writes lanes back as rows, each lane multiplied by its factor.
-inline void unpack(const View &t, const Lanes &lanes, int width, const float *from, const float *factor, char *memory) {
+// Writes lanes back as rows, each lane multiplied by its factor. Returns whether a lane with a finite factor, which is
+// not 0, has elements that are not finite.
+inline bool unpack(const View &t, const Lanes &lanes, int width, const float *from, const float *factor, char *memory) {
+  I broken = I{};
   for (int p = 0; p < lanes.count; p += panel_width(p, lanes.count)) {
     const int pw = panel_width(p, lanes.count);
     const float *panel = from + (ptrdiff_t)p * width;
@@ -82,19 +84,23 @@ inline void unpack(const View &t, const Lanes &lanes, int width, const float *fr
         rows[i] = const_cast<char *>(lane_row(t, lanes, p + g + i));
         to[i] = rows[i] && t.dtype == F32 ? rows[i] : memory + (ptrdiff_t)i * width * 4;
       }
-      if (!rows[0]) return;
+      if (!rows[0]) break;
       const V f = load(factor + p + g);
       const V none = (V)(f == V{});
+      V finite = V{};  // 0, or NaN
       for (int c = 0; c < width; c += 4) {
         V x[4];
         // A lane with factor 0 has no keys. Its result is 0 even if its sums are not finite.
         for (int i = 0; i < 4; ++i) x[i] = (V)((I)(load(panel + (ptrdiff_t)(c + i) * pw + g) * f) & ~(I)none);
+        for (int i = 0; i < 4; ++i) finite = fused(x[i], V{}, finite);
         turn_fourths(x);
         for (int i = 0; i < 4; ++i) store_fourth(to + i, 4 * c, x[i]);
       }
+      broken |= (I)(finite != finite) & (I)(f == f);
       for (int i = 0; i < W && rows[i] && t.dtype != F32; ++i) narrow(rows[i], (const float *)to[i], t.dtype, width);
     }
   }
+  return any_below((V)(broken & (I)splat(-1)), 0);
 }
 
 // Reads one float per lane from a (batch, head, token) tensor.
@@ -114,6 +120,21 @@ struct TileMask {
     return {rows ? rows + (ptrdiff_t)row * words : nullptr, words, dead ? dead + row : nullptr};
   }
 };
+
+// Adds the elements of row r of a tile that are not finite to the first n lanes of `sums` that the mask allows.
+inline void add_broken(const float *row, int width, const TileMask &mask, int r, int n, int count, float *sums) {
+  if (all_finite(row, width)) return;
+  const uint32_t *bits = mask.rows ? mask.rows + (ptrdiff_t)r * mask.words : nullptr;
+  for (int p = 0; p < n; p += panel_width(p, count)) {
+    const int pw = panel_width(p, count);
+    for (int lane = p; lane < smaller(n, p + pw); ++lane) {
+      if (bits && !(bits[lane / 32] >> (lane % 32) & 1)) continue;
+      float *to = sums + (ptrdiff_t)p * width + (lane - p);
+      for (int c = 0; c < width; ++c)
+        if (!(fabsf(row[c]) < kInf)) to[(ptrdiff_t)c * pw] += row[c];
+    }
+  }
+}
 
 // The range of a tile's rows that a mask allows for some lane: the first row, and one past the last.
 struct Live {

@@ -109,6 +109,11 @@ struct Problem {
   int d = 0, dv_dim = 0;
   float scale = 1;
   int32_t *below = nullptr;  // forward sets it if an allowed score is below the range of float32
+  // The product P V multiplies a value that some row of a tile attends with the weights of all rows, and 0 * NaN is NaN.
+  // Forward sets `spread` if a row may have become NaN in this way. With `selects`, it computes such rows again: elements
+  // of V that are not finite are 0 in the product, and are added to the rows that attend them.
+  int32_t *spread = nullptr;
+  bool selects = false;
 };
 
 // Query heads [head, head + heads) of a batch element that share a K/V head and a row set, and so every loaded tile.
@@ -194,7 +199,7 @@ struct Kernel {
   bool (*agrees)();  // whether the build's two ways of summing have the same bits on this processor; null if it has one
 };
 
-static inline void mark_below(const Problem &pb) { __atomic_store_n(pb.below, 1, __ATOMIC_RELAXED); }
+static inline void mark(int32_t *flag) { __atomic_store_n(flag, 1, __ATOMIC_RELAXED); }
 
 static inline constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }

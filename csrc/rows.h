@@ -158,6 +158,25 @@ inline void row_scales(const View &t, int64_t b, int64_t h, int64_t first, int n
   for (int r = n; r % W; ++r) to[r] = 0;
 }
 
+// Whether n floats are finite.
+inline bool all_finite(const float *x, int n) {
+  float sum = 0;
+  for (int i = 0; i < n; ++i) sum += x[i] * 0.f;
+  return sum == 0;
+}
+
+// Replaces those of n elements by 0 that are not finite.
+inline void keep_finite(char *x, ptrdiff_t n, Single) {
+  for (ptrdiff_t i = 0; i < n; ++i, x += 4)
+    if (!(fabsf(load1(x)) < kInf)) memset(x, 0, 4);
+}
+#if defined(RW_PAIRS)
+inline void keep_finite(char *x, ptrdiff_t n, Pair) {
+  for (ptrdiff_t i = 0; i < 2 * n; ++i, x += 2)
+    if ((x[1] & 0x7f) == 0x7f && (x[0] & 0x80)) memset(x, 0, 2);
+}
+#endif
+
 // Places of the rows of a tile that are processed, ascending; the other rows are skipped.
 struct Places {
   uint8_t row[kMostTile];
@@ -234,6 +253,12 @@ inline Tile tile_rows(const View &t, int64_t b, int64_t h, int64_t first, int n,
       widen((float *)to, from, t.dtype, width);
   }
   return {memory, size};
+}
+
+// Number of elements that tile_columns writes for n rows.
+template <class Op>
+inline ptrdiff_t column_elements(int n, int width, bool apart = false) {
+  return (ptrdiff_t)width * (apart ? n : (n + Op::depth - 1) / Op::depth);
 }
 
 // A tile's rows for a contraction over rows. With pairs, rows 2i and 2i+1 are interleaved channel by channel; if

@@ -154,7 +154,26 @@ size_t padded(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }  // gives e
 
 }  // namespace
 
-void forward(const Problem &pb, const Work &work, const Kernel &kernel, int threads) {
+// Computes rows again that may have become NaN by a value that they do not attend (see Problem).
+static void select_values(const Problem &given, const Work &work, const Kernel &kernel, int threads) {
+  Problem pb = given;
+  pb.selects = true;
+  const Plan &plan = pb.plan;
+  const int64_t lists = (int64_t)work.units.size() * plan.q_tiles;
+  const size_t bytes = padded(kernel.forward_bytes(pb, work.lanes));
+  threads = (int)smaller(threads, lists);
+  const auto memory = block<char>(bytes * threads);
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+  for (int64_t i = 0; i < lists; ++i) {
+    const auto unit = (int32_t)(i / plan.q_tiles), tile = (int32_t)(i % plan.q_tiles);
+    const Unit &u = work.units[unit];
+    const int32_t *ends = plan.row_ptr + plan.row_set[u.batch * pb.q_heads + u.head] * (plan.q_tiles + 1) + tile;
+    kernel.forward(pb, u, {unit, tile, 0, ends[1] - ends[0], -1, {}}, Next(), memory.get() + bytes * thread_index(),
+                   nullptr, 0);
+  }
+}
+
+static void sum_rows(const Problem &pb, const Work &work, const Kernel &kernel, int threads) {
   const int64_t pieces = (int64_t)work.pieces.size(), joins = (int64_t)work.joins.size();
   const size_t stride = (size_t)work.lanes * (pb.dv_dim + 2), bytes = padded(kernel.forward_bytes(pb, work.lanes));
   threads = worth(pb, work, smaller(pb.plan.q_tile, pb.nq), pb.plan.kv_tile, threads);
@@ -190,6 +209,14 @@ void forward(const Problem &pb, const Work &work, const Kernel &kernel, int thre
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < joins; ++i) join(i, mine);
   }
+}
+
+void forward(const Problem &given, const Work &work, const Kernel &kernel, int threads) {
+  Problem pb = given;
+  int32_t spread = 0;
+  pb.spread = &spread;
+  sum_rows(pb, work, kernel, threads);
+  if (spread) select_values(pb, work, kernel, threads);
 }
 
 void tile_mass(const Problem &pb, const Mass &mass, const Kernel &kernel, int threads) {

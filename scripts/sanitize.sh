@@ -28,4 +28,5 @@ ASAN_OPTIONS=detect_leaks=0:halt_on_error=1:max_malloc_fill_size=1073741824:mall
   LD_PRELOAD="$($CXX -print-file-name=libasan.so):$($CXX -print-file-name=libubsan.so)" OMP_WAIT_POLICY=passive \
   "$python" scripts/pytest_with.py $build -p no:cacheprovider tests/native/test_kernel.py tests/native/test_rows.py \
   tests/native/test_checks.py tests/native/test_terms.py tests/native/test_lanes.py \
-  tests/native/test_pages.py tests/native/test_wide_heads.py tests/native/test_chosen.py tests/native/test_dead_keys.py -k "$tests" "$@"
+  tests/native/test_pages.py tests/native/test_wide_heads.py tests/native/test_chosen.py tests/native/test_dead_keys.py \
+  tests/native/test_unattended.py -k "$tests" "$@"

@@ -54,6 +54,7 @@ def ragged_case(nq: int, tile: int, dtype: str, dims: tuple[int, int] = (24, 40)
         masks[b, :, n:] = False
     each = case(nq, nk, (16 if nq <= 16 else 32, tile), dtype=dtype, batch=3, heads=4, dims=dims, masks=masks)
     each.plan["row_set"] = torch.arange(3, dtype=torch.int32)[:, None].expand(3, 4).contiguous()
+    each.mask = masks[:, None].expand(3, 4, nq, nk).float()
     return each
 
 

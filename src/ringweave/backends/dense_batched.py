@@ -20,6 +20,7 @@ from ..plan import BlockPlan, Branch, unpack_masks
 from ..precision import STORED
 from ..terms import Pairs
 from ..types import acc_dtype
+from .attended import attended_product, broken, spread
 from .backend import Backend, Upstream, by_formula, tiled
 from .overflow import may_overflow, nan_rows_out_of_range, sides
 
@@ -197,6 +198,11 @@ class Layout:
         of_batch, head = (x[:, None, None] for x in (pair // self.heads, pair % self.heads))
         return of_batch, head, rows[:, :, None], columns.flatten(1)[:, None]
 
+    def attended(self, batch: Batch) -> Tensor:
+        """Return 1 for pairs that are allowed, else 0; (R, q_tile, n * kv_tile)."""
+        shape = len(batch.line), self.plan.q_tile, batch.key.shape[1] * self.plan.kv_tile
+        return self.masked(torch.ones(shape, dtype=self.acc, device=self.plan.device), batch, 0.0)
+
     def masked(self, x: Tensor, batch: Batch, value: float) -> Tensor:
         """Fill (R, q_tile, n * kv_tile) with ``value`` in place where pairs are not allowed."""
         if batch.mask.shape[0]:
@@ -206,8 +212,19 @@ class Layout:
 
 
 def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) over a plan, one batch of equally long rows at a time."""
+    """Compute (out, lse) over a plan."""
     operands = operands.widened()
+    out, lse = _forward(operands, branch, False)
+    if spread(out, lse):
+        out, lse = _forward(operands, branch, True)
+    out = out.to(dtype)
+    if may_overflow(operands, branch):
+        nan_rows_out_of_range(out, lse, operands, branch)
+    return out, lse
+
+
+def _forward(operands: Operands, branch: Branch, selects: bool) -> tuple[Tensor, Tensor]:
+    """Compute (out, lse), one batch of equally long rows at a time; ``selects``: values reach only attending rows."""
     q, _, v = operands[:3]
     plan = branch.plan(q.device)
     layout = Layout(operands, plan)
@@ -223,7 +240,13 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
         total = weights.sum(-1, keepdim=True)
         if scored.kept is not None:
             weights.mul_(scored.kept)
-        part = layout.product(weights, layout.gathered(layout.v_tiles, batch, True))
+        values = layout.gathered(layout.v_tiles, batch, True)
+        if selects:
+            part = attended_product(weights, layout.attended(batch), values)
+            # a row of which every score is -inf attends nothing
+            part.masked_fill_(total == 0, 0.0)
+        else:
+            part = layout.product(weights, values)
         part.div_(total.masked_fill(total == 0, 1.0))
         part_lse = torch.where(torch.isposinf(top), top, top + total.log())[..., 0]
         if pieced:
@@ -233,11 +256,8 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
         out[batch.line] = part
         lse[batch.line] = part_lse
     shape = (layout.batch, layout.heads, -1)
-    out = out.view(*shape, v.shape[3])[:, :, : layout.nq].to(dtype).contiguous()
-    lse = lse.view(shape)[:, :, : layout.nq].contiguous()
-    if may_overflow(operands, branch):
-        nan_rows_out_of_range(out, lse, operands, branch)
-    return out, lse
+    out = out.view(*shape, v.shape[3])[:, :, : layout.nq].contiguous()
+    return out, lse.view(shape)[:, :, : layout.nq].contiguous()
 
 
 def tile_mass(operands: Operands, lse: Tensor, plan: BlockPlan, first: Tensor, per_row: bool) -> Tensor:
@@ -262,12 +282,13 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute gradients over a plan: scores are recomputed, and dK and dV are summed per key tile."""
     dout, lse, delta, _ = upstream
-    # A row that attends nothing has zero gradients, whatever it contains. A row of NaN has NaN weights where it
-    # attends; elsewhere, 0 times its query or dout would still be NaN and reach keys that it does not attend.
-    dead, broken = torch.isneginf(lse), bool(lse.isnan().any())
-    if broken or bool(dead.any()):
-        q, dout = (x.masked_fill((dead | lse.isnan())[..., None], 0.0) for x in (operands.q, dout))
+    # a row that attends nothing has zero gradients, whatever it contains
+    dead = torch.isneginf(lse)
+    if bool(dead.any()):
+        q, dout = (x.masked_fill(dead[..., None], 0.0) for x in (operands.q, dout))
         operands, lse = operands._replace(q=q), lse.masked_fill(dead, 0.0)
+    # a row that is not finite gives nothing to keys that it does not attend
+    selects = broken(delta)
     device, scale = operands.q.device, operands.scale
     layout = Layout(operands, branch.plan(device))
     finite_keys = bool(operands.k.isfinite().all())
@@ -278,22 +299,28 @@ def backward(
     dq = torch.zeros(layout.q_tiles.shape, dtype=layout.acc, device=device)
     dk = torch.zeros(layout.k_tiles.shape, dtype=layout.acc, device=device)
     dv = torch.zeros(layout.v_tiles.shape, dtype=layout.acc, device=device)
+
+    def of_keys(weights: Tensor, x: Tensor, batch: Batch) -> Tensor:
+        if selects:
+            return attended_product(weights.mT, layout.attended(batch).mT, x)
+        return layout.product(weights.mT, x)
+
     for batch in layout.batches():
         queries = layout.taken(batch)
         row_dout = dout_tiles[batch.line].to(layout.acc)
         keys = layout.gathered(layout.k_tiles, batch, True)
         scored = layout.scored(queries, keys, batch)
         weights = scored.scores.sub_(row_lse[batch.line]).exp_()
-        if broken:
+        if selects:
             layout.masked(weights, batch, 0.0)
         where = batch.key.reshape(-1)
         kept = weights if scored.kept is None else weights * scored.kept
-        dv.index_add_(0, where, layout.product(kept.mT, row_dout).view(-1, *dv.shape[1:]))
+        dv.index_add_(0, where, of_keys(kept, row_dout, batch).view(-1, *dv.shape[1:]))
         score_grads = layout.product(row_dout, layout.gathered(layout.v_tiles, batch, True).mT)
         if scored.kept is not None:
             score_grads.mul_(scored.kept)
         score_grads.sub_(row_delta[batch.line]).mul_(weights)
-        if broken:
+        if selects:
             layout.masked(score_grads, batch, 0.0)
         if layout.terms is not None:
             assert scored.at is not None
@@ -303,7 +330,7 @@ def backward(
             # The key must not make the gradients of other rows NaN.
             keys = keys.nan_to_num(0.0, 0.0, 0.0)
         dq[batch.line] += layout.product(score_grads, keys).mul_(scale)
-        dk.index_add_(0, where, layout.product(score_grads.mT, queries).view(-1, *dk.shape[1:]))
+        dk.index_add_(0, where, of_keys(score_grads, queries, batch).view(-1, *dk.shape[1:]))
 
     def joined(tiles: Tensor, heads: int, length: int) -> Tensor:
         return tiles.view(layout.batch, heads, -1, tiles.shape[2])[:, :, :length].to(dtype).contiguous()

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..call import Call, Operands
 from ..plan import Branch
 from ..types import acc_dtype
+from .attended import broken
 from .backend import Backend, Upstream
 from .chosen_keys import ChosenKeys, unsupported_reason
 from .overflow import may_overflow, nan_rows_out_of_range, sides
@@ -115,6 +116,8 @@ def backward(
     layout, acc = _Layout(operands, branch), acc_dtype(q.dtype)
     dq = torch.empty(q.shape, dtype=dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape[0] * x.shape[1] * x.shape[2], x.shape[3], dtype=acc, device=q.device) for x in (k, v))
+    # a gradient of out that is not finite gives nothing to keys that its row does not attend; no GPU is waited for
+    selects = q.device.type != "cpu" or broken(upstream.delta)
     for chunk in layout.chunks():
         keys, values = chunk.gathered(k), chunk.gathered(v)
         queries, dout = layout.by_list(q, chunk.rows), layout.by_list(upstream.dout, chunk.rows)
@@ -130,7 +133,8 @@ def backward(
         part = torch.einsum("bhlgrn,bhlrnd->bhlgrd", slopes, keys.nan_to_num(0.0, 0.0, 0.0)).mul_(layout.scale)
         dq[:, :, chunk.rows] = part.flatten(1, 3).to(dtype)
         chunk.add_to(dk, torch.einsum("bhlgrn,bhlgrd->bhlrnd", slopes, queries).mul_(layout.scale))
-        chunk.add_to(dv, torch.einsum("bhlgrn,bhlgrd->bhlrnd", weights, dout))
+        part = torch.einsum("bhlgrn,bhlgrd->bhlrnd", weights, dout)
+        chunk.add_to(dv, part.masked_fill_(~chunk.allowed[..., None], 0.0) if selects else part)
     return dq, dk.view(k.shape).to(dtype), dv.view(v.shape).to(dtype)
 
 

@@ -16,6 +16,7 @@ from ..plan import Branch
 from ..precision import STORED
 from ..terms import Pairs
 from ..types import acc_dtype
+from .attended import attended_product
 from .backend import Backend, Upstream, by_formula, per_query_head
 
 
@@ -67,8 +68,11 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
     operands = _without_pages(operands.widened())
     dense = _dense(operands, branch)
     lse = torch.logsumexp(dense.scores, -1)
-    values = _only_attended(operands.v, dense.times, operands.q.shape[1])
-    return ((dense.weights * dense.kept) @ values).to(dtype), lse.to(acc_dtype(operands.q.dtype))
+    values = per_query_head(operands.v.double(), operands.q.shape[1])
+    out = attended_product(dense.weights * dense.kept, _attended(dense), values)
+    # a row of which every score is -inf attends nothing
+    out = out.masked_fill(torch.isneginf(lse)[..., None], 0.0)
+    return out.to(dtype), lse.to(acc_dtype(operands.q.dtype))
 
 
 def _without_pages(operands: Operands) -> Operands:
@@ -91,30 +95,28 @@ def backward(
     q, k, v, scale, terms, *_ = operands
     dense = _dense(operands, branch)
     heads = q.shape[1]
+    # a row that attends nothing has zero gradients, whatever it contains
     dead = torch.isneginf(dense.scores).all(-1, keepdim=True)
-    # A row of NaN has NaN weights wherever it attends. Its other weights are 0, but 0 times a NaN in its query, its
-    # dout or a key would still spread to rows and keys that are not attended. So these numbers are set to 0.
-    broken = dense.weights.isnan().any(-1, keepdim=True)
-    dout, queries = (x.double().masked_fill(dead | broken, 0.0) for x in (upstream.dout, q))
-    values = _only_attended(v, dense.times, heads)
+    dout, queries = (x.double().masked_fill(dead, 0.0) for x in (upstream.dout, q))
+    # A row that attends a key which is not finite has gradients of NaN already, or of 0 at a score of -inf. The key
+    # must not make those of other rows NaN.
     keys = dense.keys.nan_to_num(0.0, 0.0, 0.0)
-    of_weights = (dout @ values.mT) * dense.kept
+    of_weights = (dout @ per_query_head(v.double(), heads).mT) * dense.kept
     score_grads = dense.weights * (of_weights - upstream.delta.double()[..., None])
     score_grads = score_grads.masked_fill((dense.times == 0) | dead, 0.0)
     if terms is not None:
         assert dense.at is not None
         score_grads = terms.gradient(dense.states, score_grads, dense.at)
     dq = scale * (score_grads @ keys)
-    dk = scale * (score_grads.mT @ queries)
-    dv = (dense.weights * dense.kept).mT @ dout
-
+    attended = _attended(dense).mT
+    dk = scale * attended_product(score_grads.mT, attended, queries)
+    dv = attended_product((dense.weights * dense.kept).mT, attended, dout)
     dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2).to(dtype) for x in (dk, dv))
     return dq.to(dtype), dk, dv
 
 
-def _only_attended(v: Tensor, count: Tensor, heads: int) -> Tensor:
-    values = per_query_head(v.double(), heads)
-    return values.masked_fill((count.sum(-2) == 0)[..., None], 0.0)
+def _attended(dense: _Dense) -> Tensor:
+    return (dense.times > 0).to(dense.weights.dtype)
 
 
 def unsupported_reason(call: Call, branch: Branch) -> str | None:
