@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...backends.attended import attended_product
 from ...backends.backend import delta_in_chunks
 from ...backends.dense_batched import Batch, Layout
 from ...backends.overflow import sides
@@ -175,13 +176,13 @@ class _Work:
         chunk = self.chunk(layout, batch, layout.taken(batch), layout.gathered(layout.k_tiles, batch, False))
         scores = layout.masked(function(chunk.scores, chunk.at), batch, -torch.inf)
         values = layout.gathered(layout.v_tiles, batch, True)
-        if not finite:
-            values = values.masked_fill((scores == -torch.inf).all(1)[..., None], 0.0)
+        attended = None if finite else (scores != -torch.inf).to(scores.dtype)
         top = scores.amax(-1, keepdim=True)
         shift = top.masked_fill(torch.isneginf(top), 0.0)
         weights = scores.sub_(shift).exp_()
         total = weights.sum(-1, keepdim=True)
-        part = layout.product(weights, values).div_(total.masked_fill(total == 0, 1.0))
+        part = layout.product(weights, values) if attended is None else attended_product(weights, attended, values)
+        part.div_(total.masked_fill(total == 0, 1.0))
         part_lse = torch.where(torch.isposinf(shift), shift, shift + total.log())
         return part, part_lse[..., 0], top[..., 0]
 
@@ -229,7 +230,10 @@ class _Gradients:
             dlse = None if dlse is None else dlse.masked_fill(dead, 0.0)
         self.work, self.layout = work, work.layout(q, k, v)
         layout = self.layout
-        self.finite_keys, self.finite_values = (bool(x.isfinite().all()) for x in (k, v))
+        self.finite_keys, self.finite_dout = (bool(x.isfinite().all()) for x in (k, dout))
+        # whether a slope may not be finite, also where the weight is 0
+        others = [v] if dlse is None else [v, dlse]
+        self.selects = self.broken or not (self.finite_dout and all(bool(x.isfinite().all()) for x in others))
         self.dout, self.whole_rows = layout.queries(dout), out is None
         # The mean of the gradients of a row's weights, less the gradient of lse, is subtracted from them. Where a batch
         # contains whole rows it is computed from the weights, which is more accurate than from the output.
@@ -261,15 +265,19 @@ class _Gradients:
             total = weights.sum(-1, keepdim=True)
             weights.div_(total.masked_fill_(~(total > 0), 1.0))
         where = batch.key.reshape(-1)
-        self.dv.index_add_(0, where, layout.product(weights.mT, dout).view(-1, *self.dv.shape[1:]))
         unattended = weights == 0
+        if self.finite_dout:
+            of_values = layout.product(weights.mT, dout)
+        else:
+            of_values = attended_product(weights.mT, (~unattended).to(weights.dtype).mT, dout)
+        self.dv.index_add_(0, where, of_values.view(-1, *self.dv.shape[1:]))
         slopes, delta = layout.product(dout, values.mT), self.delta[batch.line]
-        if self.broken or not self.finite_values:
+        if self.selects:
             slopes.masked_fill_(unattended, 0.0)
         if self.whole_rows:
             delta = delta + (slopes * weights).sum(-1, keepdim=True)
         slopes.sub_(delta).mul_(weights)
-        if self.broken or not self.finite_values:
+        if self.selects:
             slopes.masked_fill_(unattended, 0.0)
         score_grads = differentiated.backward(slopes)
         if not differentiated.finite():
