@@ -178,3 +178,20 @@ def contexts_in_turn() -> list[bool]:
         same.append(all(torch.equal(got, right) for got, right in pairs))
         context.close()
     return same
+
+
+def short_batches() -> list[Tensor]:
+    """Train on batches that are too short for a block on some ranks, or empty, and return the sums of gradients."""
+    sums = []
+    torch.manual_seed(0)
+    for bare in (
+        rw.nn.MixtureOfBlockAttention(WIDTH, 4, block_size=8, top_k=3),
+        rw.nn.NativeSparseAttention(WIDTH, 4, compress_block=8, compress_stride=4, block_size=8, top_k=4),
+    ):
+        # the wrapper raises an error in the next step if a parameter had no gradient
+        model = DistributedDataParallel(bare)
+        for sizes in ((7, 40), (40, 7), (7, 7), (0, 40), (0, 0), (40, 40)):
+            model.zero_grad()
+            model(torch.randn(1, sizes[dist.get_rank()], WIDTH)).sum().backward()
+            sums.append(torch.stack([p.grad.sum() for p in model.parameters()]))
+    return sums

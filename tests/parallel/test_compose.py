@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from .processes import Pool
 
@@ -45,3 +46,10 @@ def test_whole_graph(pool2: Pool, compiler: str) -> None:
 def test_one_graph_for_several_contexts(pool2: Pool) -> None:
     for same in pool2.run(f"{JOBS}:contexts_in_turn", timeout=120):
         assert same == [True] * 3
+
+
+def test_short_batches_of_modules_that_choose_keys(pool2: Pool) -> None:
+    """Every parameter has a gradient on every rank, so that ranks average them."""
+    one, other = pool2.run(f"{JOBS}:short_batches", timeout=120)
+    assert len(one) == 12
+    assert all(map(torch.equal, one, other))

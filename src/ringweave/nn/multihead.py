@@ -21,6 +21,7 @@ from ..validate import checked_dropout
 from ..weights import BlockWeights, attention_weights
 from .module_arguments import accepted_options, module_sizes
 from .rotation import rotated
+from .unused import connected
 
 if TYPE_CHECKING:
     from ..parallel import ContextParallel
@@ -190,7 +191,8 @@ class MultiheadAttention(nn.Module):
             q_offset: Position of the first query: an int, an integer tensor () or (batch,), or ``"end"`` for a decode
                 step, as in :func:`ringweave.attention`.
         Returns:
-            (output, weights): output has query's shape; weights are None without ``need_weights``.
+            (output, weights): output has query's shape; weights are None without ``need_weights``. A call without
+            sequences, queries or keys is like any other, except that it has no weights.
         Raises:
             ShapeError: The tensors do not fit.
             UnsupportedError: Weights are asked for with terms, sink logits, tensor masks, a context, a precision or
@@ -210,8 +212,12 @@ class MultiheadAttention(nn.Module):
         options = self._options() | {"terms": terms, "q_offset": first}
         if not self.training:
             options["dropout"] = 0.0
-        out = self._attend(x[0], q, k, v, pattern, options)
-        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        if self._has_pairs(q, k, v):
+            out = self._attend(x[0], q, k, v, pattern, options).transpose(1, 2).flatten(2)
+        else:
+            tables = (table for term in terms for table in term.learned)
+            out = connected(torch.zeros_like(x[0]), (*x, *self.parameters(), *tables))
+        out = self.out_proj(out)
         if not batched:
             out = out[0]
         elif not self.batch_first:
@@ -234,6 +240,16 @@ class MultiheadAttention(nn.Module):
         if not batched:
             return [x[None] for x in inputs], False
         return [x if self.batch_first else x.transpose(0, 1) for x in inputs], True
+
+    def _has_pairs(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Return False for a call without queries or keys, after a check of its sizes, since no attention checks them."""
+        # a shard without tokens is no call of its own, so the context judges it
+        if q.shape[0] and (self.context is not None or (q.shape[2] and k.shape[2])):
+            return True
+        if not len(q) == len(k) == len(v) or k.shape[2] != v.shape[2]:
+            got = f"{len(q)}, {len(k)} and {len(v)} sequences, with {k.shape[2]} keys and {v.shape[2]} values"
+            raise ShapeError("query, key, value", got, "one batch size, and a value for each key", "Align them.")
+        return False
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         kv_dim = self.num_kv_heads * self.head_dim
@@ -261,7 +277,7 @@ class MultiheadAttention(nn.Module):
         batched: bool,
     ) -> tuple[Pattern, tuple[Term, ...]]:
         """Return the pattern and the terms of a call."""
-        pattern, terms = self.pattern, list(self.terms)
+        pattern, tables = self.pattern, list[Tensor]()
         batch, heads, nq, nk = *q.shape[:3], k.shape[2]
         if self.context is not None:
             nq = nk = self.context.seq_len
@@ -275,11 +291,12 @@ class MultiheadAttention(nn.Module):
                 (nq, nk): (1, 1, nq, nk),
                 (batch * heads, nq, nk): (batch, heads, nq, nk),
             }
-            terms.append(Bias(_added("attn_mask", attn_mask, shapes, q)))
+            tables.append(_added("attn_mask", attn_mask, shapes, q))
         if padding is not None:
             shapes = {(batch, nk) if batched else (nk,): (batch, 1, 1, nk)}
-            terms.append(Bias(_added("key_padding_mask", padding, shapes, q).expand(batch, 1, nq, nk)))
-        return pattern, tuple(terms)
+            tables.append(_added("key_padding_mask", padding, shapes, q).expand(batch, 1, nq, nk))
+        # a call without pairs has tables without entries
+        return pattern, (*self.terms, *(Bias(table) for table in tables if table.numel()))
 
     def _rotated(self, q: Tensor, k: Tensor, positions: Tensor | None, q_offset: int | Tensor) -> tuple[Tensor, Tensor]:
         if positions is None and self.context is not None:
@@ -334,5 +351,5 @@ def _added(name: str, mask: object, shapes: Mapping[tuple[int, ...], tuple[int, 
         wanted = f"a bool or floating tensor {' or '.join(map(str, shapes))}"
         raise ShapeError(name, shown(mask), wanted, "Pass such a tensor, or a pattern as attn_mask.")
     if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=q.dtype, device=mask.device).masked_fill_(mask, -torch.inf)
+        mask = torch.zeros(mask.shape, dtype=q.dtype, device=mask.device).masked_fill(mask, -torch.inf)
     return mask.view(shapes[tuple(mask.shape)])

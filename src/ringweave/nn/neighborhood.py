@@ -14,6 +14,7 @@ from ..errors import ShapeError, shown
 from ..terms import Term
 from ..terms.term import as_terms
 from .module_arguments import module_sizes
+from .unused import connected
 
 
 class NeighborhoodAttention(nn.Module):
@@ -83,6 +84,9 @@ class NeighborhoodAttention(nn.Module):
         if not isinstance(x, Tensor) or not 3 <= x.ndim <= 5 or x.shape[-1] != self.embed_dim:
             wanted = f"(batch, *grid, {self.embed_dim}) with 1 to 3 grid axes"
             raise ShapeError("x", shown(x), wanted, "Pass channels last.")
+        if not x.numel():
+            tables = (table for term in self.terms for table in term.learned)
+            return self.proj(connected(x, (*self.parameters(), *tables)))  # type: ignore[no-any-return]
         kv_dim = self.num_kv_heads * self.head_dim
         parts = self.qkv(x).split([self.embed_dim, kv_dim, kv_dim], -1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)).movedim(-2, 1) for part in parts)

@@ -18,6 +18,7 @@ from ..precision import Precision
 from ..types import acc_dtype
 from .key_cache import KeyCache
 from .self_attention import ChoosingAttention
+from .unused import connected
 
 if TYPE_CHECKING:
     from ..parallel import ContextParallel
@@ -66,7 +67,7 @@ class BlockCompression(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compress (B, heads, tokens, dim) to (B, heads, full blocks, dim)."""
         if x.shape[2] < self.block:
-            return x[:, :, :0]
+            return connected(x[:, :, :0], self.parameters())
         blocks = x.unfold(2, self.block, self.stride).transpose(3, 4)
         inner = (blocks + self.position[:, None]).flatten(3) @ self.hidden
         return gelu(inner) @ self.weight
@@ -227,7 +228,9 @@ class NativeSparseAttention(ChoosingAttention):
         if self.context is None:
             chosen = self._chosen(q, kv[0], torch.arange(first, first + tokens, device="cpu"))
         else:
-            chosen = self.context.unshard(self._chosen(q, kv[0], self.context.positions), 2)
+            chosen = self._chosen(q, kv[0], self.context.positions)
+            # a rank of early positions chooses fewer blocks, and ranks exchange lists of one width
+            chosen = self.context.unshard(pad(chosen, (0, self.top_k - chosen.shape[-1]), value=-1), 2)
         pattern, near = Selected(chosen, self.block_size, heads="kv") & Causal(), SlidingWindow(self.window - 1, 0)
         dropped = first + tokens - kv[4].shape[2] if self.context is None else 0
         shared: dict[str, Any] = {"q_offset": first, "context": self.context}
@@ -262,10 +265,13 @@ class NativeSparseAttention(ChoosingAttention):
     def _attend_compressed(self, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
         """Attend the compressed keys that end at or before each query."""
         if not keys.shape[2]:
-            return torch.zeros_like(q)
+            return connected(torch.zeros_like(q), (q, keys, values))
         if self.context is None:
             return self._attend_run(q, keys, values, first)
         runs = token_runs(self.context, self.context.seq_len)
+        if not runs:
+            # a rank with padding only takes part in the gradients of the others
+            return connected(torch.zeros_like(q), (q, keys, values))
         outs = [self._attend_run(q[:, :, begin:end], keys, values, position) for begin, end, position in runs]
         padding = q.shape[2] - sum(end - begin for begin, end, _ in runs)
         return pad(torch.cat(outs, 2), (0, 0, 0, padding))

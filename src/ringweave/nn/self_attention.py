@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +15,9 @@ from ..patterns import Documents, Pattern, check_extents
 from ..patterns.documents import packed_apart
 from ..precision import NATIVE, Precision, as_precision
 from ..types import AttentionOutput
-from .key_cache import KeyCache
+from .key_cache import KeyCache, Owner
 from .module_arguments import module_sizes
+from .unused import connected
 from .rotation import rotated
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class ChoosingAttention(nn.Module):
         self.rotary_base = None if rotary_base is None else number("rotary_base", rotary_base, error=ShapeError)
         if self.rotary_base is not None and self.head_dim % 2:
             raise ShapeError("head dim", self.head_dim, "an even number, for rotary_base", "Change num_heads.")
+        self._owner = Owner()
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self._sizes = [self.embed_dim, *[self.num_kv_heads * self.head_dim] * kv_projections]
         self.in_proj_weight = nn.Parameter(torch.empty(sum(self._sizes), self.embed_dim, device=device, dtype=dtype))
@@ -75,8 +78,8 @@ class ChoosingAttention(nn.Module):
             nn.init.zeros_(self.out_proj.bias)
 
     def empty_cache(self) -> KeyCache:
-        """Return a cache without tokens, for decoding a batch of any size."""
-        return KeyCache()
+        """Return a cache without tokens, for decoding a batch of any size with this module."""
+        return KeyCache(self._owner)
 
     def forward(self, x: Tensor, *, documents: Documents | None = None, cache: KeyCache | None = None) -> Tensor:
         """Compute causal attention of the projected input and project the result.
@@ -84,12 +87,13 @@ class ChoosingAttention(nn.Module):
         Args:
             x: (batch, tokens, embed_dim); with a context this rank's shard.
             documents: Packed documents: each one chooses, attends and counts its positions as if it were alone.
-            cache: A cache of ``empty_cache()``: x is then the tokens after those in the cache, which are appended. Pass
-                a prompt first, then one or more tokens at a time, under ``torch.no_grad()``.
+            cache: A cache of this module's ``empty_cache()``: x is then the tokens after those in the cache, which are
+                appended when nothing can fail any more. Pass a prompt first, then one or more tokens at a time, under
+                ``torch.no_grad()``.
         Returns:
             Output, of x's shape.
         Raises:
-            ShapeError: x does not fit the module, or the cache is that of another batch.
+            ShapeError: x does not fit the module, or the cache is that of another batch or module.
             PatternError: The documents do not have x's tokens, or one is in several pieces.
             UnsupportedError: Two of documents, a cache and a context are combined, or a call with a cache would need
                 gradients.
@@ -99,11 +103,8 @@ class ChoosingAttention(nn.Module):
             raise ShapeError("x", shown(x), wanted, "Pass channels last, and a batch of one as x[None].")
         spans = self._spans(x, documents)
         self._check_cache(x, cache, documents)
-        parts = self._parts(x, self._positions(x, spans, cache))
-        out = self._attend(parts, cache) if spans is None else self._each(parts, spans)
-        if cache is not None:
-            cache.length += x.shape[1]
-        return self.out_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        with nullcontext() if cache is None else cache.step(*x.shape[:2]):
+            return self.out_proj(self._mixed(x, spans, cache))  # type: ignore[no-any-return]
 
     # ---- for each module ---------------------------------------------------------------------------------------------
 
@@ -116,6 +117,16 @@ class ChoosingAttention(nn.Module):
         raise NotImplementedError
 
     # ---- shared ------------------------------------------------------------------------------------------------------
+
+    def _mixed(self, x: Tensor, spans: Spans | None, cache: KeyCache | None) -> Tensor:
+        """Return the attention of all heads side by side, of x's shape."""
+        documents = spans is None or any(stop > begin for bounds in spans for begin, stop in bounds)
+        # a shard without tokens is no call of its own, so the context judges it
+        if not x.shape[0] or not documents or (not x.shape[1] and self.context is None):
+            return connected(torch.zeros_like(x), (x, *self.parameters()))
+        parts = self._parts(x, self._positions(x, spans, cache))
+        out = self._attend(parts, cache) if spans is None else self._each(parts, spans)
+        return out.transpose(1, 2).flatten(2)
 
     def _projected(self, x: Tensor) -> list[Tensor]:
         """Return queries, and the keys and values of each projection in turn, with normalised queries and keys."""
@@ -180,7 +191,8 @@ class ChoosingAttention(nn.Module):
         for name, other in (("documents", documents), ("context", self.context)):
             if other is not None:
                 raise UnsupportedError("cache", f"a cache and {name}", "one of the two", f"Decode without {name}.")
-        if torch.is_grad_enabled() and (x.requires_grad or self.in_proj_weight.requires_grad):
+        cache.check(self._owner, x.shape[0])
+        if torch.is_grad_enabled() and any(each.requires_grad for each in (x, *self.parameters())):
             wanted = "a call under torch.no_grad(): a cache holds no gradients"
             raise UnsupportedError("cache", "a call with gradients", wanted, "Decode under torch.no_grad().")
 
