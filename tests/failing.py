@@ -5,9 +5,11 @@ repeats the call::
 
     for number in range(1, len(executed(lambda: step(fresh()))) + 1):
         state = fresh()
-        assert fails(lambda: step(state), number)
-        assert same(state, fresh())
-        assert torch.equal(step(state), wanted)
+        if fails(lambda: step(state), number):
+            assert same(state, fresh())
+            assert torch.equal(step(state), wanted)
+
+A call that finds a plan in a cache has fewer lines than the first one, so the last numbers may not fail.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def fails(call: Callable[[], object], number: int, files: Files = None) -> bool:
         nonlocal left
         left -= 1
         if not left:
-            raise Stop
+            raise Stop(f"{frame.f_code.co_filename}:{frame.f_lineno}")
 
     try:
         _traced(call, files, count)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +11,8 @@ from torch import Tensor
 import ringweave as rw
 from ringweave.cache import DECODE_PLANS, PATTERNS, PLANS, PROGRAMS
 from ringweave.memory.workspace import scratch
+
+from ..failing import executed, fails
 
 FILES = tuple(
     f"ringweave/{name}"
@@ -37,58 +36,6 @@ def calls() -> dict[str, Callable[[], Tensor]]:
 CALLS = calls()
 
 
-def lines(call: Callable[[], Tensor]) -> list[tuple[str, int]]:
-    """Return the lines of the modules that a call runs, each once."""
-    seen: dict[tuple[str, int], None] = {}
-
-    def local(frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line":
-            seen[frame.f_code.co_filename, frame.f_lineno] = None
-        return local
-
-    with tracing(local):
-        call()
-    return list(seen)
-
-
-def interrupted(call: Callable[[], Tensor], at: tuple[str, int]) -> bool:
-    """Raise KeyboardInterrupt at a line during a call; return whether the call ended with it."""
-
-    def local(frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line" and (frame.f_code.co_filename, frame.f_lineno) == at and not finalizing(frame):
-            raise KeyboardInterrupt
-        return local
-
-    try:
-        with tracing(local):
-            call()
-    except KeyboardInterrupt:
-        return True
-    return False
-
-
-def finalizing(frame: FrameType | None) -> bool:
-    """Return whether a finalizer runs: Python prints its exceptions, and no call ends with them."""
-    while frame is not None:
-        if frame.f_code.co_name in ("_return", "_on_owner_gone"):
-            return True
-        frame = frame.f_back
-    return False
-
-
-class tracing:  # noqa: N801
-    """Trace the lines of the modules in a block."""
-
-    def __init__(self, local: Callable[[FrameType, str, Any], Any]):
-        self.local, self.before = local, sys.gettrace()
-
-    def __enter__(self) -> None:
-        sys.settrace(lambda frame, *_: self.local if frame.f_code.co_filename.endswith(FILES) else None)
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self.before)
-
-
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("known", [False, True], ids=["first", "again"])
 def test_an_interrupted_call_leaves_all_as_it_should_be(name: str, known: bool) -> None:
@@ -102,9 +49,12 @@ def test_an_interrupted_call_leaves_all_as_it_should_be(name: str, known: bool) 
     fresh()
     want, ended = call(), 0
     fresh()
-    for at in lines(call):
+    seen = executed(call, FILES)
+    # each line once: when it is executed first
+    for number in sorted({at: number for number, at in reversed([*enumerate(seen, 1)])}.values()):
+        at = seen[number - 1]
         fresh()
-        ended += interrupted(call, at)
+        ended += fails(call, number, FILES)
         assert torch.equal(call(), want), at
         for cache in (PROGRAMS, PLANS, DECODE_PLANS, PATTERNS):
             assert not cache._lock.locked(), at

@@ -34,11 +34,11 @@ class _Rows(NamedTuple):
     """The first rows of a buffer (B, heads, rows, channels), which may have room for more."""
 
     buffer: Tensor
-    count: int
+    end: int
 
     @property
     def tensor(self) -> Tensor:
-        return self.buffer[:, :, : self.count]
+        return self.buffer[:, :, : self.end]
 
 
 class _Taken(NamedTuple):
@@ -56,9 +56,6 @@ class KeyCache:
     A call that raises appends nothing. Buffers double when they are full, so the cost of appending does not grow with
     the number of tokens in the cache. A copy of a cache serves the same module, and the copy of a module takes the
     caches that are copied with it.
-
-    Attributes:
-        length: Number of tokens so far, which is the position of the next one.
     """
 
     def __init__(self, owner: Owner | None = None) -> None:
@@ -69,6 +66,7 @@ class KeyCache:
 
     @property
     def length(self) -> int:
+        """Number of tokens so far, which is the position of the next one."""
         return self._taken.length
 
     def check(self, owner: Owner, batch: int) -> None:
@@ -95,7 +93,7 @@ class KeyCache:
     def append(self, name: str, x: Tensor) -> Tensor:
         """Append rows to the tensor of a name in this step, and return all of its rows."""
         rows = self._rows(name)
-        start = 0 if rows is None else rows.count
+        start = 0 if rows is None else rows.end
         end = start + x.shape[2]
         if rows is not None:
             _check(x, rows.buffer)
@@ -134,7 +132,7 @@ class KeyCache:
         return copied
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{name}: {rows.count} rows" for name, rows in self._taken.rows.items())
+        sizes = ", ".join(f"{name}: {rows.end} rows" for name, rows in self._taken.rows.items())
         return f"KeyCache(<{self.length} tokens{sizes and '; ' + sizes}>)"
 
 

@@ -242,7 +242,7 @@ class MultiheadAttention(nn.Module):
         return [x if self.batch_first else x.transpose(0, 1) for x in inputs], True
 
     def _has_pairs(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Return False for a call without queries or keys, after a check of its sizes, since no attention checks them."""
+        """Return False for a call without queries or keys, after a check of its sizes: no attention checks them."""
         # a shard without tokens is no call of its own, so the context judges it
         if q.shape[0] and (self.context is not None or (q.shape[2] and k.shape[2])):
             return True

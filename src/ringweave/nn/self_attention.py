@@ -17,8 +17,8 @@ from ..precision import NATIVE, Precision, as_precision
 from ..types import AttentionOutput
 from .key_cache import KeyCache, Owner
 from .module_arguments import module_sizes
-from .unused import connected
 from .rotation import rotated
+from .unused import connected
 
 if TYPE_CHECKING:
     from ..parallel import ContextParallel
