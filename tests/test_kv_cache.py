@@ -19,6 +19,7 @@ from ringweave.kv_cache import last_tokens
 from ringweave.patterns import Pattern
 from ringweave.terms import Term
 
+from .failing import executed, fails
 from .oracle import Expected, Inputs
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 24, 40
@@ -521,3 +522,110 @@ def test_the_last_tokens_attend_no_key_after_their_sequence(pattern: Pattern, en
     bounded = placed & rw.KeyPadding(tokens)
     assert torch.equal(placed.to_dense(3, 40, batch=3), bounded.to_dense(3, 40, batch=3))
     assert ("KeyPadding" in placed.spec) == (not ends or 0 in lengths)
+
+
+def contents(cache: rw.PagedCache) -> list[Tensor]:
+    """Return the tokens of each sequence as they are stored, and the lengths."""
+    found = [cache.lengths.clone()]
+    for row, n in zip(cache.table, cache.lengths.tolist(), strict=True):
+        pages = row[: -(-n // cache.page)].long()
+        for x in (cache.k, cache.v, *(cache.scales or ())):
+            # bytes, so that NaN equals NaN and types of 8 bits compare
+            tokens = x[pages].transpose(0, 1).flatten(1, 2)[:, :n]
+            found.append(tokens.contiguous().view(torch.uint8))
+    return found
+
+
+def equal(one: rw.PagedCache, other: rw.PagedCache) -> bool:
+    return all(map(torch.equal, contents(one), contents(other)))
+
+
+def forked(**options: Any) -> rw.PagedCache:
+    """Return a cache in which sequences share pages: 0 and 1 all of 40 tokens, 2 the first 20, and 3 has 15 of its own."""
+    torch.manual_seed(0)
+    cache = rw.PagedCache.empty(5, 96, 2, 8, page=16, pages=14, **options)
+    cache.append(*torch.randn(2, 1, 2, 40, 8), rows=[0])
+    cache.append(*torch.randn(2, 1, 2, 15, 8), rows=[3])
+    cache.fork(0, 1)
+    cache.fork(1, 2, length=20)
+    return cache
+
+
+NEW = torch.randn(2, 5, 2, 20, 8)
+CHANGES: dict[str, Callable[[rw.PagedCache], object]] = {
+    "a token to each": lambda c: c.append(*NEW[:, :, :, :1]),
+    "a token to one": lambda c: c.append(*NEW[:, :1, :, :1], rows=[3]),
+    "a token to two of a page": lambda c: c.append(*NEW[:, :2, :, :1], rows=[2, 0]),
+    "tokens to each": lambda c: c.append(*NEW),
+    "tokens to an empty one": lambda c: c.append(*NEW[:, :1], rows=[4]),
+    "no tokens": lambda c: c.append(*NEW[:, :, :, :0]),
+    "tokens to no sequence": lambda c: c.append(*NEW[:, :0], rows=[]),
+    "fork": lambda c: c.fork([0, 3], [3, 4]),
+    "swap": lambda c: c.fork([0, 3], [3, 0]),
+    "fork a part": lambda c: c.fork(1, 0, length=7),
+    "fork of no sequence": lambda c: c.fork([], []),
+    "free": lambda c: c.free([0, 2]),
+    "free all": lambda c: c.free(),
+    "free no sequence": lambda c: c.free([]),
+}
+
+
+@pytest.mark.parametrize("opened", [True, False])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_failure_at_any_line_of_a_change(name: str, opened: bool) -> None:
+    """The cache is as before, no page is lost, and the repeated change does all that it does without the failure."""
+    change, q = CHANGES[name], torch.randn(5, 4, 1, 8)
+    for options in ({}, {"precision": rw.Precision(kv=torch.int8)}):
+
+        def fresh() -> rw.PagedCache:
+            # a copy has no book until the first change
+            cache = copy.deepcopy(start)
+            assert not opened or cache.free_pages
+            return cache
+
+        start = forked(**options)
+        changed = fresh()
+        change(changed)
+        wanted = rw.paged_attention(q, changed)
+        cache = fresh()
+        lines, failed = executed(lambda: change(cache)), 0  # noqa: B023
+        for number in range(1, len(lines) + 1):
+            cache = fresh()
+            if not fails(lambda: change(cache), number):  # noqa: B023
+                continue
+            failed += 1
+            assert equal(cache, start), lines[number - 1]
+            # the book of a copy counts the pages of its tokens
+            assert cache.free_pages == copy.deepcopy(cache).free_pages, lines[number - 1]
+            change(cache)
+            assert equal(cache, changed), lines[number - 1]
+            assert cache.free_pages == changed.free_pages == copy.deepcopy(changed).free_pages, lines[number - 1]
+            assert torch.equal(rw.paged_attention(q, cache), wanted), lines[number - 1]
+        assert failed > 5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: c.append(*NEW.double()),
+        lambda c: c.append(NEW[0], NEW[1, :, :, :3]),
+        lambda c: c.append(NEW[0], None),
+        lambda c: c.append(*NEW[:, :1].expand(2, 1, 2, 20, 8).repeat(1, 1, 1, 5, 1), rows=[3]),
+        lambda c: c.append(*NEW.repeat(1, 1, 1, 2, 1)),
+        lambda c: c.append(*NEW[:, :2], rows=[0, 0]),
+        lambda c: c.append(*NEW[:, :1], rows=[5]),
+        lambda c: c.fork(0, 5),
+        lambda c: c.fork([0, 1], [2]),
+        lambda c: c.fork(3, 0, length=16),
+        lambda c: c.fork(0, [1, 1]),
+        lambda c: c.free([0, 7]),
+        lambda c: c.free("0"),
+    ],
+)
+def test_a_refused_change_changes_nothing(change: Callable[[rw.PagedCache], object]) -> None:
+    cache, start = forked(), forked()
+    with pytest.raises(rw.RingweaveError):
+        change(cache)
+    assert equal(cache, start)
+    assert torch.equal(cache.table, start.table)
+    assert cache.free_pages == start.free_pages

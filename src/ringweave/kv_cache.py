@@ -193,7 +193,7 @@ class PagedCache:
             rows: The R sequences, each once; all by default.
         Raises:
             ShapeError: The tensors do not fit the cache, or a row of the table has no room for the tokens.
-            PageError: Too few pages are free; nothing was written.
+            PageError: Too few pages are free. A call that raises an error has appended nothing.
         """
         book = self._book or self._opened()
         chosen = book.rows if rows is None else self._rows("rows", rows)
@@ -210,16 +210,34 @@ class PagedCache:
             with torch.no_grad():
                 self.k[page, :, place] = k[0, :, 0]
                 self.v[page, :, place] = v[0, :, 0]
+        if own is not None and book.shared:
+            # the last line, so that no failure comes after the token is taken
             book.lengths[chosen[0]] += 1
-            self._publish(book)
-            return
-        copied, pages, places = book.reserve(chosen, k.shape[2])
+        else:
+            self._append(book, chosen, k, v, written=own is not None)
+
+    def _append(self, book: _Book, rows: NDArray[np.int64], k: Tensor, v: Tensor, *, written: bool) -> None:
+        """Reserve pages for tokens of rows, write the tokens unless they are written already, and take both."""
+        copied, entries, before = ([], [], book.lengths[rows]) if written else book.reserve(rows, k.shape[2])
         if copied:
             source, target = torch.tensor(copied, device=self.k.device).T
             for of in (self.k, self.v, *(self.scales or ())):
                 _indexed(of)[target] = _indexed(of)[source]
+        try:
+            if entries:
+                book.take(entries, copied)
+            if not written:
+                self._write(*book.places(rows, before, k.shape[2]), k, v)
+            book.lengths[rows] = before + k.shape[2]
+            self._publish(book)
+        except BaseException:
+            self._undo(book, rows, before)
+            raise
+
+    def _write(self, pages: NDArray[np.int64], places: NDArray[np.int64], k: Tensor, v: Tensor) -> None:
+        """Write tokens to pages and places in them, both (R, tokens)."""
         at = torch.from_numpy(pages), torch.from_numpy(places)
-        if not book.shared:
+        if self.k.device.type != "cpu":
             at = at[0].to(self.k.device), at[1].to(self.k.device)
         with torch.no_grad():
             if self.scales is None:
@@ -230,8 +248,6 @@ class PagedCache:
                     x, scale = quantize_rows(x, of.dtype)
                     scales.transpose(1, 2).index_put_(at, scale.transpose(1, 2))
                     _indexed(of).transpose(1, 2).index_put_(at, _indexed(x).transpose(1, 2))
-        book.lengths[chosen] += k.shape[2]
-        self._publish(book)
 
     def fork(self, source: int | Sequence[int], target: int | Sequence[int], length: int | None = None) -> None:
         """Let target sequences start with the tokens of sources; they share pages until one of them writes.
@@ -255,8 +271,13 @@ class PagedCache:
             least = int(lengths.min(initial=2**31 - 1))
             whole("length", length, 0, least, error=ShapeError)
             lengths = np.full_like(lengths, length)
-        book.share(sources, targets, lengths)
-        self._publish(book)
+        before = book.lengths[targets], book.table[targets]
+        try:
+            book.share(sources, targets, lengths)
+            self._publish(book)
+        except BaseException:
+            self._undo(book, targets, *before)
+            raise
 
     def free(self, rows: Sequence[int] | None = None) -> None:
         """Empty sequences and free the pages that no other sequence holds.
@@ -266,17 +287,37 @@ class PagedCache:
         Raises:
             ShapeError: A row does not exist.
         """
-        book = self._opened()
-        book.release(self._rows("rows", rows))
-        self._publish(book)
+        book, chosen = self._opened(), self._rows("rows", rows)
+        before = book.lengths[chosen]
+        try:
+            book.release(chosen)
+            self._publish(book)
+        except BaseException:
+            self._undo(book, chosen, before)
+            raise
 
     def _opened(self) -> _Book:
         if self._book is None:
             # of detached tensors, since an array keeps its tensor alive, and not the storage that it reads
             table, lengths = (x.detach().cpu().numpy() for x in (self.table, self.lengths))
-            self._book = _Book(table, lengths, self.k.shape[0], self.page, self.k.device.type == "cpu")
-            self._book.published = self.lengths, version(self.lengths)
+            book = _Book(table, lengths, self.k.shape[0], self.page, self.k.device.type == "cpu")
+            book.published = self.lengths, version(self.lengths)
+            self._book = book
         return self._book
+
+    def _undo(
+        self,
+        book: _Book,
+        rows: NDArray[np.int64],
+        lengths: NDArray[np.int32],
+        table: NDArray[np.int32] | None = None,
+    ) -> None:
+        """Give rows their lengths and pages of before a change that failed, and let the next call make another book."""
+        self._book = None
+        book.lengths[rows] = lengths
+        if table is not None:
+            book.table[rows] = table
+        self._publish(book)
 
     def _publish(self, book: _Book) -> None:
         if not book.shared:
@@ -411,12 +452,12 @@ class _Book:
 
     def reserve(
         self, rows: NDArray[np.int64], tokens: int
-    ) -> tuple[list[tuple[int, int]], NDArray[np.int64], NDArray[np.int64]]:
-        """Assign pages to the next tokens of rows.
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]], NDArray[np.int32]]:
+        """Choose free pages for the next tokens of rows, and change nothing.
 
         Returns:
-            (from, to) of the shared pages that must be copied before the write; the page of each token, and its place
-            in the page, both (R, tokens).
+            (from, to) of the shared pages that must be copied before the tokens are written; (row, column, page) of
+            new entries of the table; the lengths of the rows.
         """
         before = self.lengths[rows]
         last, place = np.divmod(before, self.page)
@@ -424,7 +465,7 @@ class _Book:
             # fast path of most steps: each row continues in a page that only it holds
             pages = self.table[rows, last]
             if np.count_nonzero(self.holders[pages] == 1) == len(rows):
-                return [], pages.astype(np.int64)[:, None], place.astype(np.int64)[:, None]
+                return [], [], before
         have, need = self._pages_of(before), self._pages_of(before + tokens)
         columns = self.table.shape[1]
         if (need > columns).any():
@@ -445,23 +486,35 @@ class _Book:
         if wanted > len(self.free):
             remedy = "Free sequences, or make a cache with more pages."
             raise PageError("append", f"{wanted} pages to take", f"at most the {len(self.free)} free", remedy)
-        copied = []
+        free = reversed(self.free)
+        copied, entries = [], []
         for row in shared:
-            at = self.lengths[row] // self.page
-            number = int(self.table[row, at])
-            self.table[row, at] = self._take()
-            self.holders[number] -= 1
-            copied.append((number, int(self.table[row, at])))
+            at = int(self.lengths[row] // self.page)
+            entries.append((row, at, next(free)))
+            copied.append((int(self.table[row, at]), entries[-1][2]))
         for i in np.flatnonzero(need > have):
-            for column in range(have[i], need[i]):
-                self.table[rows[i], column] = self._take()
-        token = before.astype(np.int64)[:, None] + np.arange(tokens)
-        return copied, self.table[rows[:, None], token // self.page].astype(np.int64), token % self.page
+            entries += [(int(rows[i]), column, next(free)) for column in range(have[i], need[i])]
+        return copied, entries, before
 
-    def _take(self) -> int:
-        number = self.free.pop()
-        self.holders[number] = 1
-        return number
+    def take(self, entries: list[tuple[int, int, int]], copied: list[tuple[int, int]]) -> None:
+        """Take the pages of ``reserve``, after the copies: each token that a row has already is as before."""
+        for row, column, page in entries:
+            self.table[row, column] = page
+            self.holders[page] = 1
+        for page, _ in copied:
+            self.holders[page] -= 1
+        del self.free[len(self.free) - len(entries) :]
+
+    def places(
+        self, rows: NDArray[np.int64], before: NDArray[np.int32], tokens: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the page of each new token of rows, and its place in the page, both (R, tokens)."""
+        if tokens == 1:
+            # most steps
+            column, place = np.divmod(before, self.page)
+            return self.table[rows, column].astype(np.int64)[:, None], place.astype(np.int64)[:, None]
+        column, place = np.divmod(before.astype(np.int64)[:, None] + np.arange(tokens), self.page)
+        return self.table[rows[:, None], column].astype(np.int64), place
 
     def share(self, sources: NDArray[np.int64], targets: NDArray[np.int64], lengths: NDArray[np.int32]) -> None:
         """Let targets hold the pages with the first ``lengths`` tokens of sources."""

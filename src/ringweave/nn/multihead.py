@@ -277,7 +277,8 @@ class MultiheadAttention(nn.Module):
         batched: bool,
     ) -> tuple[Pattern, tuple[Term, ...]]:
         """Return the pattern and the terms of a call."""
-        pattern, tables = self.pattern, list[Tensor]()
+        pattern = self.pattern
+        tables: list[Tensor] = []
         batch, heads, nq, nk = *q.shape[:3], k.shape[2]
         if self.context is not None:
             nq = nk = self.context.seq_len
