@@ -570,38 +570,38 @@ CHANGES: dict[str, Callable[[rw.PagedCache], object]] = {
 }
 
 
+@pytest.mark.parametrize("stored", [None, torch.int8], ids=str)
 @pytest.mark.parametrize("opened", [True, False])
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_failure_at_any_line_of_a_change(name: str, opened: bool) -> None:
+def test_a_failure_at_any_line_of_a_change(name: str, opened: bool, stored: torch.dtype | None) -> None:
     """The cache is as before, no page is lost, and the repeated change does all that it does without the failure."""
     change, q = CHANGES[name], torch.randn(5, 4, 1, 8)
-    for options in ({}, {"precision": rw.Precision(kv=torch.int8)}):
+    start = forked(precision=None if stored is None else rw.Precision(kv=stored))
 
-        def fresh() -> rw.PagedCache:
-            # a copy has no book until the first change
-            cache = copy.deepcopy(start)
-            assert not opened or cache.free_pages
-            return cache
+    def fresh() -> rw.PagedCache:
+        # a copy has no book until the first change
+        cache = copy.deepcopy(start)
+        assert not opened or cache.free_pages
+        return cache
 
-        start = forked(**options)
-        changed = fresh()
-        change(changed)
-        wanted = rw.paged_attention(q, changed)
+    changed = fresh()
+    change(changed)
+    wanted = rw.paged_attention(q, changed)
+    cache = fresh()
+    lines, failed = executed(lambda: change(cache)), 0
+    for number in range(1, len(lines) + 1):
         cache = fresh()
-        lines, failed = executed(lambda: change(cache)), 0  # noqa: B023
-        for number in range(1, len(lines) + 1):
-            cache = fresh()
-            if not fails(lambda: change(cache), number):  # noqa: B023
-                continue
-            failed += 1
-            assert equal(cache, start), lines[number - 1]
-            # the book of a copy counts the pages of its tokens
-            assert cache.free_pages == copy.deepcopy(cache).free_pages, lines[number - 1]
-            change(cache)
-            assert equal(cache, changed), lines[number - 1]
-            assert cache.free_pages == changed.free_pages == copy.deepcopy(changed).free_pages, lines[number - 1]
-            assert torch.equal(rw.paged_attention(q, cache), wanted), lines[number - 1]
-        assert failed > 5
+        if not fails(lambda: change(cache), number):  # noqa: B023
+            continue
+        failed += 1
+        assert equal(cache, start), lines[number - 1]
+        # the book of a copy counts the pages of its tokens
+        assert cache.free_pages == copy.deepcopy(cache).free_pages, lines[number - 1]
+        change(cache)
+        assert equal(cache, changed), lines[number - 1]
+        assert cache.free_pages == changed.free_pages == copy.deepcopy(changed).free_pages, lines[number - 1]
+        assert torch.equal(rw.paged_attention(q, cache), wanted), lines[number - 1]
+    assert failed > 5
 
 
 @pytest.mark.parametrize(
