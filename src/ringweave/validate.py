@@ -343,29 +343,29 @@ def check_sinks(sink_logits: Tensor, q: Tensor) -> None:
         raise ShapeError("sink_logits.device", sink_logits.device, f"{q.device}, as q", remedy)
 
 
-def checked_scale(scale: float | None, dim: int) -> float:
+def checked_scale(scale: float | None, dim: int, name: str = "scale") -> float:
     """Return the factor of the scores, 1 / sqrt(dim) for None; raise ShapeError if it is not a finite number."""
     if scale is None:
         return 1.0 / math.sqrt(dim)
     if isinstance(scale, Tensor):
         # Reading the number would silently cut its gradient.
-        remedy = "Multiply q by it and pass scale=1.0: the gradient then reaches it."
-        raise ShapeError("scale", f"a tensor of shape {tuple(scale.shape)}", "a number", remedy)
+        remedy = f"Multiply q by it and pass {name}=1.0: the gradient then reaches it."
+        raise ShapeError(name, f"a tensor of shape {tuple(scale.shape)}", "a number", remedy)
     if isinstance(scale, bool) or not isinstance(scale, _NUMBERS):
-        raise ShapeError("scale", shown(scale), "a number", "Leave it out for 1 / sqrt(D).")
+        raise ShapeError(name, shown(scale), "a number", "Leave it out for 1 / sqrt(D).")
     # A numpy number is compared in its own type, where the bounds may overflow.
     scale = scale.item() if isinstance(scale, np.generic) else scale
     if scale != 0 and not _SMALLEST_SCALE <= abs(scale) <= _LARGEST_SCALE:
         wanted = f"a finite number of float32: 0, or {_SMALLEST_SCALE:g} to {_LARGEST_SCALE:g} of either sign"
-        raise ShapeError("scale", shown(scale), wanted, "Leave it out for 1 / sqrt(D).")
+        raise ShapeError(name, shown(scale), wanted, "Leave it out for 1 / sqrt(D).")
     return scale if isinstance(scale, (float, torch.SymFloat)) else float(scale)
 
 
-def checked_dropout(dropout: float) -> float:
+def checked_dropout(dropout: float, name: str = "dropout") -> float:
     """Return the share of weights to drop as a float; raise ShapeError if it is not in [0, 1)."""
     number = isinstance(dropout, _NUMBERS) and not isinstance(dropout, bool)
     if not number or not 0 <= dropout < 1:
-        raise ShapeError("dropout", shown(dropout), "a number of at least 0 and below 1", "Leave it out.")
+        raise ShapeError(name, shown(dropout), "a number of at least 0 and below 1", "Leave it out.")
     threshold_of(float(dropout))
     return float(dropout)
 

@@ -157,7 +157,7 @@ def wrong_calls() -> list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
         ("k head dim", call, (q, k[..., 1:], v), {}),
         ("dropout", call, (q, k, v, 1.0), {}),
         ("dropout", call, (q, k, v, -0.1), {}),
-        ("scale", call, (q, k, v, 0.0, torch.nan), {}),
+        ("softmax_scale", call, (q, k, v, 0.0, torch.nan), {}),
         ("alibi_slopes", call, (q, k, v), {"alibi_slopes": torch.ones(3)}),
         ("alibi_slopes", call, (q, k, v), {"alibi_slopes": torch.ones(4).double()}),
         ("alibi_slopes", call, (q, k, v), {"alibi_slopes": [0.5] * 4}),

@@ -14,6 +14,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from ..checks import LONGEST, whole
 from ..errors import ShapeError, UnsupportedError, shown
 from ..names import only
 from ..patterns import Full, Pattern, Segments
@@ -38,7 +39,9 @@ from .flash_attn.conventions import (
     check_layout,
     check_queries,
     checked_bounds,
+    longest,
     output_and_lse,
+    reaches,
     relation,
     sequences,
     sides,
@@ -46,16 +49,23 @@ from .flash_attn.conventions import (
 from .flash_attn.installation import install
 from .flash_attn.rotary import Rotary
 
+# width of a side without limit beside a limited one: more than all tokens of a call
+_NO_LIMIT = 2**30
+
 #: The output, or the output and lse.
 Returned = Tensor | tuple[Tensor, Tensor]
 
 
 def _window(window_size: WindowSize, causal: bool, chunk: int, nq: int, nk: int) -> Pattern:
-    """Return the pattern of a window of ``nq`` queries and ``nk`` keys, and of chunks if there are any."""
+    """Return the pattern of a window of ``nq`` queries and ``nk`` keys, and of chunks if there are any.
+
+    A side as wide as the sequence has no limit. It excludes no key, so a trace need not know whether a side is.
+    """
     before, after = sides(window_size)
-    left = before if 0 <= before < nk - 1 else None
-    right = after if 0 <= after < nq - 1 else None
-    pattern = relation(left, 0 if causal else right, nq + nk)
+    left = None if before < 0 or reaches(before, nk - 1) else before
+    right = None if after < 0 or reaches(after, nq - 1) else after
+    pattern = relation(left, 0 if causal else right, _NO_LIMIT)
+    chunk = whole("attention_chunk", chunk, -LONGEST, error=ShapeError)
     return pattern & Segments(chunk) if chunk > 0 else pattern
 
 
@@ -234,7 +244,8 @@ def flash_attn_varlen_func(
     _refuse(qv, q_descale, k_descale, v_descale)
     check_layout(q, k, v, "tokens, heads, dim")
     scores = Scores.of(softmax_scale, softcap, None, 0.0, sequences(cu_seqlens_q), q.shape[1])
-    pattern = _window(window_size, causal, attention_chunk, int(max_seqlen_q), int(max_seqlen_k))
+    most = longest("max_seqlen_q", max_seqlen_q), longest("max_seqlen_k", max_seqlen_k)
+    pattern = _window(window_size, causal, attention_chunk, *most)
     bounds = cu_seqlens_q, cu_seqlens_k
     if seqused_q is None and seqused_k is None:
         result = attend_packed((q, k, v), bounds, pattern, scores, return_attn_probs)

@@ -96,6 +96,15 @@ class Cache:
             if len(wrong):
                 raise ShapeError(self.named, int(wrong[0]), f"page numbers from 0 to {len(self.k) - 1}", "Correct it.")
 
+    def check_writable(self) -> None:
+        """Raise ShapeError unless both tensors take writes, before one of them is written."""
+        for name, x in (("k_cache", self.k), ("v_cache", self.v)):
+            if x.is_inference() and not torch.is_inference_mode_enabled():
+                remedy = "Make the cache outside of inference mode, or call in it."
+                raise ShapeError(name, "an inference tensor", "one that may be written here", remedy)
+            if any(size > 1 and not step for size, step in zip(x.shape, x.stride(), strict=True)):
+                raise ShapeError(name, "an expanded tensor", "one with its own memory", "Call .contiguous() once.")
+
     def write(self, new: New, k: Tensor) -> None:
         """Append new tokens in place, with their keys as they are stored."""
         starts, rows = (torch.tensor(each, device=k.device)[new.sequence] for each in (self.stop, self.rows))
@@ -291,6 +300,7 @@ def new_tokens(
         stops = checked_bounds((bounds, bounds), (len(k), len(k)))[0]
         new = New.of(k[: stops[-1]], v[: stops[-1]], [b - a for a, b in itertools.pairwise(stops)])
     cache.check_room(new.sizes)
+    cache.check_writable()
     return new
 
 

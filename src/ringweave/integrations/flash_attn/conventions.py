@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...api import attention, attention_with_lse
-from ...checks import INTEGERS
+from ...checks import INTEGERS, number
 from ...errors import ShapeError, UnsupportedError, shown
 from ...patterns import Causal, Documents, Full, Pattern, Segments, SlidingWindow
 from ...patterns.base import parts_of
 from ...terms import ALiBi, Softcap, Term
 from ...types import DTYPES
+from ...validate import checked_dropout, checked_scale
 
 # mean number of queries of a sequence up to which packed sequences take a call each, as in a decoding step
 _FEW = 8
@@ -53,6 +54,11 @@ class Scores(NamedTuple):
         scale: float | None, softcap: float, slopes: Tensor | None, dropout: float, batch: int, heads: int
     ) -> Scores:
         """Check the arguments of a call with ``batch`` sequences and ``heads`` query heads."""
+        scale = None if scale is None else checked_scale(scale, 1, "softmax_scale")
+        softcap, dropout = number("softcap", softcap, error=ShapeError), checked_dropout(dropout, "dropout_p")
+        if softcap > 0:
+            # a cap that is no number of float32 is refused here, before anything is written
+            Softcap(softcap)
         if softcap > 0 and dropout > 0:
             remedy = "Train without dropout, or without the cap."
             raise UnsupportedError("softcap", f"{softcap} with dropout_p={dropout}", "one of the two", remedy)
@@ -63,7 +69,7 @@ class Scores(NamedTuple):
                 raise ShapeError("alibi_slopes", shown(slopes), wanted, "Pass one slope for each query head.")
             slopes = slopes.detach()
             slopes = slopes[0] if slopes.ndim == 2 and batch == 1 else slopes
-        return Scores(scale, float(softcap), slopes, float(dropout))
+        return Scores(scale, softcap, slopes, dropout)
 
     @property
     def terms(self) -> tuple[Term, ...]:
@@ -102,6 +108,28 @@ def _whole(side: Any) -> int:
     return operator.index(side)
 
 
+def longest(name: str, count: object) -> int:
+    """Return the number of tokens of the longest sequence, which a trace may know as a symbol."""
+    if isinstance(count, int):
+        return count
+    try:
+        return operator.index(cast(int, count))
+    except TypeError as error:
+        raise ShapeError(name, shown(count), "a whole number", "Pass the tokens of the longest sequence.") from error
+
+
+def reaches(side: int, count: int) -> bool | None:
+    """Return whether a side of a window is at least ``count`` wide; None if a trace does not know the count."""
+    if not torch.compiler.is_compiling():
+        return side >= count
+    # torch loads this module with its compiler
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    if guard_or_false(side >= count):
+        return True
+    return False if guard_or_false(side < count) else None
+
+
 def relation(left: int | None, right: int | None, reach: int) -> Pattern:
     """Return the pattern of a window; a side of None has no limit, or is ``reach`` wide beside a limited side."""
     if left is None and right is None:
@@ -128,7 +156,12 @@ def attend(inputs: Inputs, pattern: Pattern, scores: Scores, with_lse: bool) -> 
     # where every pair is attended, positions change nothing
     first = 0 if isinstance(pattern, Full) and scores.slopes is None else k.shape[2] - q.shape[2]
     out, lse = _attended(q, k, v, pattern, scores, with_lse, first)
-    return Result(out.transpose(1, 2).contiguous(), lse)
+    return Result(_contiguous(out.transpose(1, 2)), lse)
+
+
+def _contiguous(out: Tensor) -> Tensor:
+    """Return a contiguous output that callers may write to, as to flash-attn's: backward keeps the one of the call."""
+    return out.clone(memory_format=torch.contiguous_format) if out.requires_grad else out.contiguous()
 
 
 def _attended(
@@ -185,8 +218,7 @@ def attend_packed(
     q, k, v = inputs
     if torch.compiler.is_compiling() and scores.slopes is None:
         # a trace does not know the bounds; the operator checks them
-        documents = Documents(cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1])
-        return _in_documents(inputs, documents, pattern, scores, with_lse)
+        return _in_documents(inputs, _with_last(bounds, len(q), len(k)), pattern, scores, with_lse)
     of_q, of_k = checked_bounds(bounds, (len(q), len(k)))
     inputs = q[: of_q[-1]], k[: of_k[-1]], v[: of_k[-1]]
     same = of_q == of_k
@@ -205,6 +237,20 @@ def attend_packed(
     return with_rest(result, len(q))
 
 
+def _with_last(bounds: tuple[Tensor, Tensor], queries: int, keys: int) -> Documents:
+    """Return the documents of bounds, one of the queries after the last bound, without keys, and one of such keys."""
+    of_q, of_k = bounds
+    for name, side in zip(_SIDES, bounds, strict=True):
+        if not isinstance(side, Tensor) or side.ndim != 1:
+            raise ShapeError(
+                name, shown(side), "an int32 tensor (sequences + 1,) that grows from 0", "Sum the lengths."
+            )
+    return Documents(
+        cu_seqlens_q=torch.cat([of_q, of_q.new_tensor([queries, queries])]),
+        cu_seqlens_k=torch.cat([of_k, of_k[-1:], of_k.new_tensor([keys])]),
+    )
+
+
 def with_rest(result: Result, tokens: int) -> Result:
     """Append zeros for the queries of no sequence to a packed result, up to a number of tokens."""
     rest = tokens - len(result.out)
@@ -218,7 +264,7 @@ def _in_documents(inputs: Inputs, documents: Documents, pattern: Pattern, scores
     """Compute attention of packed sequences in one call."""
     q, k, v = (x.transpose(0, 1)[None] for x in inputs)
     out, lse = _attended(q, k, v, pattern.within(documents), scores, with_lse)
-    return Result(out[0].transpose(0, 1).contiguous(), None if lse is None else lse[0])
+    return Result(_contiguous(out[0].transpose(0, 1)), None if lse is None else lse[0])
 
 
 def _one_by_one(
@@ -280,6 +326,9 @@ def check_layout(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
     heads, groups = q.shape[-2], k.shape[-2]
     if not heads or not groups or heads % groups:
         raise ShapeError("k heads", groups, f"a divisor of the {heads} query heads", "Repeat or drop heads.")
+    for name, x in (("q", q), ("v", v)):
+        if not x.shape[-1]:
+            raise ShapeError(f"{name} head dim", 0, "at least 1", "Skip the call.")
     if k.shape[-1] != q.shape[-1]:
         raise ShapeError("k head dim", k.shape[-1], f"{q.shape[-1]}, as q", "Project both to one head dim.")
 
@@ -291,22 +340,13 @@ def check_queries(q: Tensor, ndim: int) -> None:
         raise ShapeError("q", shown(q), wanted, "flash-attn's layout has tokens before heads.")
 
 
-class OutputOnly(torch.autograd.Function):
-    """Return an output with gradients, and its lse without, as flash-attn's autograd functions do."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, lse: Tensor, empty: float) -> tuple[Tensor, Tensor]:
-        """Return the tensors, with ``empty`` as the lse of queries without keys."""
-        return out.view_as(out), lse.masked_fill(torch.isneginf(lse), empty)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of the output."""
-        return grads[0], None, None
-
-
 def output_and_lse(result: Result, empty: float) -> tuple[Tensor, Tensor]:
-    """Return a result with gradients of the output only, and ``empty`` as the lse of queries without keys."""
-    assert result.lse is not None
-    out, lse = OutputOnly.apply(result.out, result.lse.detach(), empty)  # type: ignore[no-untyped-call]
-    return out, lse
+    """Return a result with gradients of the output only, and ``empty`` as the lse of queries without keys.
+
+    The lse has a gradient of zero, as that of flash-attn's autograd functions.
+    """
+    out, lse = result.out, result.lse
+    assert lse is not None
+    lse = lse.detach().masked_fill(torch.isneginf(lse), empty)
+    # the sum of no elements
+    return out, lse + out[None][:0].sum() if out.requires_grad else lse

@@ -13,6 +13,7 @@ from ...checks import LONGEST
 from ...errors import ShapeError, UnsupportedError, shown
 from ...names import only
 from ...patterns import Full, Pattern
+from ...torch_ops import Differentiable
 from .caches import Cache, append, attend_cache, attend_packed_cache, checked_cache, new_tokens, rotated, whole_numbers
 from .conventions import (
     Inputs,
@@ -24,7 +25,9 @@ from .conventions import (
     check_layout,
     check_queries,
     checked_bounds,
+    longest,
     output_and_lse,
+    reaches,
     relation,
     sequences,
     sides,
@@ -44,8 +47,16 @@ def window(window_size: WindowSize, causal: bool, nk: int) -> Pattern:
     A side of -1 beside a limited side is ``nk`` keys wide, which is a limit for queries before the first key.
     """
     left, right = sides(window_size)
-    left, right = (-1 if side >= nk else side for side in (left, right))
     right = 0 if causal else right
+    wide = left >= 0 and reaches(left, nk)
+    # keys before the first one do not exist: a left side of any width is right, and a trace need not know its kind
+    left = -1 if wide else left
+    if right > 0:
+        wide = reaches(right, nk)
+        right = -1 if wide else right
+    if wide is None and right:
+        got = f"{window_size} with a max_seqlen_k that the compiler does not know"
+        raise UnsupportedError("window_size", got, "a causal call, or a plain int", "Pass max_seqlen_k as an int.")
     if left < 0:
         return relation(None, None if right < 0 else right, nk)
     return relation(left, nk if right < 0 else right, nk)
@@ -95,14 +106,14 @@ def flash_attn_func(
     check_layout(q, k, v, "batch, tokens, heads, dim")
     scores = Scores.of(softmax_scale, softcap, alibi_slopes, dropout_p, len(q), q.shape[2])
     pattern = window(window_size, causal, k.shape[1])
-    state = torch.get_rng_state() if return_attn_probs and dropout_p > 0 else None
+    state = torch.get_rng_state() if return_attn_probs and scores.dropout else None
     result = attend((q, k, v), pattern, scores, return_attn_probs)
 
     def weights(state: Tensor) -> Tensor:
         keys = torch.arange(k.shape[1], device=q.device).expand(k.shape[:2])
         found = signed_weights(
             lambda values, p: attend((q, k, values), pattern, scores._replace(dropout=p), False).out,
-            state, keys, k.shape[1], v, dropout_p,
+            state, keys, k.shape[1], v, scores.dropout,
         )  # fmt: skip
         return rounded_up(found.unbind(0), q.shape[1], k.shape[1])
 
@@ -211,12 +222,13 @@ def flash_attn_varlen_func(
     """
     check_queries(q, 3)
     scores = Scores.of(softmax_scale, softcap, alibi_slopes, dropout_p, sequences(cu_seqlens_q), q.shape[1])
-    pattern = window(window_size, causal, int(max_seqlen_k))
+    most = longest("max_seqlen_q", max_seqlen_q), longest("max_seqlen_k", max_seqlen_k)
+    pattern = window(window_size, causal, most[1])
     if block_table is not None:
         result = _over_pages((q, k, v), (cu_seqlens_q, cu_seqlens_k), block_table, pattern, scores, return_attn_probs)
         return _returned(result, return_attn_probs, q, None, lambda state: state)
     check_layout(q, k, v, "tokens, heads, dim")
-    state = torch.get_rng_state() if return_attn_probs and dropout_p > 0 else None
+    state = torch.get_rng_state() if return_attn_probs and scores.dropout else None
     bounds = cu_seqlens_q, cu_seqlens_k
     result = attend_packed((q, k, v), bounds, pattern, scores, return_attn_probs)
 
@@ -225,10 +237,10 @@ def flash_attn_varlen_func(
         first = cu_seqlens_k.long()[torch.searchsorted(cu_seqlens_k.long(), keys, right=True) - 1]
         found = signed_weights(
             lambda values, p: attend_packed((q, k, values), bounds, pattern, scores._replace(dropout=p), False).out,
-            state, keys - first, int(max_seqlen_k), v, dropout_p,
+            state, keys - first, most[1], v, scores.dropout,
         )  # fmt: skip
         each = found[: cu_seqlens_q[-1]].split(cu_seqlens_q.diff().tolist())
-        return rounded_up(each, int(max_seqlen_q), int(max_seqlen_k))
+        return rounded_up(each, *most)
 
     return _returned(result, return_attn_probs, q, state, weights)
 
@@ -240,26 +252,32 @@ def _over_pages(
     if scores.dropout:
         remedy = "Leave dropout out, or pass packed keys and values without a table."
         raise UnsupportedError("block_table", f"dropout_p={scores.dropout}", "inference", remedy)
-    q, k, v = inputs
-    # the room of the table bounds each sequence of keys
-    of_q, of_k = checked_bounds(bounds, (len(q), LONGEST))
-    sizes = [b - a for a, b in itertools.pairwise(of_k)]
-    rows = checked_cache(q, k, v, table, None, len(sizes), "block_table")
-    cache = Cache(k, v, table, rows, [0] * len(sizes), sizes, "block_table")
-    cache.check_room([0] * len(sizes))
-    with torch.no_grad():
-        result = attend_packed_cache(q, of_q, cache, pattern, scores, with_lse)
-    out: Tensor = WithoutBackward.apply(result.out, q, k, v)  # type: ignore[no-untyped-call]
-    return result._replace(out=out)
+
+    def attended(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        # the room of the table bounds each sequence of keys
+        of_q, of_k = checked_bounds(bounds, (len(q), LONGEST))
+        sizes = [b - a for a, b in itertools.pairwise(of_k)]
+        rows = checked_cache(q, k, v, table, None, len(sizes), "block_table")
+        cache = Cache(k, v, table, rows, [0] * len(sizes), sizes, "block_table")
+        cache.check_room([0] * len(sizes))
+        out, lse = attend_packed_cache(q, of_q, cache, pattern, scores, with_lse)
+        return (out,) if lse is None else (out, lse)
+
+    out, *lse = WithoutBackward.apply(attended, *inputs)  # type: ignore[no-untyped-call]
+    return Result(out, lse[0] if lse else None)
 
 
-class WithoutBackward(torch.autograd.Function):
-    """Return an output that depends on inputs, and refuse its gradient rather than leave it out."""
+class WithoutBackward(Differentiable):
+    """Outputs that depend on inputs, and refuse their gradients rather than leave them out."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
-        """Return the output."""
-        return out.view_as(out)
+    def forward(call: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the outputs of a call on inputs."""
+        return call(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Save nothing."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> NoReturn:

@@ -46,7 +46,11 @@ class Rotary(NamedTuple):
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate vectors (..., N, H, D) at positions (..., N); sums are made in float32 at least."""
-        last = int(positions.max()) if positions.numel() else 0
+        first, last = (int(each) for each in positions.aminmax()) if positions.numel() else (0, 0)
+        if first < 0:
+            raise ShapeError(
+                "rotary_seqlens", first, "positions from 0 on", "Pass the first position of each sequence."
+            )
         if last >= len(self.cos):
             wanted = f"at least {last + 1}, the positions that this call reaches"
             raise ShapeError("rotary_cos rows", len(self.cos), wanted, "Make longer tables.")
