@@ -14,6 +14,7 @@ A call that finds a plan in a cache has fewer lines than the first one, so the l
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -52,14 +53,23 @@ def fails(call: Callable[[], object], number: int, files: Files = None) -> bool:
 
 
 def _traced(call: Callable[[], object], files: Files, line: Callable[[FrameType], None]) -> None:
-    def local(frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line" and not _finalizing(frame):
-            line(frame)
-        return local
-
     def starts(frame: FrameType, *_: Any) -> Any:
         name = frame.f_code.co_filename
-        return local if (name.endswith(files) if files else "/ringweave/" in name) else None
+        if not (name.endswith(files) if files else "/ringweave/" in name):
+            return None
+        entered = set[int]()
+
+        def local(frame: FrameType, event: str, _: Any) -> Any:
+            if event == "line" and not _finalizing(frame):
+                if not linecache.getline(name, frame.f_lineno).lstrip().startswith("with "):
+                    line(frame)
+                elif frame.f_lineno not in entered:
+                    # Python traces this line again before it leaves the block, where no signal is handled
+                    entered.add(frame.f_lineno)
+                    line(frame)
+            return local
+
+        return local
 
     before = sys.gettrace()
     sys.settrace(starts)

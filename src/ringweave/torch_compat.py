@@ -51,6 +51,7 @@ WITHOUT = {
     "_C._functorch.is_batchedtensor": "torch.vmap is detected by a failing item(), for which the host waits for a GPU",
     "_C._functorch.is_functorch_wrapped_tensor": "a wrapped tensor is detected by its lack of memory",
     "_C._len_torch_function_stack": _QUICK,
+    "_C._functorch.is_legacy_batchedtensor": "is_grads_batched and jacobian(vectorize=True) raise an error of torch",
     "_assert_async": "the host waits for checks of indices on a GPU",
     "_dynamo": "the first operator imports the compiler, which takes a second",
     "autograd.forward_ad._current_level": f"{_QUICK}; forward mode is detected by trying it",
@@ -168,6 +169,35 @@ def forward_mode() -> bool:
 
 _wraps = find("_C._functorch.is_functorch_wrapped_tensor")
 _batches = find("_C._functorch.is_batchedtensor")
+
+
+_batched_gradient = find("_C._functorch.is_legacy_batchedtensor")
+
+
+def batched_gradient(*grads: Tensor | None) -> bool:
+    """Whether gradients are batches, from ``is_grads_batched`` or ``vectorize=True``, which torch maps by an older vmap."""
+    if _batched_gradient is None or torch.compiler.is_compiling():
+        return False
+    return any(x is not None and _batched_gradient(x) for x in grads)
+
+
+def unbatched(x: Tensor) -> Tensor:
+    """Return the batch (n, ...) of a gradient."""
+    whole: Tensor = torch._remove_batch_dim(x, _level(), 0, 0)
+    return whole
+
+
+def rebatched(x: Tensor) -> Tensor:
+    """Return the gradient of a batch (n, ...)."""
+    batch: Tensor = torch._add_batch_dim(x, 0, _level())
+    return batch
+
+
+def _level() -> int:
+    try:
+        return int(torch._C._vmapmode_increment_nesting()) - 1
+    finally:
+        torch._C._vmapmode_decrement_nesting()
 
 
 def transforming(*tensors: Tensor) -> bool:

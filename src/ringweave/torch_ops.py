@@ -25,7 +25,16 @@ from .patterns import Pattern
 from .patterns.base import names_in
 from .plan import pattern_of
 from .program import Program, Returned
-from .torch_compat import are_plain_cpu, forward_mode, no_interception, transforming, untraced
+from .torch_compat import (
+    are_plain_cpu,
+    batched_gradient,
+    forward_mode,
+    no_interception,
+    rebatched,
+    transforming,
+    unbatched,
+    untraced,
+)
 from .types import acc_dtype
 
 if TYPE_CHECKING:
@@ -342,6 +351,8 @@ def _gradients(
         _check_pinned(ctx.pinned)
     if dout is None and dlse is None:
         return None, None, None, [None] * len(learns)
+    if batched_gradient(dout, dlse):
+        return _batched_gradients(ctx, program, learns, dout, dlse)
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     watched = q, k, v, out, lse, dout, *(tensors if dlse is None else (dlse, *tensors))
@@ -365,6 +376,21 @@ def _gradients(
                 dq, dk, dv, *of_tensors = _Backward.apply(*args)  # type: ignore[no-untyped-call]
                 found = [dq, dk, dv]
     return *found, [grad if one else None for grad, one in zip(of_tensors, learns, strict=True)]
+
+
+def _batched_gradients(
+    ctx: Any, program: Program | None, learns: list[bool], dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Any, ...]:
+    """Compute the gradients of a batch one by one, since the operator takes lists, for which torch has no rule."""
+    batches = [unbatched(x) if batched_gradient(x) else x for x in (dout, dlse)]
+    count = next(len(each) for each, x in zip(batches, (dout, dlse), strict=True) if batched_gradient(x))
+    parts = []
+    for i in range(count):
+        one = [each[i] if batched_gradient(x) and each is not None else x for each, x in zip(batches, (dout, dlse), strict=True)]
+        *found, of_tensors = _gradients(ctx, program, learns, *one)
+        parts.append((*found, *of_tensors))
+    stacked = [None if each[0] is None else rebatched(torch.stack(each)) for each in zip(*parts, strict=True)]
+    return *stacked[:3], stacked[3:]
 
 
 def _prepared_backward(
