@@ -175,7 +175,7 @@ _batched_gradient = find("_C._functorch.is_legacy_batchedtensor")
 
 
 def batched_gradient(*grads: Tensor | None) -> bool:
-    """Whether gradients are batches, from ``is_grads_batched`` or ``vectorize=True``, which torch maps by an older vmap."""
+    """Whether gradients are batches, as with ``is_grads_batched`` and ``vectorize=True``: torch's older vmap."""
     if _batched_gradient is None or torch.compiler.is_compiling():
         return False
     return any(x is not None and _batched_gradient(x) for x in grads)

@@ -382,11 +382,12 @@ def _batched_gradients(
     ctx: Any, program: Program | None, learns: list[bool], dout: Tensor | None, dlse: Tensor | None
 ) -> tuple[Any, ...]:
     """Compute the gradients of a batch one by one, since the operator takes lists, for which torch has no rule."""
-    batches = [unbatched(x) if batched_gradient(x) else x for x in (dout, dlse)]
-    count = next(len(each) for each, x in zip(batches, (dout, dlse), strict=True) if batched_gradient(x))
+    # a batch is a tuple of its members; the other gradient, if there is one, belongs to each of them
+    members = [unbatched(x).unbind() if x is not None and batched_gradient(x) else x for x in (dout, dlse)]
+    count = next(len(each) for each in members if isinstance(each, tuple))
     parts = []
     for i in range(count):
-        one = [each[i] if batched_gradient(x) and each is not None else x for each, x in zip(batches, (dout, dlse), strict=True)]
+        one = [each[i] if isinstance(each, tuple) else each for each in members]
         *found, of_tensors = _gradients(ctx, program, learns, *one)
         parts.append((*found, *of_tensors))
     stacked = [None if each[0] is None else rebatched(torch.stack(each)) for each in zip(*parts, strict=True)]

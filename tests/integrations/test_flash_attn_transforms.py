@@ -22,7 +22,10 @@ def calls(version: str, heads: int = 2) -> dict[str, tuple[Call, Tensor]]:
     torch.manual_seed(0)
     module = MODULES[version]
     return {
-        "dense": (lambda x, **more: module.flash_attn_func(x, x, x, causal=True, **more), torch.randn(2, 12, heads, 16)),
+        "dense": (
+            lambda x, **more: module.flash_attn_func(x, x, x, causal=True, **more),
+            torch.randn(2, 12, heads, 16),
+        ),
         "packed": (
             lambda x, **more: module.flash_attn_varlen_func(x, x, x, BOUNDS, BOUNDS, 14, 14, causal=True, **more),
             torch.randn(24, heads, 16),
@@ -94,7 +97,9 @@ def test_pages_in_transforms() -> None:
             out.mul_(2).sum().backward()
 
 
-@pytest.mark.parametrize("stops", [((9, 20), (9, 20)), ((9, 20), (0, 32)), ((0, 0), (0, 0)), ((4, 32), (5, 7))], ids=str)
+@pytest.mark.parametrize(
+    "stops", [((9, 20), (9, 20)), ((9, 20), (0, 32)), ((0, 0), (0, 0)), ((4, 32), (5, 7))], ids=str
+)
 @pytest.mark.parametrize("version", MODULES)
 def test_compiled_packs_that_end_before_the_buffer(version: str, stops: tuple[tuple[int, ...], ...]) -> None:
     """Tokens after the last bound give 0 in one graph too, have no gradients, and reach no other token."""
