@@ -102,7 +102,7 @@ class Cache:
             if x.is_inference() and not torch.is_inference_mode_enabled():
                 remedy = "Make the cache outside of inference mode, or call in it."
                 raise ShapeError(name, "an inference tensor", "one that may be written here", remedy)
-            if any(size > 1 and not step for size, step in zip(x.shape, x.stride(), strict=True)):
+            if 0 in x.stride() and any(size > 1 and not step for size, step in zip(x.shape, x.stride(), strict=True)):
                 raise ShapeError(name, "an expanded tensor", "one with its own memory", "Call .contiguous() once.")
 
     def write(self, new: New, k: Tensor) -> None:

@@ -55,7 +55,11 @@ class Scores(NamedTuple):
     ) -> Scores:
         """Check the arguments of a call with ``batch`` sequences and ``heads`` query heads."""
         scale = None if scale is None else checked_scale(scale, 1, "softmax_scale")
-        softcap, dropout = number("softcap", softcap, error=ShapeError), checked_dropout(dropout, "dropout_p")
+        # the checks of a default would take a microsecond each
+        if type(softcap) is not float or softcap:
+            softcap = number("softcap", softcap, error=ShapeError)
+        if type(dropout) is not float or dropout:
+            dropout = checked_dropout(dropout, "dropout_p")
         if softcap > 0:
             # a cap that is no number of float32 is refused here, before anything is written
             Softcap(softcap)
