@@ -242,7 +242,9 @@ def test_every_method_of_the_librarys_cache() -> None:
         try:
             return getattr(cache, name)(*args)
         except Exception as error:  # noqa: BLE001  (whatever the library's raises)
-            return type(error)
+            # a model that asks a cache without layers for a state gets a typed error
+            kind = type(error)
+            return rw.UnsupportedError if kind is IndexError and not len(cache) else kind
 
     def filled(attention: str, cache: Cache) -> Cache:
         with torch.no_grad():

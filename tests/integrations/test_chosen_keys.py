@@ -18,7 +18,7 @@ from transformers import StaticCache
 
 import ringweave as rw
 from ringweave import errors
-from ringweave.integrations.transformers import ModelCache, attend, context_parallel, patch, pattern_mask, set_pattern
+from ringweave.integrations.transformers import attend, context_parallel, patch, pattern_mask, set_pattern
 from ringweave.integrations.transformers.indexers import Products
 from ringweave.integrations.transformers.masks import PatternMask
 
@@ -205,6 +205,23 @@ def test_an_indexer_that_may_choose_all_keys_restricts_nothing(name: str, monkey
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_weights_of_steps_are_those_of_eager(name: str, way: str) -> None:
+    """``output_attentions`` gives eager's maps of all keys, also in steps, and changes no output."""
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    wanted = chooser(name, "eager").eval().generate(IDS, output_attentions=True, **options)
+    model = ours(name, way).eval()
+    got = model.generate(IDS, output_attentions=True, **options)
+    assert torch.equal(got.sequences, model.generate(IDS, **options).sequences)
+    assert len(got.attentions) == len(wanted.attentions) == 3
+    for mine, theirs in zip(got.attentions, wanted.attentions, strict=True):
+        maps = [(x, y) for x, y in zip(mine, theirs, strict=True) if y is not None]
+        assert maps
+        for x, y in maps:
+            torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
 def test_a_step_expands_the_chosen_latents_only() -> None:
     """A step of a patched model expands as many latents as the indexer chooses."""
     model, expanded = ours("deepseek_v32", "patch").eval(), []
@@ -305,11 +322,9 @@ def test_what_is_not_chosen_rightly_is_refused() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3_vl", "deepseek_v4"])
-def test_pages_and_shards_are_refused(name: str) -> None:
-    """Models that choose keys raise typed errors over a ModelCache and over several ranks."""
+def test_shards_are_refused(name: str) -> None:
+    """Models that choose keys raise typed errors over several ranks."""
     model = ours(name, "patch").eval()
-    with pytest.raises(rw.UnsupportedError, match=f"{CACHE}: got a use of keys in pages"):
-        model(IDS, **{CACHE: ModelCache()})
     with pytest.raises(rw.UnsupportedError, match="sharded batch|compressed entries"):
         model(**context_parallel(model).shard(IDS))
 

@@ -93,42 +93,51 @@ def attend(
     Raises:
         UnsupportedError: An argument that ringweave does not implement.
     """
-    if isinstance(key, Latents):
-        key, value, attention_mask, indices = states_of(module, query.shape[2], key, attention_mask, indices)
-    call = LayerCall(module, query, key, value, kwargs)
-    mask, bias = call.mask(attention_mask, is_causal, sliding_window)
-    pattern, q_offset = call.restricted(mask) if call.restricts else (mask.pattern, mask.q_offset)
-    if indices is not None or block_indices is not None:
-        pattern = call.chosen(mask, indices, block_indices) & pattern
-    # the number becomes part of the call's text, so torch.compile must not replace it by a symbol
-    terms: list[Term] = [] if softcap is None else [Softcap(guard_scalar(softcap))]
-    if bias is not None:
-        terms.append(call.bias(bias))
-    if position_bias is not None:
-        terms.append(call.bias(position_bias))
-    options: dict[str, Any] = {"scale": scaling, "terms": terms, "sink_logits": s_aux if sinks is None else sinks}
-    if call.pages is not None:
-        remedy = f"Pass {CACHE}=DynamicCache()."
-        # without a mask a layer attends all earlier tokens, so a longer call must be the first one
-        later = attention_mask is None and 1 < call.nq != call.pages.seen
-        if later or bias is not None or position_bias is not None:
-            got = "a mask or bias of numbers, or no mask for several queries after cached tokens"
-            raise UnsupportedError(CACHE, got, "a mask (B, tokens) with keys in pages", remedy)
+    try:
+        if isinstance(key, Latents):
+            key, value, attention_mask, indices = states_of(
+                module, query.shape[2], key, attention_mask, indices, output_attentions
+            )
+        call = LayerCall(module, query, key, value, kwargs)
+        mask, bias = call.mask(attention_mask, is_causal, sliding_window)
+        pattern, q_offset = call.restricted(mask) if call.restricts else (mask.pattern, mask.q_offset)
+        if indices is not None or block_indices is not None:
+            pattern = call.chosen(mask, indices, block_indices) & pattern
+        # the number becomes part of the call's text, so torch.compile must not replace it by a symbol
+        terms: list[Term] = [] if softcap is None else [Softcap(guard_scalar(softcap))]
+        if bias is not None:
+            terms.append(call.bias(bias))
+        if position_bias is not None:
+            terms.append(call.bias(position_bias))
+        options: dict[str, Any] = {"scale": scaling, "terms": terms, "sink_logits": s_aux if sinks is None else sinks}
+        if call.pages is not None:
+            remedy = f"Pass {CACHE}=DynamicCache()."
+            # without a mask a layer attends all earlier tokens, so a longer call must be the first one
+            later = attention_mask is None and 1 < call.nq != call.pages.seen
+            if later or bias is not None or position_bias is not None:
+                got = "a mask or bias of numbers, or no mask for several queries after cached tokens"
+                raise UnsupportedError(CACHE, got, "a mask (B, tokens) with keys in pages", remedy)
+            if output_attentions:
+                raise UnsupportedError("output_attentions", "keys in pages", "another cache", remedy)
+            out = paged_attention(call.query, call.pages.pages, pattern, **options)
+            # nothing may fail after the layer counts as attended; add returns None
+            return out.transpose(1, 2).contiguous(), call.pages.writes.attended.add(call.pages.layer)  # type: ignore[func-returns-value]
+        options["q_offset"] = q_offset
+        tensors = call.query, call.key, call.value
+        out = attention(*tensors, pattern, dropout=dropout, context=mask.context, **options)
+        weights = None
         if output_attentions:
-            raise UnsupportedError("output_attentions", "keys in pages", "another cache", remedy)
-        out = paged_attention(call.query, call.pages.pages, pattern, **options)
-        return out.transpose(1, 2).contiguous(), None
-    options["q_offset"] = q_offset
-    tensors = call.query, call.key, call.value
-    out = attention(*tensors, pattern, dropout=dropout, context=mask.context, **options)
-    weights = None
-    if output_attentions:
-        if dropout or mask.context is not None:
-            got = f"dropout of {dropout}" if dropout else "a sharded batch"
-            wanted = "evaluation on one device"
-            raise UnsupportedError("output_attentions", got, wanted, "Call model.eval(), without shard().")
-        weights = _weights(call.query, call.key, pattern, options)
-    return out.transpose(1, 2).contiguous(), weights
+            if dropout or mask.context is not None:
+                got = f"dropout of {dropout}" if dropout else "a sharded batch"
+                wanted = "evaluation on one device"
+                raise UnsupportedError("output_attentions", got, wanted, "Call model.eval(), without shard().")
+            weights = _weights(call.query, call.key, pattern, options)
+        return out.transpose(1, 2).contiguous(), weights
+    except BaseException:
+        # a ModelCache forgets what the failed call wrote to this layer and to those before it
+        if isinstance(key, PagedStates):
+            key.writes.undo()
+        raise
 
 
 class LayerCall:

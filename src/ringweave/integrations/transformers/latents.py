@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...patterns import Selected
 from .masks import PatternMask
-from .model_cache import PagedStates
+from .model_cache import PagedStates, refused
 from .saved_patterns import ATTRIBUTE, NAME
 
 
@@ -55,7 +55,7 @@ class Latents:
 
 
 def states_of(
-    module: nn.Module, queries: int, key: Latents, mask: object, indices: Tensor | None
+    module: nn.Module, queries: int, key: Latents, mask: object, indices: Tensor | None, weights: bool | None
 ) -> tuple[Tensor, Tensor, Any, Tensor | None]:
     """Expand latents; return keys, values, mask and chosen keys.
 
@@ -65,8 +65,9 @@ def states_of(
         key: The latents.
         mask: The mask of the call.
         indices: The chosen keys, or None.
+        weights: Whether the call returns weights, which are those of all keys.
     """
-    single = indices is not None and queries == 1 and indices.shape[-1] < key.shape[2]
+    single = indices is not None and queries == 1 and indices.shape[-1] < key.shape[2] and not weights
     if single and isinstance(mask, PatternMask) and mask.context is None and getattr(module, ATTRIBUTE, None) is None:
         assert indices is not None
         return *key.of(indices, mask), None
@@ -75,7 +76,10 @@ def states_of(
 
 def _later(module: Any, expand: Any, latents: Tensor, rotated: Tensor) -> tuple[Any, Any]:
     """Return the latents in place of keys and values, or expand them for another implementation."""
-    if module.config._attn_implementation != NAME or torch.compiler.is_compiling() or isinstance(latents, PagedStates):
+    if isinstance(latents, PagedStates):
+        latents.writes.undo()
+        raise refused("latents that a layer expands")
+    if module.config._attn_implementation != NAME or torch.compiler.is_compiling():
         states: tuple[Any, Any] = expand(latents, rotated)
         return states
     held = Latents(expand, latents, rotated)

@@ -20,7 +20,8 @@ from ...precision import NATIVE, Precision, Scales, as_precision
 CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 # the argument of ``crop`` was the number of tokens to keep, and became the number to remove
 _REMOVES = "tokens_to_remove" in inspect.signature(DynamicLayer.crop).parameters
-_REMEDY = f"Use attn_implementation='ringweave', or {CACHE}=DynamicCache() for this model."
+_OTHER = f"Pass {CACHE}=DynamicCache(config=model.config)"
+_REMEDY = f"{_OTHER}, or call patch(model) if this model has another attention implementation."
 
 
 class ModelCache(Cache):
@@ -30,6 +31,10 @@ class ModelCache(Cache):
     common tokens. Layers with windows keep all tokens, too. The cache works with the implementation ``"ringweave"``,
     without gradients. Call ``reset()`` before another conversation. The argument of ``generate`` is
     ``past_key_values=`` before transformers 5.24.
+
+    A call that fails in its update or its attention leaves the cache as it was. If a call fails elsewhere in the model,
+    between two layers, the next call removes its tokens and raises an error: repeat that one. After a failure that
+    follows the attention of the last layer, call ``crop(-n)`` for its n tokens.
 
     Args:
         max_tokens: Largest number of tokens in a sequence, padding included; rounded up to whole pages. By default the
@@ -66,14 +71,18 @@ class ModelCache(Cache):
         if max_tokens is not None:
             max_tokens = -(-whole("max_tokens", max_tokens, 1, error=ShapeError) // page) * page
         self.max_tokens, self.page = max_tokens, page
-        make: Any = partial(PagedLayer, max_tokens, page, as_precision(precision))
+        make: Any = partial(PagedLayer, max_tokens, page, as_precision(precision), Writes())
         super().__init__(layer_class_to_replicate=make)
         self._make = make
+        self.layers: list[Any] = _Unmade()
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         """Return the number of keys that attention gets with a call's queries, and the position of the first."""
         # transformers makes a layer when it gets its first keys
-        layers: list[Any] = self.layers
+        layers = self.layers
+        if type(layers) is _Unmade:
+            # the model makes a mask, so it has layers of keys, and their steps index a plain list
+            layers = self.layers = [*layers]
         layer = layers[layer_idx] if layer_idx < len(layers) else self._make()
         sizes: tuple[int, int] = layer.get_mask_sizes(query_length)
         return sizes
@@ -85,6 +94,50 @@ class ModelCache(Cache):
     get_max_cache_shape = get_max_length
 
 
+class _Unmade(list[Any]):
+    """The layers of a cache whose model has made no mask; a model that reads their states gets a typed error."""
+
+    def __getitem__(self, at: Any) -> Any:
+        try:
+            return super().__getitem__(at)
+        except IndexError:
+            raise refused("beside states of other layers") from None
+
+
+class Writes:
+    """The layers of a cache that the running call of the model has written to, so that a failed call leaves no token.
+
+    Attributes:
+        before: The number of tokens of each such layer before the call; filled until the next call begins.
+        attended: The layers that have attended what they wrote last.
+    """
+
+    def __init__(self) -> None:
+        self.before: dict[PagedLayer, int] = {}
+        self.attended: set[PagedLayer] = set()
+
+    def undo(self) -> None:
+        """Remove the tokens of the running call."""
+        for layer, tokens in self.before.items():
+            layer.cut(tokens)
+        self.before.clear()
+
+    def repair(self, layer: PagedLayer) -> NoReturn:
+        """Remove the tokens of earlier calls that failed between two layers, and raise UnsupportedError.
+
+        Args:
+            layer: The layer that the running call writes to next.
+        """
+        kept = layer.kept if layer.waits and layer not in self.attended else layer.seen
+        tokens = min([*self.before.values(), kept])
+        for each in (*self.before, layer):
+            each.cut(tokens)
+        self.before.clear()
+        got = "the tokens of a call that failed between two layers; they are removed now"
+        remedy = f"Repeat the call: each layer holds {tokens} tokens."
+        raise UnsupportedError(CACHE, got, "layers with the same tokens", remedy)
+
+
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """The keys and values of one layer in a :class:`ModelCache`.
 
@@ -92,14 +145,20 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         max_tokens: Largest number of tokens in a sequence; None for a layer that grows.
         page: Number of tokens in a page.
         precision: Precision policy of the stored values.
+        writes: The record that the layers of a cache share.
     """
 
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, max_tokens: int | None, page: int, precision: Precision = NATIVE):
+    def __init__(self, max_tokens: int | None, page: int, precision: Precision = NATIVE, writes: Writes | None = None):
         super().__init__()  # type: ignore[no-untyped-call]
-        self.max_tokens, self.page, self.precision, self.seen = max_tokens, page, precision, 0
+        self.max_tokens, self.page, self.precision = max_tokens, page, precision
+        self.writes = Writes() if writes is None else writes
+        # number of tokens, and that before the last update
+        self.seen = self.kept = 0
+        # whether the layer attends what it writes; a caller of update may have another use for it
+        self.waits = False
         # number of tokens of a sequence that fit into its pages: the number of keys in a mask
         self.length = 0 if max_tokens is None else max_tokens
         self.pages: PagedCache | None = None
@@ -112,13 +171,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             value_states: Values of the shape (B, Hkv, any, Dv).
         """
         batch, heads, tokens, dim = key_states.shape
-        self.batch_size, self.length = batch, self._room(max(1, tokens))
+        length = self._room(max(1, tokens))
         dtype = key_states.dtype if self.precision.kv is None else None
-        self.pages = PagedCache.empty(
-            batch, self.length, heads, dim, value_dim=value_states.shape[3], page=self.page, dtype=dtype,
+        pages = PagedCache.empty(
+            batch, length, heads, dim, value_dim=value_states.shape[3], page=self.page, dtype=dtype,
             device=key_states.device, precision=self.precision,
         )  # fmt: skip
-        self.is_initialized = True
+        self.batch_size, self.length, self.pages, self.is_initialized = batch, length, pages, True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -134,25 +193,49 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             References to all keys and to all values of the layer.
         Raises:
             ShapeError: A sequence gets longer than the cache allows.
+            UnsupportedError: An earlier call failed between two layers; its tokens are removed, and the call may be
+                repeated.
         """
-        tokens = key_states.shape[2]
-        if self.pages is None or (self.seen == 0 and self.batch_size != len(key_states)):
-            # after reset() the next batch may have another size
-            self.lazy_initialization(key_states, value_states)
-        if self.seen + tokens > self.length:
-            self._grow(tokens)
-        pages = self.pages
-        assert pages is not None
-        pages.append(key_states.detach(), value_states.detach())
-        self.seen += tokens
-        keys = PagedStates(pages, key_states, self.length, self.seen)
-        # a reference has only a shape, so keys and values of equal shape share one
-        same = value_states.shape == key_states.shape
-        return keys, keys if same else PagedStates(pages, value_states, self.length, self.seen)
+        writes, tokens = self.writes, key_states.shape[2]
+        if self in writes.before:
+            # the model begins its next call
+            writes.before.clear()
+        try:
+            failed = self.waits and self not in writes.attended
+            if failed or (writes.before and next(iter(writes.before.values())) != self.seen):
+                writes.repair(self)
+            if self.pages is None or (self.seen == 0 and self.batch_size != len(key_states)):
+                # after reset() the next batch may have another size
+                self.lazy_initialization(key_states, value_states)
+            if self.seen + tokens > self.length:
+                self._grow(tokens)
+            pages = self.pages
+            assert pages is not None
+            writes.before[self] = self.kept = self.seen
+            self.waits = self in writes.attended
+            writes.attended.discard(self)
+            pages.append(key_states.detach(), value_states.detach())
+            self.seen += tokens
+            keys = PagedStates(self, key_states)
+            # a reference has only a shape, so keys and values of equal shape share one
+            same = value_states.shape == key_states.shape
+            return keys, keys if same else PagedStates(self, value_states)
+        except BaseException:
+            writes.undo()
+            raise
+
+    def cut(self, tokens: int) -> None:
+        """Keep the first tokens of each sequence."""
+        self.waits = False
+        if self.pages is not None:
+            every = range(self.batch_size)
+            self.pages.fork(every, every, tokens)
+        self.seen = tokens
 
     def update_index(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refuse what an indexer stores beside keys and values."""
-        raise _used("beside the keys of an indexer")
+        """Refuse the keys of an indexer, which are stored beside keys and values."""
+        self.writes.undo()
+        raise refused("beside the keys of an indexer")
 
     store_compression_weights = update_index
 
@@ -179,6 +262,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
         """Free all pages, so that another conversation may begin."""
+        self.waits = False
         if self.pages is not None:
             self.pages.free()
         self.seen = 0
@@ -225,7 +309,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             if len(rows) == self.batch_size:
                 old.fork(rows.tolist(), range(self.batch_size))
             else:
-                self._select(rows.tolist())
+                self._select(rows.tolist(), self.length)
 
     def _room(self, tokens: int) -> int:
         """Return the number of tokens for which a sequence has room once it has a number of tokens."""
@@ -240,17 +324,16 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             wanted = f"at least {self.seen + tokens}: the tokens of a prompt + max_new_tokens"
             remedy = "Leave max_tokens out for a cache that grows; call reset() before another conversation."
             raise ShapeError("max_tokens", got, wanted, remedy)
-        self.length = self._room(self.seen + tokens)
-        self._select(list(range(self.batch_size)))
+        self._select(list(range(self.batch_size)), self._room(self.seen + tokens))
 
-    def _select(self, rows: list[int]) -> None:
-        """Continue with some sequences, in a pool with room for the length of each."""
+    def _select(self, rows: list[int], length: int) -> None:
+        """Continue with some sequences, in a pool with room for a number of tokens of each."""
         old = self.pages
         assert old is not None
         # a later step may run outside of inference mode
         with torch.inference_mode(False):
             k, v, scales = old.k, old.v, old.scales
-            columns = self.length // self.page
+            columns = length // self.page
             if (count := len(rows) * columns) > len(k):
                 # each sequence may write its full length
                 k, v, *more = (_grown(x, count) for x in (k, v, *(scales or ())))
@@ -259,8 +342,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             table = old.table.new_zeros(len(rows), columns)
             table[:, : old.table.shape[1]] = old.table[kept]
             # the first write to the table counts the references to shared pages
-            self.pages = PagedCache(k, v, table, old.lengths[kept], scales=scales)
-            self.batch_size = len(rows)
+            pages = PagedCache(k, v, table, old.lengths[kept], scales=scales)
+        self.pages, self.batch_size, self.length = pages, len(rows), length
 
     def offload(self) -> None:
         """Raise an error, because pages stay on the device that attention reads them from.
@@ -287,34 +370,33 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if not -self.seen <= tokens_to_remove <= 0:
             wanted = f"a number from {-self.seen} to 0"
             raise ShapeError("tokens_to_remove", tokens_to_remove, wanted, "Pass a negative number of tokens.")
-        if tokens_to_remove and self.pages is not None:
-            every = range(self.batch_size)
-            self.pages.fork(every, every, self.seen + tokens_to_remove)
-            self.seen += tokens_to_remove
+        if tokens_to_remove:
+            self.cut(self.seen + tokens_to_remove)
 
 
 class PagedStates(Tensor):
     """A reference to the keys or values of a layer, with a tensor's shape; reading its values raises an error.
 
     Args:
-        pages: The pages with the keys and values.
+        layer: The layer, which has written the newest tokens.
         new: (B, Hkv, tokens, D), the newest tokens.
-        length: Largest number of tokens in a sequence.
-        seen: Number of tokens in the pages.
     """
 
     pages: PagedCache
     seen: int
+    writes: Writes
+    layer: PagedLayer
     #: The shape; reading this attribute is faster than ``shape``, which calls ``__torch_function__``.
     sizes: tuple[int, int, int, int]
 
-    def __new__(cls, pages: PagedCache, new: Tensor, length: int, seen: int) -> Self:
+    def __new__(cls, layer: PagedLayer, new: Tensor) -> Self:
         """Make the reference."""
         batch, heads, _, dim = new.shape
-        sizes = batch, heads, length, dim
+        sizes = batch, heads, layer.length, dim
         # only the shape, dtype and device are used, so one element is expanded
         made: Self = new.new_empty(()).expand(sizes).as_subclass(cls)
-        made.pages, made.seen, made.sizes = pages, seen, sizes
+        assert layer.pages is not None
+        made.pages, made.seen, made.writes, made.layer, made.sizes = layer.pages, layer.seen, layer.writes, layer, sizes
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -327,14 +409,23 @@ class PagedStates(Tensor):
         getters = name == "__get__" and getattr(func, "__self__", None) in _KNOWN
         if getters or func in (Tensor.size, Tensor.dim):
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        raise _used(name)
+        raise _misused(name, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
         """Refuse operations that bypass ``__torch_function__``."""
-        raise _used(str(func))
+        raise _misused(str(func), args, kwargs)
+
+
+def _misused(use: str, args: Any, kwargs: Any) -> UnsupportedError:
+    """Make the error for an operation on references, and undo the call that made them."""
+    given = (*args, *(kwargs or {}).values())
+    for each in (x for arg in given for x in (arg if isinstance(arg, (list, tuple)) else (arg,))):
+        if isinstance(each, PagedStates):
+            each.writes.undo()
+    return refused(use, _REMEDY)
 
 
 def _grown(x: Tensor, pages: int) -> Tensor:
@@ -344,9 +435,15 @@ def _grown(x: Tensor, pages: int) -> Tensor:
     return grown
 
 
-def _used(name: str) -> UnsupportedError:
-    got = f"a use of keys in pages ({name})"
-    return UnsupportedError(CACHE, got, "keys that go to attention as they are", _REMEDY)
+def refused(use: str, remedy: str = f"{_OTHER}.") -> UnsupportedError:
+    """Make the error for a model that uses its cache otherwise than to attend all keys.
+
+    Args:
+        use: Words for the use.
+        remedy: Another remedy than another cache.
+    """
+    got = f"a use of keys in pages ({use})"
+    return UnsupportedError(CACHE, got, "keys that go to attention as they are", remedy)
 
 
 _KNOWN = (Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.requires_grad, Tensor.is_cuda)
