@@ -9,7 +9,7 @@ import pytest
 
 import ringweave as rw
 from ringweave.errors import RingweaveError
-from ringweave.plugins import ATTRIBUTES
+from ringweave.plugins import ATTRIBUTES, require_package
 from ringweave_command import COMMANDS, ELSEWHERE, how_to_install
 
 # the command line of an installation in which no entry point extends ringweave
@@ -66,3 +66,40 @@ def test_an_absent_attribute_says_how_to_get_it(full: str, monkeypatch: pytest.M
     assert isinstance(caught.value, RingweaveError)
     assert str(caught.value).endswith(how_to_install(ATTRIBUTES[full]))
     assert "\n" not in str(caught.value)
+
+
+# every module of the package is imported in a process without the optional packages, and then again
+WITHOUT_EXTRAS = """
+import importlib, pkgutil, sys
+for name in ("matplotlib", "psutil", "scipy", "transformers", "triton", "flash_attn", "attn_gym"):
+    sys.modules[name] = None
+import ringweave as rw
+for module in pkgutil.walk_packages(rw.__path__, "ringweave.", onerror=lambda name: None):
+    for _ in range(2):
+        try:
+            importlib.import_module(module.name)
+        except ImportError as error:
+            print(module.name, type(error).__name__, isinstance(error, rw.RingweaveError), error, sep="|")
+"""
+
+
+def test_a_module_without_its_package_says_which_to_install() -> None:
+    """Modules that need an absent package raise a typed error that is an ImportError; others import."""
+    command = [sys.executable, "-c", WITHOUT_EXTRAS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    found = [line.split("|") for line in done.stdout.splitlines()]
+    # Triton's kernels are imported by their backend, which says that it cannot run, and the checks of transformers
+    # that install() satisfies by a process that has imported transformers
+    inside = ("ringweave.backends.triton", "ringweave.integrations.flash_attn.transformers_checks")
+    found = [each for each in found if not each[0].startswith(inside)]
+    remedy = "transformers: got no such package; wanted version 5 or newer. Run pip install 'ringweave[hf]'."
+    assert found == [["ringweave.integrations.transformers", "AbsentPackageError", "True", remedy]] * 2
+    with pytest.raises(ModuleNotFoundError) as error:
+        require_package("missing", 5, "hf")
+    assert error.value.name == "missing"
+
+
+def test_a_package_that_is_too_old_says_which_version_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringweave.plugins.version", lambda package: "4.57.1")
+    with pytest.raises(ImportError, match=r"transformers: got version 4.57.1; wanted version 5 or newer"):
+        require_package("transformers", 5, "hf")

@@ -1,9 +1,10 @@
-"""Find what other distributions add to ringweave by their entry points, never by importing them by name."""
+"""Find what other distributions add to ringweave, by their entry points, and say which package a module lacks."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from typing import Any
 
 from ringweave_command import ELSEWHERE, how_to_install
@@ -24,6 +25,31 @@ class AbsentError(RingweaveError, AttributeError):
 
     def __init__(self, name: str, distribution: str) -> None:
         super().__init__(name, "an installation without it", distribution, how_to_install(distribution))
+
+
+class AbsentPackageError(RingweaveError, ModuleNotFoundError):
+    """A module of ringweave needs a package that is not installed, or a newer version of it."""
+
+    def __init__(self, package: str, got: str, wanted: str, extra: str) -> None:
+        super().__init__(package, got, wanted, f"Run pip install 'ringweave[{extra}]'.")
+        # as Python's own error says it
+        self.name = package
+
+
+def require_package(package: str, major: int, extra: str) -> None:
+    """Raise AbsentPackageError unless a package is installed.
+
+    Args:
+        package: Its name, also as a module.
+        major: The lowest major version that will do.
+        extra: The extra of ringweave that installs it.
+    """
+    wanted = f"version {major} or newer"
+    if importlib.util.find_spec(package) is None:
+        raise AbsentPackageError(package, "no such package", wanted, extra)
+    found = version(package)
+    if int(found.split(".")[0]) < major:
+        raise AbsentPackageError(package, f"version {found}", wanted, extra)
 
 
 def registrations() -> list[Callable[[Any], None]]:

@@ -6,6 +6,10 @@ It needs transformers (the extra ``hf``), which no other part of ringweave impor
 """
 
 from ...names import only
+from ...plugins import require_package
+
+require_package("transformers", 5, "hf")
+
 from .interface import attend, patch, register, set_pattern
 from .masks import PatternMask, pattern_mask
 from .model_cache import ModelCache
