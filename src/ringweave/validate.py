@@ -23,6 +23,7 @@ from .errors import ShapeError, UnsupportedError, shown
 from .patterns import Pattern, check_extents
 from .patterns.alignment import END, ends_at_query, first_query, padded_keys
 from .patterns.fitting import refuse
+from .patterns.global_tokens import check_places
 from .patterns.shifted import with_offsets
 from .precision import as_precision, quantize_rows
 from .program import compiled, names
@@ -179,8 +180,11 @@ def _positions(given: Arguments) -> tuple[Pattern, Pattern, int]:
     bound = pattern.bound(q.shape[1], k.shape[1])._for_call()
     asked = 0 if given.q_offset is FIRST_POSITION else given.q_offset
     first = first_query(bound, asked, given.k_offset, batch=q.shape[0], nq=q.shape[2], nk=k.shape[2])
-    if given.context is None and bound.tables:
-        _check_rows(bound, q.shape[2])
+    if given.context is None:
+        if bound.tables:
+            _check_rows(bound, q.shape[2])
+        if type(first) is type(given.k_offset) is int and first == given.k_offset == 0:
+            check_places(bound, max(q.shape[2], k.shape[2]))
     pattern, q_offset = with_offsets(bound, first, given.k_offset, q.shape[0])
     if given.context is not None and (pattern is not bound or isinstance(given.q_offset, str)):
         got = "'end', a tensor, or a k_offset, with a context"

@@ -110,6 +110,22 @@ def test_a_context_counts_a_pattern_of_ones_own_from_the_first_token_beside_hole
     torch.testing.assert_close(shared[1, 6:], plain[1, 6:])
 
 
+def test_a_layers_pattern_may_list_tokens_that_a_text_does_not_have() -> None:
+    """Short texts and the steps of a generation attend the listed tokens that they have."""
+    model = patch(model_of("llama", "eager").eval(), rw.SlidingWindow(2) | rw.Global([1, 15, 300]))
+    with torch.no_grad():
+        for n in (9, N):
+            tokens = [token for token in (1, 15) if token < n]
+            got = model(IDS[:, :n]).logits
+            wanted = patch(model_of("llama", "eager").eval(), rw.SlidingWindow(2) | rw.Global(tokens))(
+                IDS[:, :n]
+            ).logits
+            assert torch.equal(got, wanted)
+        cache = model(IDS[:, :9])[CACHE]
+        steps = [model(IDS[:, t : t + 1], **{CACHE: cache}).logits for t in range(9, N)]
+        torch.testing.assert_close(torch.cat(steps, 1), got[:, 9:], atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
 def test_gradient_checkpointing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []

@@ -37,7 +37,7 @@ BESIDES = {
     "Sinks": {"lists_tokens", "_either"},
 }
 #: Further methods of Composite and of the classes that operators create.
-OF_PARTS = {"parts_within", "remade", "depth", "leaves", "_for_call"}
+OF_PARTS = {"parts_within", "remade", "depth", "leaves", "_for_call", "counts_apart"}
 
 
 def kinds_of(kind: type[Pattern]) -> Iterator[type[Pattern]]:

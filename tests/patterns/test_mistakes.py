@@ -309,6 +309,29 @@ def test_a_mistake_in_an_argument(make: Callable[[], object], said: str) -> None
     assert raised(make) == said
 
 
+OUTSIDE: dict[str, rw.Pattern] = {
+    "alone": rw.Global([300]), "keys": rw.Sinks([3, 300]), "in a union": rw.SlidingWindow(4) | rw.Global([0, 300]),
+    "negated": rw.Causal() & ~rw.Sinks([300]), "of a head": rw.PerHead([rw.Full()] * (HEADS - 1) + [rw.Sinks([300])]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_listed_token_that_a_call_does_not_have(name: str) -> None:
+    """A whole call refuses a list of tokens past its end; steps, later chunks and documents may be shorter than it."""
+    pattern = OUTSIDE[name]
+    x = torch.randn(1, HEADS, 256, 8)
+    said = raised(lambda: rw.attention(x, x, x, pattern))
+    assert "got token 300 for a sequence of 256; wanted tokens from 0 to 255. List the tokens of this length" in said
+    assert said.startswith(("Global: ", "Sinks: "))
+    raised(lambda: rw.attention(x[:, :, :1], x, x, pattern))
+    more = torch.randn(1, HEADS, 301, 8)
+    rw.attention(more, more, more, pattern)
+    rw.attention(x[:, :, -1:], x, x, pattern, q_offset="end")
+    rw.attention(x, x, x, pattern.within(rw.Documents([100, 156])))
+    # a number of first tokens fits every length
+    rw.attention(x, x, x, rw.Sinks(300) | rw.Global(range(300)))
+
+
 def test_a_preset_of_another_length_is_known_after_pickling() -> None:
     import copy
     import pickle

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..backends import BACKENDS
 from ..errors import PatternError, ShapeError, UnsupportedError
 from ..patterns import BlockTable, Pattern, check_extents
+from ..patterns.global_tokens import check_places
 from ..patterns.selected import check_rows
 from ..program import names
 from .shards import Shards
@@ -18,6 +19,7 @@ def check_pattern(pattern: Pattern, tokens: int, query_heads: int, batch: int | 
     made = pattern.extents()[0]
     check_extents(pattern, (made or 1) if batch is None else batch, query_heads)
     check_rows(pattern, tokens)
+    check_places(pattern, tokens)
     pattern.check(tokens, tokens, 0)
 
 

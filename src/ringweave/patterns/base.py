@@ -106,6 +106,8 @@ class Pattern(ABC):
     looks_up: ClassVar[bool] = False
     #: Whether it counts queries and keys by their places in a call, whatever positions the call gives them.
     by_place: ClassVar[bool] = False
+    #: Whether the positions of its parts count from each document or batch element, which differ in length.
+    counts_apart: ClassVar[bool] = False
     #: Depth of its nested operators, and number of patterns that they combine.
     depth: int = 0
     leaves: int = 1

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ..checks import integers, whole, whole_fields
 from ..errors import PatternError, shown
-from .base import DistanceProfile, Pattern
+from .base import Composite, DistanceProfile, Pattern
 from .batch_axis import ELEMENT, ELEMENT_BITS, Bounds
 from .declared import declare
+from .fitting import made_again, made_by
 from .tiles import Int64, Ranges, Tiles, number_classes
 
 # the most first tokens that are listed one by one to be joined with others
@@ -35,7 +36,7 @@ class Sinks(Bounds):
             (N,), or (B, N) for each batch element, which is copied, and read when a plan is made.
     Raises:
         PatternError: Positions are not ints, negative or repeated; at use, a bool tensor does not have one value for
-            each key.
+            each key, or a call whose queries begin at position 0 does not have a listed token.
     Example:
         >>> rw.Sinks(1).to_dense(3)[0, 0].int()
         tensor([[1, 0, 0],
@@ -264,6 +265,41 @@ class Global(Sinks):
         k_count, k_subset = self._subset(tiles.k_lo, tiles.k_hi)
         full = (q_count == tiles.q_hi - tiles.q_lo) | (k_count == tiles.k_hi - tiles.k_lo)
         return number_classes((q_count == 0) & (k_count == 0), full, q_subset, k_subset)
+
+
+def check_places(pattern: Pattern, tokens: int) -> None:
+    """Raise PatternError if a pattern lists a token that a whole sequence does not have.
+
+    Their :meth:`Pattern.check` cannot tell, since a chunk, a decoding step or a document may have fewer tokens.
+
+    Args:
+        pattern: The pattern.
+        tokens: Number of tokens in the sequence.
+    """
+    for each in _listing(pattern, tokens):
+        first = next(token for token in each.tokens if token >= tokens)  # type: ignore[union-attr]
+        got = f"token {first}{made_by(pattern)} for a sequence of {tokens}"
+        remedy = made_again(pattern, tokens) or "List the tokens of this length, or mark them in a bool tensor."
+        raise PatternError(type(each).__name__, got, f"tokens from 0 to {tokens - 1}", remedy)
+
+
+def within_length(pattern: Pattern, tokens: int) -> Pattern:
+    """Return a pattern without the listed tokens that a sequence of some tokens does not have: the same pairs of it."""
+    if not _listing(pattern, tokens):
+        return pattern
+    if isinstance(pattern, Sinks):
+        return type(pattern)([token for token in pattern.tokens if token < tokens])  # type: ignore[union-attr]
+    assert isinstance(pattern, Composite)
+    return pattern.with_parts([within_length(part, tokens) for part in pattern.parts_within()])
+
+
+def _listing(pattern: Pattern, tokens: int) -> list[Sinks]:
+    """Return the parts of a pattern that list tokens past a length; inside of documents, lengths differ."""
+    if isinstance(pattern, Sinks):
+        return [pattern] if isinstance(pattern.tokens, tuple) and pattern.tokens[-1:] >= (tokens,) else []
+    if pattern.counts_apart:
+        return []
+    return [each for part in pattern.parts_within() for each in _listing(part, tokens)]
 
 
 P = TypeVar("P", Tensor, NDArray[np.int64])

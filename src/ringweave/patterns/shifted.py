@@ -95,6 +95,8 @@ class Shifted(Composite):
         PatternError: The pattern is not a relation.
     """
 
+    counts_apart = True
+
     def __init__(self, pattern: Pattern, offsets: Offsets):
         if not pattern.combinable:
             got = f"{pattern!r} with a tensor, or a k_offset"

@@ -51,6 +51,8 @@ class Within(Composite):
                 [0, 0, 1, 0]], dtype=torch.int32)
     """
 
+    counts_apart = True
+
     def __init__(self, pattern: Pattern, bounds: Pattern):
         if not isinstance(pattern, Pattern):
             refuse(pattern)

@@ -17,6 +17,7 @@ from ...errors import PatternError, ShapeError, UnsupportedError, shown, warn_on
 from ...patterns import Causal, Documents, Full, Pattern, Selected, SlidingWindow, parse
 from ...patterns.base import parts_of
 from ...patterns.fitting import refuse
+from ...patterns.global_tokens import within_length
 from ...terms import Bias, Softcap, Term
 from ...torch_compat import version
 from .compressed_entries import entries_of
@@ -238,6 +239,9 @@ class LayerCall:
         # the layer's pattern is counted from the first token of each sequence or document
         rows = mask.rows if documents is None else documents
         own = own if rows is None or _of_the_batch(own) else own.within(rows)
+        if not mask.q_offset:
+            # a layer's pattern is for texts of every length, so it may list tokens that this one does not have
+            own = within_length(own, self.nk if mask.context is None else mask.context.seq_len)
         return pattern & own, mask.q_offset if mask.row is None else mask.row
 
     def chosen(self, mask: PatternMask, keys: Tensor | None, blocks: Tensor | None) -> Pattern:
