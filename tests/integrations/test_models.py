@@ -15,6 +15,7 @@ import ringweave as rw
 from ringweave import errors
 from ringweave.backends import cpu
 from ringweave.integrations.transformers import (
+    ModelCache,
     PatternMask,
     context_parallel,
     interface,
@@ -23,7 +24,7 @@ from ringweave.integrations.transformers import (
     set_pattern,
 )
 
-from .tiny import CACHE, DECODERS, ENCODERS, model_of
+from .tiny import CACHE, DECODERS, ENCODERS, SMALL, model_of
 
 # transformers' sdpa ignores their soft caps and learned sinks
 EAGER = ("gemma2", "gpt_oss")
@@ -108,6 +109,62 @@ def test_a_context_counts_a_pattern_of_ones_own_from_the_first_token_beside_hole
     batch = context.shard(IDS, attention_mask=mask, position_ids=positions)
     shared = context.unshard(model(**batch).logits, batch)
     torch.testing.assert_close(shared[1, 6:], plain[1, 6:])
+
+
+# models in which the last layers read the keys of others, and compute only the queries with logits
+_SHARED = {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+    "sliding_window": 7, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "global_head_dim": 8,
+}  # fmt: skip
+SHARING = {
+    "gemma4_text": ("Gemma4ForCausalLM", "Gemma4TextConfig"),
+    "gemma4_unified_text": ("Gemma4UnifiedForCausalLM", "Gemma4UnifiedTextConfig"),
+    "gemma3n_text": ("Gemma3nForCausalLM", "Gemma3nTextConfig"),
+}
+SHARING = {name: kinds for name, kinds in SHARING.items() if hasattr(transformers, kinds[1])}
+
+
+def sharing(name: str, attention: str) -> Any:
+    """Make a tiny model with layers that share keys; skip if this version has none."""
+    kind, config_kind = SHARING[name]
+    config = getattr(transformers, config_kind)(**(SMALL | _SHARED))
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.mul_(3.0)
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", SHARING)
+def test_layers_that_share_keys(name: str, case: str) -> None:
+    """Logits, gradients and the logits of the last tokens are eager's if later layers read the keys of earlier ones."""
+    mine, theirs = (learned(sharing(name, attention), **CASES[case]) for attention in ("ringweave", "eager"))
+    assert_alike(mine, theirs)
+    real = CASES[case].get("attention_mask", torch.ones_like(IDS))
+    for last in (1, 3):
+        got, wanted = (
+            sharing(name, attention).eval()(IDS, logits_to_keep=last, **CASES[case]).logits * real[:, -last:, None]
+            for attention in ("ringweave", "eager")
+        )
+        torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"cache_implementation": "static"}, {"num_beams": 3}, {"prefill_chunk_size": 4}, {CACHE: None}],
+    ids=["dynamic", "static", "beams", "chunks", "pages"],
+)  # fmt: skip
+@pytest.mark.parametrize("name", SHARING)
+def test_generation_of_layers_that_share_keys(name: str, options: dict[str, Any]) -> None:
+    """Greedy generation and beams find eager's tokens over each cache."""
+    given = {"attention_mask": LEFT, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    mine = options | ({CACHE: ModelCache()} if CACHE in options else {})
+    theirs = {key: value for key, value in options.items() if key != CACHE}
+    wanted = sharing(name, "eager").eval().generate(IDS, **given, **theirs)
+    assert torch.equal(sharing(name, "ringweave").eval().generate(IDS, **given, **mine), wanted)
 
 
 def test_a_layers_pattern_may_list_tokens_that_a_text_does_not_have() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils as masks
 
+import ringweave as rw
 from ringweave.cache import PATTERNS as KEPT
 from ringweave.integrations.transformers import pattern_mask
 from ringweave.integrations.transformers.mask_reading import Unread, read
@@ -86,6 +87,46 @@ def test_a_mask_is_read_as_what_it_allows(name: str, place: str, padded: bool) -
         got = pattern_mask(B, nq, nk, form, kv_offset, function, mask)
         dense = got.pattern.to_dense(nq, nk, batch=B, q_offset=got.q_offset)[:, 0]
         assert torch.equal(dense, wanted), form
+
+
+ROWS: list[Any] = [
+    (slice(None), slice(None), slice(0, None), slice(None)), (slice(None), slice(None), slice(-1, None), slice(None)),
+    (Ellipsis, slice(-3, None), slice(None)), (slice(None), slice(None), slice(2, 9)), (Ellipsis, slice(None, N)),
+    (slice(0, B), slice(0, 1), slice(5, 6), slice(0, N)), Ellipsis, slice(None), (Ellipsis, slice(-100, 100), slice(None)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "holes"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_rows_of_a_mask_are_the_rows_of_what_it_allows(name: str, padding: str) -> None:
+    """A mask that a model cuts to some of its queries allows these queries' pairs."""
+    padded = torch.ones(B, N, dtype=torch.bool)
+    padded[1, slice(4) if padding == "left" else slice(6, 8)] = padding == "none"
+    mask = pattern_mask(B, N, N, 0, 0, FUNCTIONS[name], padded)
+    dense = mask.pattern.to_dense(N, N, batch=B)
+    for at in ROWS:
+        cut, wanted = mask[at], dense[at]
+        assert cut.shape == (B, 1, *wanted.shape[2:])
+        assert torch.equal(cut.pattern.to_dense(*wanted.shape[2:], batch=B, q_offset=cut.q_offset), wanted), at
+        # the rows of rows
+        last = cut[:, :, -1:, :]
+        assert torch.equal(last.pattern.to_dense(1, N, batch=B, q_offset=last.q_offset), wanted[:, :, -1:]), at
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        (slice(None), slice(None), slice(0, 4), slice(0, 4)), (slice(None), slice(None), 3, slice(None)),
+        (slice(None), slice(None), slice(None, None, 2), slice(None)), (Ellipsis, slice(4, 4), slice(None)),
+        (slice(0, 1), Ellipsis), (Ellipsis, None), (slice(None), slice(None), torch.arange(3), slice(None)),
+        (Ellipsis, slice(None), Ellipsis), (slice(None),) * 5,
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_cuts_of_a_mask_are_refused(at: Any) -> None:
+    """Some keys, single rows, steps and lists of rows are no pattern of a call."""
+    with pytest.raises(rw.UnsupportedError, match="attention mask: got mask"):
+        pattern_mask(B, N, N)[at]
 
 
 def test_a_position_that_is_a_tensor_is_not_waited_for() -> None:

@@ -118,6 +118,9 @@ def attend(
             if later or bias is not None or position_bias is not None:
                 got = "a mask or bias of numbers, or no mask for several queries after cached tokens"
                 raise UnsupportedError(CACHE, got, "a mask (B, tokens) with keys in pages", remedy)
+            if mask.cut and mask.q_offset + call.nq != call.pages.seen:
+                got = f"{call.nq} queries from number {mask.q_offset} on, of {call.pages.seen} tokens"
+                raise UnsupportedError(CACHE, got, "the last queries with keys in pages", remedy)
             if output_attentions:
                 raise UnsupportedError("output_attentions", "keys in pages", "another cache", remedy)
             out = paged_attention(call.query, call.pages.pages, pattern, **options)

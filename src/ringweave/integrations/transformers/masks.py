@@ -13,6 +13,7 @@ from transformers.masking_utils import causal_mask_function
 
 from ...errors import ShapeError, UnsupportedError, in_a_line, message, warn_once
 from ...patterns import Documents, KeyPadding, Pattern, Selected
+from ...patterns.base import parts_of
 from .mask_reading import All, Chunks, Distances, Pairs, Same, read
 from .packing import positions_of_the_call
 from .positions import Place, Unread, bounds_of, joined
@@ -122,6 +123,8 @@ class PatternMask(_Carried, BlockMask):
         # the last lists of chosen keys, which several layers may share, with their version and their pattern
         self.lists: tuple[Tensor, object, Selected] | None = None
         self._values: Tensor | None = None
+        #: Whether the mask holds some of the queries of another one.
+        self.cut = False
 
     def values(self) -> Tensor:
         """Return the values, (B, 1, queries, keys) bool, which are made on first use and serve all layers of a call."""
@@ -146,13 +149,27 @@ class PatternMask(_Carried, BlockMask):
         if isinstance(at, tuple) and at[1:2] == (0,):
             whole = all(each == slice(None) for each in (at[0], *at[2:]))
             return MaskRows(self) if whole else self.values()[at]
-        # older models cut the mask to the number of keys
-        *before, last = at if isinstance(at, tuple) else (at,)
-        whole = all(each == slice(None) or each is Ellipsis for each in before)
-        rows = whole and (len(before) == 3 or Ellipsis in before) and isinstance(last, slice)
-        if rows and last.start in (None, 0) and last.step is None and last.stop == self.sizes[3]:
-            return self
-        return _refuse_values(f"mask[{at!r}]")
+        rows = _rows_of(at, self.sizes)
+        if rows is None:
+            return _refuse_values(f"mask[{at!r}]")
+        return self if rows == (0, self.sizes[2]) else self.of_rows(*rows)
+
+    def of_rows(self, first: int, stop: int) -> PatternMask:
+        """Return the mask of some of the queries, which a model computes alone.
+
+        Args:
+            first: Index of the first query among those of this mask.
+            stop: One past the index of the last query.
+        Raises:
+            UnsupportedError: The queries are sharded, or the pattern lists keys for each query of this mask.
+        """
+        if self.context is not None or parts_of(self.pattern, Selected):
+            _refuse_values("some queries of a sharded batch, or of chosen keys")
+        mask = self.with_pattern(self.pattern, self.sizes[3])
+        mask.sizes, mask.q_offset = (*self.sizes[:2], stop - first, self.sizes[3]), self.q_offset + first
+        # the positions belong to all queries, and the layers before have looked at them
+        mask.positions, mask.told, mask.cut = None, None, True
+        return mask
 
     def __and__(self, other: object) -> Any:  # type: ignore[override]
         """Return the mask of the pairs that a pattern allows too, or the values where other bool values hold too."""
@@ -169,6 +186,21 @@ class PatternMask(_Carried, BlockMask):
         return f"PatternMask({self.pattern!r}, {self.sizes})"
 
     __str__ = __repr__
+
+
+def _rows_of(at: object, sizes: tuple[int, ...]) -> tuple[int, int] | None:
+    """Return the range of queries that an index of a mask selects with all its keys, or None for another index."""
+    index: list[Any] = list(at) if isinstance(at, tuple) else [at]
+    # an index without an ellipsis has one at its end
+    gap = next((i for i, each in enumerate(index) if each is Ellipsis), len(index))
+    before, after = index[:gap], index[gap + 1 :]
+    index = [*before, *[slice(None)] * (len(sizes) - len(before) - len(after)), *after]
+    if len(index) != len(sizes) or not all(isinstance(each, slice) and each.step in (None, 1) for each in index):
+        return None
+    ranges = [each.indices(size)[:2] for each, size in zip(index, sizes, strict=True)]
+    first, stop = ranges[2]
+    whole = all((0, size) == ranges[i] for i, size in enumerate(sizes) if i != 2)
+    return (first, stop) if whole and first < stop else None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # patterns are evaluated outside of graphs
