@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 
 import ringweave as rw
 from ringweave import errors
@@ -30,17 +30,30 @@ if len(FAMILIES) < 11:
 LENGTH = 21
 IDS = torch.randint(3, 64, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 FULL = torch.ones_like(IDS)
-LEFT, RIGHT = FULL.clone(), FULL.clone()
-LEFT[1, :6] = 0
-RIGHT[0, 15:] = 0
-PADDED = {"none": FULL, "left": LEFT, "right": RIGHT}
+
+
+def padded(*spans: tuple[int, int, int]) -> Tensor:
+    """Return a mask with padding at the places (row, first, stop)."""
+    mask = FULL.clone()
+    for row, first, stop in spans:
+        mask[row, first:stop] = 0
+    return mask
+
+
+LEFT, RIGHT = padded((1, 0, 6)), padded((0, 15, LENGTH))
+PADDED = {
+    "none": FULL, "left": LEFT, "right": RIGHT, "between": padded((0, 5, 7), (1, 9, 13)),
+    "on both sides": padded((0, 0, 3), (1, 17, LENGTH)), "left of each": padded((0, 0, 7), (1, 0, 2)),
+    "left and between": padded((0, 0, 4), (1, 8, 10)),
+}  # fmt: skip
 WAYS = ("word", "patch")
 # without a patch DeepSeek V4 raises an error
 CASES = [(name, way) for name in FAMILIES for way in WAYS if (name, way) != ("deepseek_v4", "word")]
 #: With padding on the left MiniMax's eager attention leaves tokens without a key, and averages all keys for them.
 WITHOUT_LEFT = {"minimax_m3_vl"}
-#: Their indexers and caches do not run over a static cache with any implementation.
-WITHOUT_STATIC = {"glm5_next", "qwen4_exp", "deepseek_v4"}
+HAVE_LEFT = {name for name, mask in PADDED.items() if not mask[:, 0].all()}
+#: A static cache has no layers for its entries, with any implementation.
+WITHOUT_STATIC = {"deepseek_v4"}
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +79,7 @@ def ours(name: str, way: str, **changes: Any) -> Any:
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_logits_are_those_of_eager(name: str, way: str, padding: str) -> None:
     """The logits of all tokens that exist are those of the model's eager attention."""
-    if padding == "left" and name in WITHOUT_LEFT:
+    if padding in HAVE_LEFT and name in WITHOUT_LEFT:
         pytest.skip("eager averages all keys for tokens without a key")
     mask = PADDED[padding]
     given = {} if padding == "none" else {"attention_mask": mask}
@@ -113,22 +126,102 @@ def generated(model: Any, static: bool = False, **given: Any) -> Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("padding", ["none", "left of each", "between"])
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize(("name", "way"), CASES)
-def test_generation_is_that_of_eager(name: str, way: str, padding: str) -> None:
-    """Greedy generation over the model's own dynamic cache chooses eager's tokens."""
-    if padding == "left" and name in WITHOUT_LEFT:
+def test_generation_is_that_of_eager(name: str, way: str, static: bool, padding: str) -> None:
+    """Greedy generation over the model's own dynamic cache, and over a static one, chooses eager's tokens."""
+    if padding in HAVE_LEFT and name in WITHOUT_LEFT:
         pytest.skip("eager averages all keys for tokens without a key")
-    wanted = generated(chooser(name, "eager"), attention_mask=PADDED[padding])
-    assert torch.equal(generated(ours(name, way), attention_mask=PADDED[padding]), wanted)
+    if static and name in WITHOUT_STATIC:
+        pytest.skip("no implementation runs it over a static cache")
+    wanted = generated(chooser(name, "eager"), static, attention_mask=PADDED[padding])
+    assert torch.equal(generated(ours(name, way), static, attention_mask=PADDED[padding]), wanted)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("name", "way"), [case for case in CASES if case[0] not in WITHOUT_STATIC])
-def test_generation_over_a_static_cache(name: str, way: str) -> None:
-    """Greedy generation over a static cache chooses eager's tokens."""
-    wanted = generated(chooser(name, "eager"), attention_mask=FULL)
-    assert torch.equal(generated(ours(name, way), True, attention_mask=FULL), wanted)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "hy_v4_vl"])
+def test_a_padded_prompt_in_chunks(name: str) -> None:
+    """A prompt with padding between its tokens, in chunks over a cache, has eager's logits."""
+    mask, outs = PADDED["between"], []
+    for model in (chooser(name, "eager").eval(), ours(name, "patch").eval()):
+        given: dict[str, Any] = {CACHE: DynamicCache(config=model.config)}
+        chunks = ((0, 8), (8, 16), (16, LENGTH))
+        outs.append(torch.cat([model(IDS[:, a:b], attention_mask=mask[:, :b], **given).logits for a, b in chunks], 1))
+    torch.testing.assert_close(outs[1][mask.bool()], outs[0][mask.bool()], atol=1e-5, rtol=1e-4)
+
+
+FIRST = 9
+PLACES = torch.cat([torch.arange(FIRST), torch.arange(LENGTH - FIRST)])[None]
+BOUNDS = torch.tensor([0, FIRST, LENGTH], dtype=torch.int32)
+OTHERS = torch.tensor([0, FIRST, 15, LENGTH], dtype=torch.int32)
+POSITIONS = {"position_ids": PLACES}
+KEYWORDS = {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS, "max_length_q": 12, "max_length_k": 12}
+NUMBERS = {"seq_idx": (torch.arange(LENGTH) >= FIRST).int()[None]}
+#: Ways to pass packed documents; those that a mask holds are known to indexers that read it.
+PACKINGS: dict[str, dict[str, Any]] = {
+    "positions": POSITIONS, "positions and bounds": POSITIONS | KEYWORDS, "positions and numbers": POSITIONS | NUMBERS,
+    "positions of text and axes": {"position_ids": PLACES.expand(4, 1, -1)},
+    "bounds": KEYWORDS, "numbers": NUMBERS, "positions with a cache": POSITIONS | {"use_cache": True},
+    "positions with a mask": POSITIONS | {"attention_mask": FULL[:1]},
+    "other bounds than positions": POSITIONS | KEYWORDS | {"cu_seq_lens_q": OTHERS, "cu_seq_lens_k": OTHERS},
+}  # fmt: skip
+KNOWN = ("positions", "positions and bounds", "positions and numbers")
+#: The packings with which each family chooses and attends inside of documents.
+INSIDE = dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "mistral_large4", "hy_v4", "axk2", "dots3_note"), KNOWN) | {
+    "hy_v4_vl": ("positions of text and axes",),
+    # a model without its layers of linear attention, which carry a state across documents
+    "qwen4_exp, indexed": (*KNOWN, "positions of text and axes"),
+}
+INDEXED = {"layer_types": ["indexed_attention"] * 3}
+#: Models that also raise errors of transformers: a position for each axis, or layers of linear attention
+RAISES = (rw.UnsupportedError, ValueError, IndexError, RuntimeError)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize(("name", "way"), [*CASES, *(("qwen4_exp, indexed", way) for way in WAYS)])
+def test_packed_documents_are_apart_or_refused(name: str, way: str, packing: str) -> None:
+    """Each family chooses and attends inside of documents, or says that it takes no packed documents."""
+    family, _, indexed = name.partition(", ")
+    model = ours(family, way, **(INDEXED if indexed else {})).eval()
+    given = {"use_cache": False} | PACKINGS[packing]
+    if packing not in INSIDE.get(name, ()):
+        with pytest.raises(RAISES) as error:
+            model(IDS[:1], **given)
+        theirs = "can't keep packed sequences apart" in str(error.value) or packing == "positions of text and axes"
+        assert theirs or (isinstance(error.value, rw.UnsupportedError) and "packed documents in" in str(error.value))
+        return
+    alone = torch.cat([model(part, use_cache=False).logits for part in IDS[:1].split([FIRST, LENGTH - FIRST], 1)], 1)
+    torch.testing.assert_close(model(IDS[:1], **given).logits, alone, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_documents_of_a_layers_pattern_are_refused(name: str, way: str) -> None:
+    """A choice of keys does not know the documents of a layer's own pattern."""
+    model = ours(name, way).eval()
+    set_pattern(model, rw.Documents([FIRST, LENGTH - FIRST]))
+    with pytest.raises(rw.UnsupportedError, match=r"packed documents in|with a pattern|the model's own pattern"):
+        model(IDS, use_cache=False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["minimax_m3_vl", "deepseek_v32"])
+def test_compiled_choices_know_documents_when_they_run(name: str) -> None:
+    """A compiled model computes a call of one document, and refuses packed ones, or keeps them apart."""
+    model = ours(name, "patch").eval()
+    compiled = torch.compile(model, backend="eager")
+    wanted = model(IDS[:1], use_cache=False).logits
+    torch.testing.assert_close(compiled(IDS[:1], use_cache=False).logits, wanted, atol=1e-5, rtol=1e-4)
+    if name in INSIDE:
+        wanted = model(IDS[:1], use_cache=False, **POSITIONS).logits
+        got = compiled(IDS[:1], use_cache=False, **POSITIONS).logits
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
+    else:
+        with pytest.raises(RuntimeError, match="packed documents in MiniMax"):
+            compiled(IDS[:1], use_cache=False, **POSITIONS)
+    torch.compiler.reset()
 
 
 @torch.no_grad()
@@ -353,15 +446,6 @@ def test_a_patched_model_makes_no_mask_of_values(name: str, monkeypatch: pytest.
     """Neither an indexer nor attention asks a mask for its values."""
     monkeypatch.setattr(PatternMask, "values", None)
     assert ours(name, "patch").eval()(IDS, attention_mask=LEFT).logits.isfinite().all()
-
-
-@torch.no_grad()
-def test_a_mask_of_other_parts_runs_the_models_own_loop() -> None:
-    """Packed documents, where blocks of tokens do not count from the row's start, are right in Qwen's own indexer."""
-    places = torch.cat([torch.arange(9), torch.arange(LENGTH - 9)])[None]
-    given = {"position_ids": places, "use_cache": False}
-    wanted = chooser("qwen4_exp", "eager").eval()(IDS[:1], **given).logits
-    torch.testing.assert_close(ours("qwen4_exp", "patch").eval()(IDS[:1], **given).logits, wanted, atol=1e-5, rtol=1e-4)
 
 
 # ---- symbols for scores ----------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UnsupportedError
-from ...patterns import KeyPadding, Pattern, Selected
+from ...patterns import KeyPadding, Pattern, Selected, Sinks
+from ...patterns.algebra import And
 from .index_blocks import chunks
 
 
@@ -37,12 +38,20 @@ class Entries:
             keys: Number of all keys.
         """
         first = keys - self.number
-        pattern = window & KeyPadding(first)
+        pattern = _over(window, keys) & KeyPadding(first)
         if not self.number:
             return pattern
         if self.lists is None:
             return pattern | KeyPadding(keys, first)
         return pattern | Selected(torch.where(self.lists >= 0, self.lists + first, -1)[:, None])
+
+
+def _over(window: Pattern, keys: int) -> Pattern:
+    """Return a pattern of the first keys as one of more keys: a mask of keys gets values for all of them."""
+    if isinstance(window, Sinks) and window.tables:
+        (mask,) = window.tables
+        return Sinks.own(torch.nn.functional.pad(mask, (0, keys - mask.shape[-1])))
+    return window.with_parts([_over(part, keys) for part in window.parts]) if isinstance(window, And) else window
 
 
 _LAST: ContextVar[Entries | None] = ContextVar("ringweave_entries", default=None)

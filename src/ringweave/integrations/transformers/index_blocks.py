@@ -139,8 +139,9 @@ def _rotated(indexer: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _pooled(indexer: Any, keys: Tensor, embeddings: tuple[Tensor, Tensor], first: Tensor, blocks: int) -> Tensor:
     """Return the keys of blocks, (B, blocks, D): the means of their tokens, rotated to their first tokens."""
     places = torch.arange(blocks * indexer.compress_ratio, device=keys.device).view(blocks, -1)
-    # a sequence that has fewer blocks reads its last tokens, and no query may choose such a block
-    tokens = (first[:, None, None] + places).clamp(max=keys.shape[1] - 1)
+    # a sequence that has fewer blocks reads its last tokens, and no query may choose such a block; a static cache has
+    # keys, but no rotations, of tokens to come
+    tokens = (first[:, None, None] + places).clamp(max=min(keys.shape[1], embeddings[0].shape[1]) - 1)
     members = torch.arange(len(keys), device=keys.device)[:, None]
     means = keys[members[..., None], tokens].float().mean(2).to(keys.dtype)
     rotations = (x.expand(len(keys), -1, -1)[members, tokens[..., 0]] for x in embeddings)

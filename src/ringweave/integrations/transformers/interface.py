@@ -22,11 +22,18 @@ from ...terms import Bias, Softcap, Term
 from ...torch_compat import version
 from .compressed_entries import entries_of
 from .indexers import all_keys, swap
-from .keywords import DOCUMENTS, OTHER, READ, apart, check
+from .keywords import DOCUMENTS, OTHER, POSITIONS, READ, apart, check, same_documents
 from .latents import Latents, expand_later, states_of
-from .masks import PatternMask, pattern_mask
+from .masks import ORIGIN, PatternMask, pattern_mask
 from .model_cache import CACHE, PagedStates
-from .packing import warn_of_own_mask, warn_of_packing
+from .packing import (
+    TAKES_NO_PACKING,
+    breaks_of,
+    refuse_packed,
+    refuse_restarts,
+    warn_of_own_mask,
+    warn_of_packing,
+)
 from .saved_patterns import (
     ATTRIBUTE,
     NAME,
@@ -101,6 +108,8 @@ def attend(
             )
         call = LayerCall(module, query, key, value, kwargs)
         mask, bias = call.mask(attention_mask, is_causal, sliding_window)
+        if call.restricts:
+            call.check_choice(attention_mask, mask, indices, block_indices)
         pattern, q_offset = call.restricted(mask) if call.restricts else (mask.pattern, mask.q_offset)
         if indices is not None or block_indices is not None:
             pattern = call.chosen(mask, indices, block_indices) & pattern
@@ -221,6 +230,57 @@ class LayerCall:
         if mask.dtype == torch.bool:
             return torch.zeros_like(mask, dtype=self.query.dtype).masked_fill(~mask, -torch.inf)
         return mask
+
+    def check_choice(
+        self, given: PatternMask | Tensor | None, mask: PatternMask, keys: Tensor | None, blocks: Tensor | None
+    ) -> None:
+        """Raise UnsupportedError if the layer chose keys without the documents that restrict them here.
+
+        Args:
+            given: The mask that the layer passed.
+            mask: The mask of the call.
+            keys: The chosen keys, or None.
+            blocks: The chosen blocks, or None.
+        """
+        module, kind = self.module, type(self.module).__name__
+        compressed = module._modules.get("compressor") is not None
+        if keys is None and blocks is None and not compressed and getattr(module, "indexer", None) is None:
+            return
+        # the mask that an indexer read
+        read = getattr(given, ORIGIN, None) if isinstance(given, Tensor) else mask
+        rows = None if read is None else read.rows
+        told = [name for name in sorted(DOCUMENTS) if self.given.get(name) is not None]
+        if self.pattern is not None and _of_the_batch(self.pattern):
+            refuse_packed("pattern", kind, "which chose keys without the layer's pattern", POSITIONS)
+        whole = "which chooses among all keys of the row"
+        if read is None or blocks is not None or compressed:
+            if told:
+                refuse_packed(told[0], kind, whole, TAKES_NO_PACKING)
+            if isinstance(rows, Documents):
+                refuse_packed("position_ids", kind, whole, TAKES_NO_PACKING, breaks_of(rows))
+        elif told:
+            # a mask without documents may hold lists that count from the row's start
+            known = isinstance(rows, Documents) and not torch.compiler.is_compiling()
+            documents = apart(read, self.given, self.batch)[1] if known else None
+            if documents is None or not same_documents(rows, documents, self.batch, self.nk):  # type: ignore[arg-type]
+                refuse_packed(told[0], kind, "which chose keys without them", POSITIONS)
+        elif isinstance(rows, Documents) and "linear_attention" in (getattr(module.config, "layer_types", None) or ()):
+            choice = "beside layers of linear attention, which carry a state across documents"
+            remedy = (
+                "Give each document a row; or pass cu_seq_lens_q and cu_seq_lens_k too, with flash-linear-attention."
+            )
+            refuse_packed("position_ids", kind, choice, remedy, breaks_of(rows))
+        if self.nq > 1 and rows is None and mask.context is None:
+            positions = self.given.get("position_ids")
+            positions = read.positions if positions is None and read is not None else positions
+            exists = self._exists(given) if read is None and isinstance(given, Tensor) else None
+            refuse_restarts(kind, positions, self.nq, exists)
+
+    @staticmethod
+    def _exists(mask: Tensor) -> Tensor:
+        """Return the tokens of a mask of numbers that attend any key, (B, queries); others are padding."""
+        allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+        return allowed[:, 0].any(-1)
 
     def restricted(self, mask: PatternMask) -> tuple[Pattern, int | Tensor]:
         """Return the pattern of the mask, of documents in keywords and of the layer, and the first query's index."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...errors import ShapeError, UnsupportedError, shown, warn_once
 from ...patterns import Documents, Full, Pattern
 from ...patterns.base import parts_of
+from ...patterns.documents import keys_of
 from ...torch_compat import version
 from .masks import PatternMask
 
@@ -48,7 +49,7 @@ DOCUMENTS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"})
 #: Keywords that need no check.
 READ = frozenset(WITHOUT_EFFECT) | DOCUMENTS
 OTHER = "Use attn_implementation='sdpa' or 'eager' for this model."
-_POSITIONS = "Pass position_ids that restart with each document, with use_cache=False and without attention_mask."
+POSITIONS = "Pass position_ids that restart with each document, with use_cache=False and without attention_mask."
 
 
 def check(given: Mapping[str, Any]) -> None:
@@ -98,10 +99,21 @@ def apart(mask: PatternMask, given: Mapping[str, Any], batch: int) -> tuple[Patt
     known = isinstance(mask.rows, Documents)
     if not known and parts_of(pattern, Documents):
         got = f"documents beside a mask that counts from the first token of the row, {pattern}"
-        raise UnsupportedError(name, got, "a mask of windows and padding", _POSITIONS)
+        raise UnsupportedError(name, got, "a mask of windows and padding", POSITIONS)
     documents = _shared(name, q, k, numbers, mask, (batch, nq, nk))
     # a pattern inside the documents could not have the bounds that the mask has
     return pattern.within(documents) if mask.rows is None else pattern & documents, documents
+
+
+def same_documents(one: Documents, other: Documents, batch: int, tokens: int) -> bool:
+    """Return whether two packings have the same documents.
+
+    Raises:
+        PatternError: A document of the second is in several pieces.
+    """
+    other.spans()
+    pairs = zip(keys_of(one, tokens), keys_of(other, tokens), strict=True)
+    return all(torch.equal(a.expand(batch, tokens), b.expand(batch, tokens)) for a, b in pairs)
 
 
 def _shared(name: str, q: Any, k: Any, numbers: Any, mask: PatternMask, sizes: tuple[int, int, int]) -> Documents:

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 _RAISED = (Unread, TypeError, ValueError, RuntimeError, AttributeError, IndexError)
 
 
+#: Attribute of the values of a mask that a model has restricted: the mask.
+ORIGIN = "_ringweave_origin"
+
+
 class _Carried:
     """An object that a model passes on as a mask; using its values raises a typed error."""
 
@@ -176,7 +180,11 @@ class PatternMask(_Carried, BlockMask):
         if isinstance(other, Pattern):
             return self.with_pattern(other & self.pattern, self.sizes[3])
         if isinstance(other, Tensor) and other.dtype == torch.bool:
-            return self.values() & other
+            values = self.values() & other
+            if not torch.compiler.is_compiling():
+                # attention asks which documents the keys were chosen in
+                setattr(values, ORIGIN, self)
+            return values
         return _refuse_values("arithmetic with it")
 
     __eq__ = object.__eq__
