@@ -448,6 +448,18 @@ def test_a_patched_model_makes_no_mask_of_values(name: str, monkeypatch: pytest.
     assert ours(name, "patch").eval()(IDS, attention_mask=LEFT).logits.isfinite().all()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("change", [lambda x: x[..., :3], lambda x: x.flip(-1), lambda x: x + 0, lambda x: (x, x)])
+def test_an_indexer_that_changes_its_list_is_refused(change: Any) -> None:
+    """A list in the order of keys does not stand for one in the order of scores."""
+    model = chooser("deepseek_v32", "eager").eval()
+    for layer in model.model.layers:
+        own = layer.self_attn.indexer.forward
+        layer.self_attn.indexer.forward = lambda *args, own=own, **kwargs: change(own(*args, **kwargs))
+    with pytest.raises(rw.UnsupportedError, match="indexer: got .* which changes the list of its best keys"):
+        patch(model)(IDS)
+
+
 # ---- symbols for scores ----------------------------------------------------------------------------------------------
 
 

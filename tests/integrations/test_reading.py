@@ -15,7 +15,7 @@ from transformers import masking_utils as masks
 
 import ringweave as rw
 from ringweave.cache import PATTERNS as KEPT
-from ringweave.integrations.transformers import pattern_mask
+from ringweave.integrations.transformers import mask_reading, pattern_mask
 from ringweave.integrations.transformers.mask_reading import Unread, read
 from ringweave.integrations.transformers.model_cache import PagedLayer
 
@@ -43,6 +43,11 @@ def packed(function: Callable[..., Any]) -> Callable[..., Any]:
     remap = getattr(masks, "remap_positions_for_packed_sequence", None)
     inside = function if remap is None else remap(function, POSITIONS)
     return masks.and_masks(inside, masks.packed_sequence_mask_function(NUMBERS))
+
+
+def packed_of(numbers: Tensor) -> Callable[..., Any]:
+    """Return causal attention within documents."""
+    return masks.and_masks(masks.causal_mask_function, masks.packed_sequence_mask_function(numbers))
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -149,6 +154,90 @@ def test_a_position_that_is_a_tensor_is_not_waited_for() -> None:
 def test_an_operation_without_a_symbol_is_not_guessed(function: Callable[..., Any]) -> None:
     with pytest.raises((Unread, TypeError)):
         read(function)
+
+
+# ---- a reading is compared with its function -------------------------------------------------------------------------
+
+
+def clamped(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    d = q - k
+    if isinstance(d, Tensor):
+        # a symbol takes the other branch
+        d = d.clamp(max=9)
+    return (d >= 0) & (d < 12)
+
+
+def doubled(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    try:
+        return (k % 2 == 0) & (k <= q)
+    except TypeError:
+        return k <= q
+
+
+def per_batch(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    causal = k <= q
+    return causal & (b == 0) if isinstance(b, Tensor) else causal
+
+
+def looked_up(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    same = NUMBERS[b, q] == NUMBERS[b, k]
+    return same | (k == 0) if isinstance(q, Tensor) else same
+
+
+def of_numbers() -> Callable[..., Any]:
+    scope: dict[str, Any] = {}
+    text = "def f(b, h, q, k): return k <= q if getattr(q, 'axis', None) else k < q"
+    exec(text, {"getattr": getattr} | scope, scope)
+    return scope["f"]
+
+
+MISREAD = {
+    "a type that is asked": clamped, "an error that is caught": doubled, "batch elements": per_batch,
+    "a table": looked_up, "an attribute that is asked": of_numbers(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["prefill", "step", "tokens"])
+@pytest.mark.parametrize("name", MISREAD)
+def test_a_mask_that_differs_from_its_reading_is_evaluated(name: str, place: str) -> None:
+    """A function that computes otherwise with symbols than with tensors gives the mask that it computes with tensors."""
+    nq, nk, q_offset, kv_offset = PLACES[place]
+    KEPT.clear()
+    read(MISREAD[name])
+    for _ in range(2):
+        got = pattern_mask(B, nq, nk, q_offset, kv_offset, MISREAD[name])
+        wanted = masks.sdpa_mask(B, nq, nk, q_offset, kv_offset, MISREAD[name], allow_is_causal_skip=False)
+        assert wanted is not None
+        assert torch.equal(got.pattern.to_dense(nq, nk, batch=B, q_offset=got.q_offset).expand(B, -1, -1, -1), wanted)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_wrong_reading_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With readings that are one token off, each mask is still what its function allows."""
+    between = mask_reading.Difference.between
+    monkeypatch.setattr(mask_reading.Difference, "between", lambda self, least, most: between(self, least - 1, most))
+    monkeypatch.setattr(mask_reading.Chunks, "pattern", lambda self, place, packed=None: rw.Segments(self.length + 1))
+    KEPT.clear()
+    got = pattern_mask(B, N, N, 0, 0, FUNCTIONS[name])
+    wanted = masks.sdpa_mask(B, N, N, 0, 0, FUNCTIONS[name], allow_is_causal_skip=False)
+    assert wanted is not None
+    assert torch.equal(got.pattern.to_dense(N, batch=B).expand(B, -1, -1, -1), wanted)
+    KEPT.clear()
+
+
+def test_a_function_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps and later calls of a function's structure, with other tables, do not compare it again."""
+    compared: list[object] = []
+    sample = mask_reading._sample
+    monkeypatch.setattr(mask_reading, "_sample", lambda *args: compared.append(args) or sample(*args))
+    KEPT.clear()
+    for width in (5, 6, 5):
+        for at in (0, 1, 7):
+            pattern_mask(B, 1 + N * (not at), N, at, 0, WINDOW(width))
+    assert len(compared) == 2
+    for shift in range(3):
+        pattern_mask(B, N, N, 0, 0, packed_of(NUMBERS + shift))
+    assert len(compared) == 3
 
 
 # ---- reading in the context of a module ------------------------------------------------------------------------------

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...adaptive import lightning_indexer
+from ...errors import UnsupportedError
 from .compressed_entries import choose_entries, compress, score_in_chunks
 from .index_blocks import choose_blocks, choose_tokens
+from .keywords import OTHER
 from .masks import MaskRows
 
 # name of the module that chooses keys in an attention layer
@@ -52,10 +54,13 @@ class Products:
         k: (B, 1, D, keys).
         scale: Factor of the products.
         positive: Whether negative products are replaced by 0.
+        reading: The mode that made the symbol, which notes the list of keys.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, scale: float = 1.0, positive: bool = False):
-        self.q, self.k, self.scale, self.positive = q, k, scale, positive
+    def __init__(
+        self, q: Tensor, k: Tensor, scale: float = 1.0, positive: bool = False, reading: Reading | None = None
+    ):
+        self.q, self.k, self.scale, self.positive, self.reading = q, k, scale, positive, reading
 
     def values(self) -> Tensor:
         """Compute the products."""
@@ -64,7 +69,7 @@ class Products:
 
     def __mul__(self, factor: Any) -> Any:
         if isinstance(factor, float) and factor > 0:
-            return Products(self.q, self.k, self.scale * factor, self.positive)
+            return Products(self.q, self.k, self.scale * factor, self.positive, self.reading)
         return self.values() * factor
 
     def __getattr__(self, name: str) -> Any:
@@ -75,7 +80,7 @@ class Products:
         """Remember a relu and a weighted sum over the heads; compute the products for other operations."""
         kwargs = kwargs or {}
         if func in (torch.relu, torch.nn.functional.relu) and not kwargs.get("inplace"):
-            return Products(args[0].q, args[0].k, args[0].scale, True)
+            return Products(args[0].q, args[0].k, args[0].scale, True, args[0].reading)
         if func is torch.matmul and isinstance(args[0], Tensor) and args[1].positive and not kwargs:
             products, weights = args[1], args[0]
             if weights.shape == (*products.q.shape[:2], 1, products.q.shape[2]):
@@ -137,15 +142,17 @@ class Scores:
         """Choose the best keys that the mask allows."""
         if self.allowed is None or dim not in (-1, 2) or not largest:
             return self.values().topk(k, dim, largest, sorted)
-        mask, (batch, nq, nk) = self.allowed.mask, self.shape
+        mask, (batch, nq, nk), products = self.allowed.mask, self.shape, self.products
         if k >= nk:
             # no score decides, and all queries share the list
-            return Chosen(torch.arange(nk, dtype=torch.int32, device=self.weights.device).expand(batch, nq, nk))
-        products = self.products
-        keys, weights = products.k.squeeze(1).mT, self.weights.squeeze(-2)
-        index = lightning_indexer(
-            products.q, keys, weights, k, mask.pattern, scale=products.scale, q_offset=mask.q_offset
-        )
+            index = torch.arange(nk, dtype=torch.int32, device=self.weights.device).expand(batch, nq, nk)
+        else:
+            keys, weights = products.k.squeeze(1).mT, self.weights.squeeze(-2)
+            index = lightning_indexer(
+                products.q, keys, weights, k, mask.pattern, scale=products.scale, q_offset=mask.q_offset
+            )
+        if products.reading is not None:
+            products.reading.chosen = index
         return Chosen(index)
 
     def __getattr__(self, name: str) -> Any:
@@ -163,6 +170,8 @@ class Reading(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.found = False
+        # the list of keys, which is in the order of keys and not of scores
+        self.chosen: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.matmul and not self.found and len(args) == 2 and not kwargs:
@@ -170,17 +179,25 @@ class Reading(TorchFunctionMode):
             fits = isinstance(q, Tensor) and isinstance(k, Tensor) and q.ndim == k.ndim == 4
             if fits and k.shape[1] == 1 and q.shape[3] == k.shape[2]:
                 self.found = True
-                return Products(q, k)
+                return Products(q, k, reading=self)
         return func(*args, **(kwargs or {}))
 
 
 def choose(forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an indexer's forward; with a mask of this library, without a tensor of all scores."""
+    """Run an indexer's forward; with a mask of this library, without a tensor of all scores.
+
+    Raises:
+        UnsupportedError: The indexer changes the list of its best keys, perhaps by the order of their scores.
+    """
     rows = next((each for each in (*args, *kwargs.values()) if isinstance(each, MaskRows)), None)
     if rows is None or rows.mask.context is not None:
         return forward(*args, **kwargs)
-    with Reading():
-        return forward(*args, **kwargs)
+    with Reading() as reading:
+        result = forward(*args, **kwargs)
+    if not torch.compiler.is_compiling() and reading.chosen is not None and result is not reading.chosen:
+        got = f"{type(getattr(forward, '__self__', forward)).__name__}, which changes the list of its best keys"
+        raise UnsupportedError("indexer", got, "an indexer that returns the list", OTHER)
+    return result
 
 
 # what runs in place of a module's forward, by the name of its class; an indexer without an entry runs with symbols

@@ -4,7 +4,8 @@ transformers builds a mask as a function of four indices from nested closures. T
 symbols. Comparisons of symbols return builders of patterns: ``k <= q`` builds a set of distances,
 ``ids[b, q] == ids[b, k]`` documents, and ``&`` and ``|`` combine builders. A builder then makes the pattern of each
 :class:`~.positions.Place`. The result depends on the computation and not on function names, so functions of models and
-users are read too, also while torch.compile traces. Any other use of an index raises :class:`Unread`.
+users are read too, also while torch.compile traces. Any other use of an index raises :class:`Unread`. Outside of
+torch.compile, a pattern is compared with its function at a few pairs before it is trusted.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from transformers import masking_utils
 
 from ...cache import PATTERNS
 from ...patterns import Causal, Documents, Full, KeyPadding, Pattern, SlidingWindow
+from ...torch_compat import dispatched, transforming
 from .positions import Place, Unread, joined
 
 MaskFunction = Callable[..., Any]
@@ -38,6 +40,8 @@ _contents = operator.attrgetter("cell_contents")
 _NAMES = frozenset({"abs", "bool", "device", "dtype", "new_ones", "new_zeros", "to", "torch"})
 # bound on the functions and numbers in a cached function
 _MOST_SEEN = 64
+# bounds on the distances near which a pattern is compared with its function, and on the sequence for it
+_MOST_EDGES, _LONGEST = 8, 2**20
 
 
 class Pairs:
@@ -47,6 +51,12 @@ class Pairs:
     device = "cpu"
     #: The part of an intersection that separates packed documents.
     packing: Same | None = None
+    #: Whether the function depends on numbers only, and whether it was then compared with the builder's pattern.
+    of_numbers = compared = False
+
+    def parts_of(self) -> tuple[Pairs, ...]:
+        """Return the builders that it combines; itself if it combines none."""
+        return (self,)
 
     def pattern(self, place: Place, packed: Same | None = None) -> Pattern:
         """Build the pattern over the queries and keys of a call.
@@ -196,6 +206,9 @@ class All(Pairs):
         self.parts = parts
         self.packing = next((part for part in parts if isinstance(part, Same)), None)
 
+    def parts_of(self) -> tuple[Pairs, ...]:
+        return tuple(inner for part in self.parts for inner in part.parts_of())
+
     def pattern(self, place: Place, packed: Same | None = None) -> Pattern:
         parts, own = self.parts, self.packing
         if own is not None and any(isinstance(part, Chunks) and part.table is not None for part in parts):
@@ -210,6 +223,9 @@ class Any_(Pairs):  # noqa: N801  (typing has the name)
 
     def __init__(self, parts: tuple[Pairs, ...]):
         self.parts = parts
+
+    def parts_of(self) -> tuple[Pairs, ...]:
+        return tuple(inner for part in self.parts for inner in part.parts_of())
 
     def pattern(self, place: Place, packed: Same | None = None) -> Pattern:
         pattern = self.parts[0].pattern(place, packed)
@@ -511,8 +527,94 @@ def read(function: MaskFunction) -> Pairs:
         # an intersection knows its packing
         result = All((result,))
     if key is not None:
+        result.of_numbers = True
         PATTERNS.put(key, result, _BUILDER_BYTES)
     return result
+
+
+def compare(function: MaskFunction, pairs: Pairs, place: Place) -> None:
+    """Raise Unread unless a builder's pattern allows the pairs that its function allows, at corners and some others.
+
+    A function of numbers is compared once, over a sequence in which all its distances occur. Any other function is
+    compared in the first call of its structure and reading; inside of transforms it is not.
+
+    Args:
+        function: The function.
+        pairs: Its builder.
+        place: Positions of the call's queries and keys.
+    """
+    if place.row is not None or transforming() or dispatched():
+        return
+    parts, edges = pairs.parts_of(), _edges(pairs)
+    reading = tuple((type(part), *(part.runs if isinstance(part, Distances) else ())) for part in parts)
+    key = None if pairs.of_numbers else ("compared", _structure(function), reading)
+    if key is not None and PATTERNS.get(key) is not None:
+        return
+    if pairs.of_numbers:
+        n = min(2 * max((abs(edge) for edge in edges), default=0) + 64, _LONGEST)
+        place = Place(1, n, n, 0, 0)
+    pattern = pairs.pattern(place)
+    q, k = _sample(place, edges)
+    tables = (getattr(part, name, None) for part in parts for name in ("table", "origin"))
+    device = next((table.device for table in tables if isinstance(table, Tensor)), q.device)
+    for b in {0, place.batch - 1}:
+        at = (torch.full_like(q, b), torch.zeros_like(q), q + place.kv_offset, k + place.kv_offset)
+        index = tuple(x.to(device) for x in at)
+        wanted = function(*index)
+        if not isinstance(wanted, Tensor) or wanted.shape != q.shape:
+            # it computes with single indices
+            wanted = torch.vmap(function)(*index)
+        if not torch.equal(pattern.select(b, 0).allows(q, k), wanted.cpu()):
+            raise Unread(f"a mask that differs from its reading, {pattern}")
+    if key is None:
+        pairs.compared = True
+    else:
+        PATTERNS.put(key, pairs, _BUILDER_BYTES)
+
+
+def _edges(pairs: Pairs) -> list[int]:
+    """Return the distances at which a builder's pairs begin or end."""
+    found: set[int] = set()
+    for part in pairs.parts_of():
+        if isinstance(part, Distances):
+            found |= {int(end) for run in part.runs for end in run if math.isfinite(end)}
+        elif isinstance(part, Chunks):
+            found.add(part.length)
+    return sorted(found, key=abs)[-_MOST_EDGES:]
+
+
+def _sample(place: Place, edges: list[int]) -> tuple[Tensor, Tensor]:
+    """Return indices of queries and keys of some pairs of a call: corners, neighbours and pairs near the edges."""
+    first, stop, nk = place.first, place.first + place.nq, place.nk
+    rows = {first, first + 1, first + place.nq // 3, first + place.nq // 2, stop - 2, stop - 1}
+    rows |= {first + edge + more for edge in edges for more in (0, 1)}
+    near = {step for edge in (0, *edges) for step in (edge - 1, edge, edge + 1)}
+    found = [
+        (q, k)
+        for q in sorted(rows)
+        if first <= q < stop
+        for k in sorted({0, nk // 2, nk - 1, (7 * q + 3) % nk, *(q - step for step in near)})
+        if 0 <= k < nk
+    ]
+    q, k = torch.tensor(found, device="cpu").T
+    return q, k
+
+
+def _structure(function: object) -> Hashable:
+    """Return the code of a function and of the functions in its closure, and the types of the other values there."""
+    seen: list[object] = []
+    left = [function]
+    while left and len(seen) <= _MOST_SEEN:
+        each = left.pop()
+        if type(each) is tuple:
+            seen.append(len(each))
+            left += each
+        elif type(each) is FunctionType:
+            seen.append(each.__code__)
+            left += map(_contents, each.__closure__ or ())
+        else:
+            seen.append(each if type(each) is int else type(each))
+    return tuple(seen)
 
 
 def _all_it_reads(function: object) -> Hashable | None:

@@ -14,7 +14,7 @@ from transformers.masking_utils import causal_mask_function
 from ...errors import ShapeError, UnsupportedError, in_a_line, message, warn_once
 from ...patterns import Documents, KeyPadding, Pattern, Selected
 from ...patterns.base import parts_of
-from .mask_reading import All, Chunks, Distances, Pairs, Same, read
+from .mask_reading import All, Chunks, Distances, Pairs, Same, compare, read
 from .packing import positions_of_the_call
 from .positions import Place, Unread, bounds_of, joined
 
@@ -341,7 +341,11 @@ class ShardMask(_Carried):
             remedy = "Pass the model everything that shard() returned, and no cache."
             raise ShapeError("tokens", f"{batch} x {queries} queries, {keys} keys", wanted, remedy)
         try:
-            pairs = self._of_whole(read(mask_function or causal_mask_function))
+            function = mask_function or causal_mask_function
+            pairs = read(function)
+            if not pairs.compared and not torch.compiler.is_compiling():
+                compare(function, pairs, Place(batch, queries, keys, 0, 0))
+            pairs = self._of_whole(pairs)
         except _RAISED as why:
             raise _unshared(f"a mask that cannot be read as a pattern ({in_a_line(why)})") from why
         place = Place(batch, n, n, 0, 0)
@@ -468,6 +472,8 @@ def _made(
     mask_function = mask_function or causal_mask_function
     try:
         pairs = read(mask_function)
+        if not pairs.compared and not torch.compiler.is_compiling():
+            compare(mask_function, pairs, place)
         pattern = pairs.pattern(place)
         rows = None if pairs.packing is None else pairs.packing.pattern(place)
     except _RAISED as why:
