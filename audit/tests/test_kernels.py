@@ -199,7 +199,7 @@ def test_a_wrong_gradient_is_found(dtype: str) -> None:
     result = judged(causal, name, kernels.DTYPES[dtype])
     assert result["verdict"] == "right"
     result = judged(off, name, kernels.DTYPES[dtype])
-    assert result["verdict"] == "wrong"
+    assert (result["verdict"], result["reason"]) == ("wrong", "dk above the limit")
     assert result["dk"] > 1 >= max(result["dq"], result["dv"])
 
 
@@ -213,7 +213,8 @@ def test_one_wrong_row_is_found() -> None:
 
     result = judged(smaller, "causal, odd length")
     assert result["verdict"] == "wrong"
-    assert judged(lambda q, k, v, case: causal(q, k, v, case) * torch.nan, "causal, odd length")["forward"] == "nan"
+    result = judged(lambda q, k, v, case: causal(q, k, v, case) * torch.nan, "causal, odd length")
+    assert (result["forward"], result["reason"]) == ("nan", "forward, dq, dk, dv not a number")
 
 
 def test_missing_gradients_are_refused() -> None:
@@ -222,6 +223,43 @@ def test_missing_gradients_are_refused() -> None:
         "refused", "gradients: NotImplementedError: it computes no gradients",
     )  # fmt: skip
     assert result["forward"] <= 1
+
+
+def test_what_is_wrong_comes_before_an_error_of_the_gradients() -> None:
+    """The reason of a wrong row names its results, whether or not there are gradients."""
+    result = judged(lambda q, k, v, case: causal(q, k, v, case).detach() * torch.nan, "causal, odd length")
+    assert (result["verdict"], result["reason"]) == (
+        "wrong", "forward not a number; gradients: NotImplementedError: it computes no gradients",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_table_has_units_and_fits(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each number has its unit, a result that was not computed has a dash, and no line of the table is too long."""
+    case = CASES[0]
+    rows = [
+        kernels.Row("SDPA cudnn", "2", case.name, {}, "right", None, 0.1234, 0.5, 1.0, 0.25),
+        kernels.Row("SDPA math", "2", "window, NaN in unattended keys", {}, "wrong", "forward not a number", "nan"),
+        kernels.Row("attn-gym", "2", case.name, {}, "wrong", "dq above the limit", 0.5, 1234.5, 1.001, 2.0),
+        kernels.Row("NATTEN", None, None, None, "not installed", "no module"),
+    ]
+    monkeypatch.setattr(kernels, "rows", lambda device, dtype: iter(rows))
+    done = CliRunner().invoke(app, ["audit", "kernels", "--device", "cpu"], env={"COLUMNS": str(columns)})
+    assert done.exit_code == 0, done.output
+    head, _, *lines = done.output.splitlines()
+    assert head == "Errors in units of their limits: above 1x is wrong, - was not computed."
+    end = next(place for place, line in enumerate(lines) if line.startswith("NATTEN"))
+    table = lines[: end + 1]
+    assert max(map(len, table)) <= columns
+    if columns < 120:
+        # a long name of a case takes two lines, and numbers stay whole
+        assert all(number in " ".join(table).split() for number in ("0.12x", "1234x", "nan", "-", "right"))
+        return
+    assert table[0].split()[-5:] == ["0.12x", "0.50x", "1.00x", "0.25x", "right"]
+    assert table[1].split()[-5:] == ["nan", "-", "-", "-", "wrong"]
+    assert table[2].split()[-5:] == ["0.50x", "1234x", "1.00x", "2.00x", "wrong"]
+    assert table[3].split() == ["NATTEN", "not", "installed"]
+    assert "SDPA math, 1 row, wrong: forward not a number" in done.output
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

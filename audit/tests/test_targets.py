@@ -6,6 +6,8 @@ import json
 import os
 import random
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,38 @@ def test_a_configuration_does_not_run_its_code_unasked(tmp_path: Path) -> None:
 def test_an_unknown_name_asks_no_network(name: str, says: str, no_network: None) -> None:
     with pytest.raises(UnsupportedError, match=says):
         model_zoo.target(name)
+
+
+BUILD = """
+import transformers
+from torch.nn.functional import scaled_dot_product_attention
+
+def build():
+    return transformers.LlamaModel(transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+    ))
+
+def attention(q, k, v, allowed):
+    return scaled_dot_product_attention(q, k, v, allowed)
+"""
+# what an installed script does: the first folder of the path is its own, not the current one
+SCRIPT = "import sys; sys.path[:] = [each for each in sys.path if each]; from ringweave_command import main; main()"
+
+
+def test_a_module_of_the_current_folder_is_found(tmp_path: Path) -> None:
+    """The script finds modules of the current folder, for a model and for a kernel, as ``python -m`` does."""
+    (tmp_path / "mymodel.py").write_text(BUILD)
+    command = [sys.executable, "-c", SCRIPT, "audit"]
+
+    def said(*arguments: str) -> tuple[int, str]:
+        done = subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    status, text = said("mymodel:build", "--case", "unpadded")
+    assert status == 0, text
+    assert "1 case" in text
+    status, text = said("--kernel", "mymodel:attention", "--examples", "1")
+    assert "rules" in text, text
 
 
 SOUND = json.dumps({"model_type": "llama", "num_hidden_layers": 2, "sliding_window": None, "rope_theta": 1e4}).encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Literal
@@ -88,6 +89,10 @@ def audit(
     """
     if (target is None) == (kernel is None):
         raise typer.BadParameter("Pass either a TARGET or --kernel.", param_hint="TARGET")
+    here = str(Path.cwd())
+    if ":" in (target or kernel or "") and not sys.flags.safe_path and here not in sys.path:
+        # modules of the current folder are found, as by python -m
+        sys.path.insert(0, here)
     if kernel is not None:
         _kernel(kernel, examples, as_json)
         return
@@ -152,6 +157,11 @@ def _kernel(name: str, examples: int, as_json: bool) -> None:
     raise typer.Exit(counts.status)
 
 
+def _times(ratio: float | str) -> str:
+    """Format an error in units of its limit."""
+    return ratio if isinstance(ratio, str) else f"{ratio:.2f}x" if ratio < 100 else f"{ratio:.0f}x"
+
+
 _VERDICTS = {"right": "green", "wrong": "red", "raises": "red", "crashes": "red", "hangs": "red"}
 
 
@@ -180,9 +190,10 @@ def audit_kernels(
         rows.append(row)
         if out is not None:
             files.replace(out, json.dumps(found | {"rows": [each._asdict() for each in rows]}, indent=2) + "\n")
+    console.print("Errors in units of their limits: above 1x is wrong, - was not computed.")
     table = Table("library", "case", "forward", "dq", "dk", "dv", "", box=None, pad_edge=False)
     for row in rows:
-        numbers = ("" if number is None else str(number) for number in row[-4:])
+        numbers = ("" if row.case is None else "-" if number is None else _times(number) for number in row[-4:])
         mark = Text(row.verdict, _VERDICTS.get(row.verdict, "dim"))
         table.add_row(row.library, row.case or "", *numbers, mark)
     console.print(table)

@@ -132,8 +132,14 @@ def judge(library: Library, attend: Attend, case: Case, device: str, dtype: torc
     except Exception as error:  # noqa: BLE001 libraries and compilers raise exceptions of any type
         verdict = "refused" if isinstance(error, NotImplementedError) else "raises"
         reason = f"{'gradients: ' if found else ''}{in_a_line(error)}"
-    if not all(ratio <= 1 for ratio in found.values()):
-        verdict = "wrong"
+    faults = {
+        "not a number": [name for name, ratio in found.items() if math.isnan(ratio)],
+        "above the limit": [name for name, ratio in found.items() if ratio > 1],
+    }
+    said = [f"{', '.join(names)} {fault}" for fault, names in faults.items() if names]
+    if said:
+        # an error of the gradients comes after what is wrong with the results that there are
+        verdict, reason = "wrong", "; ".join([*said, *([reason] if reason else [])])
     told = {name: round(ratio, 3) if math.isfinite(ratio) else str(ratio) for name, ratio in found.items()}
     return {"verdict": verdict, "reason": reason, **told}
 
