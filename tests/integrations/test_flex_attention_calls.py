@@ -394,6 +394,16 @@ def test_nothing_is_stale(x: Inputs, times: int) -> None:
     reach, power = 9, 2.0
 
 
+def test_a_mask_of_a_large_parameter_and_a_fused_optimizer(x: Inputs) -> None:
+    """A fused step changes a parameter and not its version."""
+    gate = nn.Parameter(torch.randn(600, 600, generator=torch.Generator().manual_seed(0)))
+    mask = create_block_mask(lambda b, h, q, k: gate[q, k] > 0, None, None, N, N, device="cpu", BLOCK_SIZE=32)
+    check(x, mask, None)
+    gate.grad = 2 * gate.detach()
+    torch.optim.SGD([gate], lr=1.0, fused=True).step()
+    check(x, mask, None)
+
+
 def test_one_code_object_with_other_numbers(x: Inputs) -> None:
     """Masks and score functions that are made for each call from one definition."""
     for width in (3, 30, 8, 3):

@@ -89,6 +89,36 @@ def test_a_changed_tensor_is_another_mask(again: bool) -> None:
                 change()
 
 
+def fused(kind: type[torch.optim.Optimizer]) -> Callable[[torch.nn.Parameter], None]:
+    return lambda gate: kind([gate], lr=1.0, fused=True).step()  # type: ignore[call-arg]
+
+
+WRITES_TO_PARAMETERS: dict[str, Callable[[torch.nn.Parameter], object]] = {
+    **{kind.__name__: fused(kind) for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)},
+    "Adagrad": fused(torch.optim.Adagrad),
+    "data": lambda gate: gate.data.neg_(),
+}
+
+
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("kind", WRITES_TO_PARAMETERS)
+def test_a_large_parameter_is_followed_whoever_writes_it(kind: str, learns: bool) -> None:
+    """Fused optimizers, among others, change a parameter and not its version; a gradient is then refused."""
+    gate = torch.nn.Parameter(torch.randn(600, 600, generator=torch.Generator().manual_seed(0)))
+    gate.requires_grad_(learns)
+    assert gate.nbytes > 2**20
+    pattern = rw.TokenMask(lambda b, h, q, k: gate[q, k] > 0)
+    follows(pattern, lambda: gate.detach()[Q, K] > 0)
+    x = torch.randn(1, 1, N, 8, requires_grad=True)
+    out, version = rw.attention(x, x, x, pattern), gate._version
+    gate.grad = 2 * gate.detach()
+    WRITES_TO_PARAMETERS[kind](gate)
+    assert gate._version == version
+    follows(pattern, lambda: gate.detach()[Q, K] > 0)
+    with pytest.raises(PatternError, match="Change it after backward"):
+        out.sum().backward()
+
+
 def test_a_rebound_variable_is_another_mask() -> None:
     shift = torch.tensor(0)
     pattern = rw.from_mask_mod(lambda b, h, q, k: k <= q + shift)

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..torch_compat import digest, version
 
@@ -72,12 +73,15 @@ class CacheKey(NamedTuple):
 
 
 def content_key(table: Tensor) -> Hashable | None:
-    """Identify a CPU tensor by its contents; None for a large one that only torch writes to, which has a version."""
-    if table.device.type != "cpu" or (table.nbytes > SMALL and _ours(table)):
+    """Identify a CPU tensor by its contents; None for a large one of which torch counts the writes in a version."""
+    if table.device.type != "cpu" or (table.nbytes > SMALL and _counted(table)):
         return None
     return digest(table), tuple(table.shape), table.dtype
 
 
-def _ours(table: Tensor) -> bool:
+def _counted(table: Tensor) -> bool:
+    # fused optimizers write to parameters and count no version
+    if table.is_inference() or table.requires_grad or isinstance(table, Parameter):
+        return False
     # torch does not resize storages that numpy or another process may write to
-    return not table.is_inference() and table.untyped_storage().resizable() and not table.is_shared()
+    return table.untyped_storage().resizable() and not table.is_shared()

@@ -357,9 +357,10 @@ class TokenMask(Pattern):
     The pattern follows the values that the function reads as closure variables, globals and defaults: numbers, tensors,
     and containers and functions of these. If one has changed, the next call uses the new mask. If the function reads
     anything else (an object, an attribute of a module, a numpy array), every call evaluates it again, which is slow,
-    and ``torch.compile`` refuses it, unless ``tables`` names the tensors that it reads. A write to a tensor of more
-    than 1 MiB is noticed if it changes torch's version counter, which a write through ``.data`` does not. A function
-    must return equal masks for equal arguments, so it must not draw random numbers.
+    and ``torch.compile`` refuses it, unless ``tables`` names the tensors that it reads. Parameters, tensors that require
+    gradients, and tensors of up to 1 MiB are compared by contents. A write to another tensor is noticed if it changes
+    torch's version counter, which a write through ``.data`` or of a fused optimizer to a detached parameter does not. A
+    function must return equal masks for equal arguments, so it must not draw random numbers.
 
     Args:
         fn: Function that returns a bool tensor broadcastable to its arguments. Build it once: each new function is a
