@@ -100,6 +100,24 @@ WRITES_TO_PARAMETERS: dict[str, Callable[[torch.nn.Parameter], object]] = {
 }
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_mask_that_reads_a_parameter_has_gradients(compiled: bool) -> None:
+    """Gradients reach q, k and v, and pass the parameter by."""
+    # the compiler writes attributes to a Parameter
+    gate = torch.randn(N, N, requires_grad=True) if compiled else torch.nn.Parameter(torch.randn(N, N))
+    pattern, x = rw.TokenMask(lambda b, h, q, k: gate[q, k] > 0), torch.randn(1, 1, N, 8, requires_grad=True)
+
+    def attend(x: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+        return rw.attention(x, x, x, pattern)
+
+    act = torch.compile(attend, backend="aot_eager") if compiled else attend
+    want = torch.autograd.grad(attend(x, rw.TokenMask(lambda b, h, q, k, g=gate.detach(): g[q, k] > 0)).sum(), x)
+    for tree in (pattern, pattern & rw.Full(), rw.PerHead([pattern])):
+        assert torch.equal(torch.autograd.grad(act(x, tree).sum(), x)[0], want[0])
+    assert not rw.attention(x.detach(), x.detach(), x.detach(), pattern).requires_grad
+    assert gate.grad is None
+
+
 @pytest.mark.parametrize("learns", [True, False])
 @pytest.mark.parametrize("kind", WRITES_TO_PARAMETERS)
 def test_a_large_parameter_is_followed_whoever_writes_it(kind: str, learns: bool) -> None:

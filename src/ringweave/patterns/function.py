@@ -357,10 +357,11 @@ class TokenMask(Pattern):
     The pattern follows the values that the function reads as closure variables, globals and defaults: numbers, tensors,
     and containers and functions of these. If one has changed, the next call uses the new mask. If the function reads
     anything else (an object, an attribute of a module, a numpy array), every call evaluates it again, which is slow,
-    and ``torch.compile`` refuses it, unless ``tables`` names the tensors that it reads. Parameters, tensors that require
-    gradients, and tensors of up to 1 MiB are compared by contents. A write to another tensor is noticed if it changes
-    torch's version counter, which a write through ``.data`` or of a fused optimizer to a detached parameter does not. A
-    function must return equal masks for equal arguments, so it must not draw random numbers.
+    and ``torch.compile`` refuses it, unless ``tables`` names the tensors that it reads. Parameters, other tensors that
+    require gradients, and tensors of up to 1 MiB are compared by contents. A write to another tensor is noticed if it
+    changes torch's version counter. A write through ``.data`` does not, nor does a fused optimizer of a parameter that
+    the function reads through ``detach()``. A function must return equal masks for equal arguments, so it must not draw
+    random numbers. No gradient passes through a mask.
 
     Args:
         fn: Function that returns a bool tensor broadcastable to its arguments. Build it once: each new function is a
@@ -498,8 +499,8 @@ class TokenMask(Pattern):
     @property
     def tables(self) -> tuple[Tensor, ...]:
         if self._number is not None and torch.compiler.is_compiling():
-            return self._number, *self._tables
-        return self._present()[1]
+            return self._number, *_constants(self._tables)
+        return _constants(self._present()[1])
 
     def key(self) -> CacheKey:
         holder, tables = self._present()
@@ -600,6 +601,11 @@ class TokenMask(Pattern):
 
     def tile_classes(self, tiles: Tiles) -> Int64:
         return combine_ids(tiles.q_lo, tiles.k_lo)
+
+
+def _constants(tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    # no gradient passes through a mask, and operators would compute one of each tensor that requires it
+    return tuple([table.detach() if table.requires_grad else table for table in tables])
 
 
 def _out_of_bounds(error: BaseException | None) -> bool:
