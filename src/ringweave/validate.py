@@ -43,8 +43,16 @@ _PACKAGE = str(Path(__file__).parent)
 _SMALLEST_SCALE, _LARGEST_SCALE = 1e-37, 1e38
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, hosted: bool = False) -> None:
-    """Raise ShapeError unless q, k and v fit each other. If ``hosted``, k and v may be on the host and q on a GPU."""
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, hosted: bool = False, empty: bool = False) -> None:
+    """Raise ShapeError unless q, k and v fit each other.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        hosted: Whether k and v may be on the host and q on a GPU.
+        empty: Whether there may be no batch element, head or token.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ShapeError(name, type(x).__name__, "a tensor", "Pass torch tensors.")
@@ -80,9 +88,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, hosted: bool = False) -> N
         raise ShapeError("v tokens", v.shape[2], f"{k.shape[2]}, as k", "Give k and v the same length.")
     for name, x in (("q", q), ("k", k), ("v", v)):
         for size, what in zip(x.shape, ("batch", "heads", "tokens", "head dim"), strict=True):
-            if size == 0:
+            if size == 0 and not (empty and what != "head dim"):
                 raise ShapeError(f"{name} {what}", 0, "at least 1", f"Skip the call when {what} is empty.")
-    if q.shape[1] % k.shape[1]:
+    if q.shape[1] % max(k.shape[1], 1):
         raise ShapeError(
             "k heads",
             k.shape[1],

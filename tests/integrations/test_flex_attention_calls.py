@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -265,6 +266,93 @@ def test_errors_that_torch_does_not_raise(x: Inputs, name: str) -> None:
         given[name] = (torch.randn(2, 4, N + 100, 16), *given[name][1:])
     with pytest.raises(RingweaveError):
         flex_attention(*given[name])
+
+
+def wide(x: Tensor) -> Tensor:
+    return torch.cat([x, x[:1]])
+
+
+WRONG: dict[str, Callable[[Inputs], tuple[Any, Any, Any, dict[str, Any]]]] = {
+    "fewer values": lambda x: (x.q, x.k, x.v[:, :, :50], {}),
+    "more values": lambda x: (x.q, x.k, torch.cat([x.v, x.v], 2), {}),
+    "heads of values": lambda x: (x.q, x.k, x.v[:, :2], {}),
+    "more heads of values": lambda x: (x.q, x.k, torch.cat([x.v, x.v], 1), {}),
+    "heads of grouped values": lambda x: (x.q, x.k[:, :2], x.v, {"enable_gqa": True}),
+    "batch of values": lambda x: (x.q, x.k, x.v[:1], {}),
+    "larger batch of values": lambda x: (x.q, x.k, wide(x.v), {}),
+    "batch of values for shared keys": lambda x: (x.q, x.k[:1], wide(x.v), {"block_mask": masked(batch=2)}),
+    "batch of queries": lambda x: (wide(x.q), x.k, x.v, {}),
+    "keys of float64": lambda x: (x.q, x.k.double(), x.v, {}),
+    "values of float16": lambda x: (x.q, x.k, x.v.half(), {}),
+    "values of int64": lambda x: (x.q, x.k, x.v.long(), {}),
+    "whole numbers": lambda x: (x.q.long(), x.k.long(), x.v.long(), {}),
+    "truth": lambda x: (x.q > 0, x.k > 0, x.v > 0, {}),
+    "complex": lambda x: (x.q.cfloat(), x.k.cfloat(), x.v.cfloat(), {}),
+    "complex values": lambda x: (x.q, x.k, x.v.cfloat(), {}),
+    "8 bits": lambda x: (x.q.to(torch.float8_e4m3fn), x.k.to(torch.float8_e4m3fn), x.v.to(torch.float8_e4m3fn), {}),
+    "sparse keys": lambda x: (x.q, x.k.to_sparse(), x.v, {}),
+    "sparse values": lambda x: (x.q, x.k, x.v.to_sparse(), {}),
+    "no channels": lambda x: (x.q[..., :0], x.k[..., :0], x.v, {}),
+    "no channels of values": lambda x: (x.q, x.k, x.v[..., :0], {}),
+    "no channels and no keys": lambda x: (x.q[..., :0], x.k[:, :, :0, :0], x.v[:, :, :0], {}),
+    "no values for keys": lambda x: (x.q, x.k, x.v[:, :, :0], {}),
+    "a list": lambda x: (x.q, x.k, x.v.tolist(), {}),
+    "another device": lambda x: (x.q, x.k, x.v.to("meta"), {}),
+    **{
+        f"scale {value!r}": lambda x, value=value: (x.q, x.k, x.v, {"scale": value})  # type: ignore[misc]
+        for value in (
+            *(torch.inf, torch.nan, -torch.inf, 1e300, 1e-300, True, "0.5", 1j, [0.5], torch.tensor(0.3)),
+            *(torch.ones(4), torch.tensor(0.3, requires_grad=True)),
+        )
+    },
+    "scale of no pairs": lambda x: (x.q, x.k[:, :, :0], x.v[:, :, :0], {"scale": torch.tensor(0.3)}),
+}
+
+FORMULAS: dict[str, Any] = {
+    "none": None,
+    "a factor": lambda s, b, h, q, k: s * 0.5,
+    "a term": lambda s, b, h, q, k: 3 * torch.tanh(s / 3),
+    "a bias": lambda s, b, h, q, k: s - 0.1 * (q - k).abs(),
+    "general": general,
+    "of one pair": lambda s, b, h, q, k: torch.stack([s, s]).sum(),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_whether_a_call_is_refused_does_not_depend_on_its_formula(x: Inputs, name: str) -> None:
+    """Each path raises the same error for wrong arguments, and so does explain."""
+    q, k, v, options = WRONG[name](x)
+    said = []
+    for score in FORMULAS.values():
+        for call in (
+            flex_attention,
+            functools.partial(flex_attention, return_aux=AuxRequest(max_scores=True)),
+            explain,
+        ):
+            with pytest.raises(RingweaveError) as error:
+                call(q, k, v, score, **options)
+            said.append((type(error.value), str(error.value)))
+    if 0 in (*q.shape[:3], *k.shape[:3]):
+        # no pattern can be explained for no keys
+        said = [each for each in said if "at least 1" not in each[1] or "head dim" in each[1]]
+    assert len(set(said)) == 1, set(said)
+
+
+@pytest.mark.parametrize("scale", [0, 0.0, -0.25, 1e-30, np.float32(0.25)])
+def test_scales_that_every_path_takes(x: Inputs, scale: float) -> None:
+    for score in (None, FORMULAS["a term"], general, lambda s, b, h, q, k: s * 1e-30, lambda s, b, h, q, k: s * 1e35):
+        got = flex_attention(x.q, x.k, x.v, score, scale=scale)
+        same(got, torch_flex(x.q, x.k, x.v, score, scale=scale))
+
+
+def test_autocast_makes_one_dtype(x: Inputs) -> None:
+    """Inputs of several floating dtypes are refused without autocast, and whole numbers and float64 with it, too."""
+    for score in (None, general):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert flex_attention(x.q, x.k.half(), x.v.bfloat16(), score).dtype == torch.bfloat16
+            for v in (x.v.long(), x.v.double()):
+                with pytest.raises(RingweaveError, match=r"v\.dtype"):
+                    flex_attention(x.q, x.k, v, score)
 
 
 def test_the_mask_of_a_slice(x: Inputs) -> None:

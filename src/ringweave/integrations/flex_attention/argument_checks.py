@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...errors import RingweaveError, ShapeError, UnsupportedError, shown
+from ...validate import autocast, checked_scale
 
 #: Side of a block in a mask that is for any length.
 ANY_LENGTH = 1 << 30
@@ -16,10 +18,37 @@ class UnsupportedRankError(RingweaveError, NotImplementedError):
     """A tensor of FlexAttention does not have four dimensions."""
 
 
-def check(
-    query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gqa: bool, return_lse: bool, return_aux: Any
-) -> None:
-    """Raise the error of the first argument that does not fit the others."""
+class Call(NamedTuple):
+    """The tensors and the scale of a call.
+
+    Attributes:
+        query: (B, Hq, L, E), in autocast's dtype where it is enabled.
+        key: (B, Hkv, S, E), expanded to the query's batch.
+        value: (B, Hkv, S, Ev), expanded to the query's batch.
+        scale: Factor of the scores.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+
+
+def checked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool = False,
+    return_aux: Any = None,
+) -> Call:
+    """Return the call, or raise an error of torch's kinds for the first argument that does not fit.
+
+    ``validate.check_tensors`` checks dtypes and the sizes of values, on every path: inside ``attention_with_lse`` for a
+    function of terms, and before the tiles of any other function.
+    """
     tensors = {"query": query, "key": key, "value": value}
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
@@ -44,6 +73,13 @@ def check(
         raise ShapeError("key.shape[0]", key.shape[0], wanted, "Expand the keys and values.")
     if return_lse and return_aux is not None:
         raise ShapeError("return_lse, return_aux", "both", "one of them", "Pass return_aux=AuxRequest(lse=True).")
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = autocast(query, key, value)
+    if key.shape[0] == 1:
+        key = key.expand(query.shape[0], -1, -1, -1)
+        value = value.expand(query.shape[0], -1, -1, -1) if value.shape[0] == 1 else value
+    # without channels there is no default, and ``check_tensors`` says so
+    return Call(query, key, value, checked_scale(scale, query.shape[3] or 1))
 
 
 def _check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:

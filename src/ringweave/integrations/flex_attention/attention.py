@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from ...api import attention_with_lse
+from ...errors import ShapeError
 from ...patterns import Full, Pattern
 from ...torch_compat import uncompiled
 from ...types import acc_dtype
-from .argument_checks import check
+from ...validate import check_tensors, checked_scale
+from .argument_checks import Call, checked
 from .block_masks import pattern_of
 from .frozen import frozen
 from .recognised import Recognised, Sizes, recognised
@@ -87,13 +89,10 @@ def flex_attention(
             query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
             return_aux=return_aux,
         )  # fmt: skip
-    check(query, key, value, block_mask, enable_gqa, return_lse, return_aux)
-    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-    if dtype is not None:
-        query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
+    call = checked(query, key, value, block_mask, scale, enable_gqa, return_lse, return_aux)
     with_max = return_aux is not None and return_aux.max_scores
     with torch.autocast("cpu", enabled=False):
-        out, lse, most = _attend(query, key, value, score_mod, block_mask, scale, with_max)
+        out, lse, most = _attend(call, score_mod, block_mask, with_max)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
@@ -106,53 +105,53 @@ class Read(NamedTuple):
 
     Attributes:
         pattern: The allowed pairs.
-        score: The score function as terms; None if it takes the general path.
+        score: The score function as terms, which apply to scores with ``scale``; None if it takes the general path.
+        scale: The call's scale times the factor of the function.
         why: The reason for the general path.
     """
 
     pattern: Pattern
     score: Recognised | None
+    scale: float
     why: str
 
 
-def read(query: Tensor, key: Tensor, score_mod: ScoreMod | None, block_mask: Any) -> Read:
+def read(call: Call, score_mod: ScoreMod | None, block_mask: Any) -> Read:
     """Read the mask and the score function of a checked call."""
-    batch, heads, nq, _ = query.shape
-    nk = key.shape[2]
+    batch, heads, nq, _ = call.query.shape
+    nk = call.key.shape[2]
     if 0 in (batch, heads, nq, nk):
-        return Read(Full(), None, "there are no pairs")
+        return Read(Full(), None, call.scale, "there are no pairs")
     pattern = pattern_of(block_mask, nq, nk)
     try:
-        return Read(pattern, recognised(score_mod, Sizes(batch, heads, nq, nk, acc_dtype(query.dtype))), "")
+        score = recognised(score_mod, Sizes(batch, heads, nq, nk, acc_dtype(call.query.dtype)))
     except UntraceableError as error:
-        return Read(pattern, None, str(error))
+        return Read(pattern, None, call.scale, str(error))
+    if score.factor == 1:
+        return Read(pattern, score, call.scale, "")
+    try:
+        return Read(pattern, score, checked_scale(call.scale * score.factor, 1), "")
+    except ShapeError:
+        return Read(pattern, None, call.scale, f"it multiplies the score by {score.factor:g}, out of range of a scale")
 
 
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: ScoreMod | None,
-    block_mask: Any,
-    scale: float | None,
-    with_max: bool,
+    call: Call, score_mod: ScoreMod | None, block_mask: Any, with_max: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    if key.shape[0] == 1:
-        key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
-    scale = query.shape[3] ** -0.5 if scale is None else scale
-    pattern, score, _ = read(query, key, score_mod, block_mask)
+    query, key, value, scale = call
+    pattern, score, factor, _ = read(call, score_mod, block_mask)
     most = None
     if score is None or with_max:
         # imported with the first call that needs it
         from .score_tiles import attend
 
+        check_tensors(query, key, value, empty=True)
         given = frozen(score_mod) if score_mod else _unchanged
         if score is None:
             out, lse, most = attend(query, key, value, pattern, given, scale=scale)
             return _in_order_of(query, out), lse, most if with_max else None
         with torch.no_grad():
             most = attend(query, key, value, pattern, given, scale=scale)[2]
-    factor = scale if score.factor == 1 else scale * score.factor
     out, lse = attention_with_lse(query, key, value, pattern, scale=factor, terms=score.terms)
     return _in_order_of(query, out), lse, most
 

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from ...reports import explanation
-from .argument_checks import check
+from ...validate import check_tensors
+from .argument_checks import checked
 from .attention import ScoreMod, read
 
 
@@ -43,8 +44,10 @@ def explain(
         >>> print(explain(q, k, v, lambda score, b, h, i, j: score.relu()).splitlines()[-1])
         score_mod general path, slower than terms: relu of the score is no score term
     """
-    check(query, key, value, block_mask, enable_gqa, False, None)
-    pattern, score, why = read(query, key, score_mod, block_mask)
+    call = checked(query, key, value, block_mask, scale, enable_gqa)
+    check_tensors(*call[:3])
+    pattern, score, _, why = read(call, score_mod, block_mask)
+    query, key, value = call[:3]
     batch, heads, nq, head_dim = query.shape
     grad = any(x.requires_grad for x in (query, key, value))
     terms = () if score is None else score.terms
