@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -40,7 +41,8 @@ def per_pair(fn: Callable[..., Tensor], *arguments: Tensor, narrow: Sequence[int
         arguments: Its arguments, which broadcast to one shape.
         narrow: Dimensions that have length 1 in the result if the function does not use them.
     """
-    shape = torch.broadcast_shapes(*(x.shape for x in arguments))
+    # torch.broadcast_shapes takes as long as several operations
+    shape = np.broadcast_shapes(*[x.shape for x in arguments])
     dims = [dim for dim, size in enumerate(shape) if size != 1]
     wide = [x.reshape((1,) * (len(shape) - x.ndim) + tuple(x.shape)) for x in arguments]
     squeezed = [x.reshape([size for size in x.shape if size != 1]) for x in wide]

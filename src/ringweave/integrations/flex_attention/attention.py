@@ -14,10 +14,11 @@ from ...patterns import Full, Pattern
 from ...torch_compat import uncompiled
 from ...types import acc_dtype
 from ...validate import check_tensors, checked_scale
+from .agreement import Sizes
 from .argument_checks import Call, checked
 from .block_masks import pattern_of
 from .frozen import frozen
-from .recognised import Recognised, Sizes, recognised
+from .recognised import Recognised, recognised
 from .symbols import UntraceableError
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -3,6 +3,7 @@
 A function is recognised if its result is the score, possibly multiplied by a number, under a chain of soft caps and
 added biases. A bias is recognised if it depends on the head and the distance of the pair, on either the query or the
 key, or if it looks up a table of the caller by batch element, head, query and key. Nothing is inferred from numbers.
+The terms are compared with the function at some pairs before they are trusted.
 """
 
 from __future__ import annotations
@@ -18,17 +19,8 @@ from torch import Tensor
 from ...errors import ShapeError
 from ...patterns.per_pair import per_pair
 from ...terms import ALiBi, Bias, DistanceBias, Softcap, Term
+from .agreement import Sizes, agrees
 from .symbols import ARGUMENTS, BATCH, HEAD, KEY, QUERY, SCORE, Symbol, UntraceableError, computed, symbols_in, traced
-
-
-class Sizes(NamedTuple):
-    """Sizes of a call, and the dtype of its scores."""
-
-    batch: int
-    heads: int
-    nq: int
-    nk: int
-    dtype: torch.dtype
 
 
 class Recognised(NamedTuple):
@@ -51,13 +43,18 @@ def recognised(score_mod: Callable[..., Any] | None, sizes: Sizes) -> Recognised
     """
     if score_mod is None:
         return Recognised(1.0, ())
-    result = traced(score_mod, sizes.dtype)
+    result, trace = traced(score_mod, sizes.dtype)
     if not isinstance(result, Symbol) or SCORE not in result.uses:
         raise UntraceableError("its result does not depend on the score")
     try:
-        return _chain(result, sizes)
+        found = _chain(result, sizes)
     except RecursionError as error:
         raise UntraceableError("its formula is nested too deeply") from error
+    except ShapeError as error:
+        raise UntraceableError(f"a term does not take its values: {error}") from error
+    if not agrees(score_mod, trace, found.factor, found.terms, sizes):
+        raise UntraceableError("it computes another value than its formula does when it is traced")
+    return found
 
 
 # ---- the formula of the score ----------------------------------------------------------------------------------------
@@ -138,10 +135,7 @@ def _chain(x: Symbol, sizes: Sizes) -> Recognised:
     capped = _capped(name, args)
     if capped is not None:
         inner = _chain(capped[0], sizes)
-        try:
-            return inner._replace(terms=(*inner.terms, Softcap(capped[1])))
-        except ShapeError as error:
-            raise UntraceableError(f"its cap is {capped[1]}") from error
+        return inner._replace(terms=(*inner.terms, Softcap(capped[1])))
     scaled, factor = _scaled(name, args, sizes)
     if scaled is None:
         raise UntraceableError(f"{_called(x)} of the score is no score term")
@@ -193,47 +187,70 @@ def _capped(name: str, args: tuple[Any, ...]) -> tuple[Symbol, float] | None:
 
 
 def _biases(bias: Any, sign: int, sizes: Sizes) -> list[Term]:
-    """Return the terms that add a bias; a sum that is no term is split."""
-    term = _bias(bias, sign, sizes)
-    if term is not None:
-        return [term]
-    name, args = _operation(bias)
-    if name == "neg":
-        return _biases(args[0], -sign, sizes)
-    if name in ("add", "sub") and len(args) == 2:
-        return [*_biases(args[0], sign, sizes), *_biases(args[1], -sign if name == "sub" else sign, sizes)]
-    raise UntraceableError(
-        "its bias depends on query and key by neither their distance nor a table of the caller by b, h, q and k"
-    )
+    """Return the terms that add a bias; a sum that is no term is split, and a summand of several sums is one term."""
+    terms, positions = list[Term](), _Positions(max(sizes.nq, sizes.nk))
+    # Counts of the summands by number. Numbers increase in the trace, so all sums of a summand are split before it.
+    sums, counts, constants = dict[int, Symbol](), dict[int, int](), list[tuple[Any, int]]()
+
+    def add(summand: Any, count: int) -> None:
+        if not isinstance(summand, Symbol):
+            constants.append((summand, count))
+            return
+        sums[summand.number] = summand
+        counts[summand.number] = counts.get(summand.number, 0) + count
+
+    add(bias, sign)
+    while sums:
+        number = max(sums)
+        summand, count = sums.pop(number), counts.pop(number)
+        term = _bias(summand, count, sizes, positions)
+        name, args = _operation(summand)
+        if term is not None:
+            terms.append(term)
+        elif name == "neg":
+            add(args[0], -count)
+        elif name in ("add", "sub") and len(args) == 2:
+            add(args[0], count)
+            add(args[1], -count if name == "sub" else count)
+        else:
+            raise UntraceableError(
+                "its bias depends on query and key by neither their distance nor a table of the caller by b, h, q and k"
+            )
+    for summand, count in constants:
+        terms.append(_distance_bias(summand, count, set(), sizes))
+    return terms
 
 
-def _bias(bias: Any, sign: int, sizes: Sizes) -> Term | None:
-    uses = set(bias.uses) if isinstance(bias, Symbol) else set()
+def _bias(bias: Symbol, count: int, sizes: Sizes, positions: _Positions) -> Term | None:
+    """Return the term that adds a bias ``count`` times, or None."""
+    if not count:
+        # 0, unless a value is infinite
+        raise UntraceableError("its bias subtracts a value from itself")
     # the only batch element and the only head are 0
-    uses -= {name for name, size in ((BATCH, sizes.batch), (HEAD, sizes.heads)) if size == 1}
-    if BATCH not in uses and _Positions().by_distance(bias):
-        return _alibi(bias, sign, uses, sizes) or _distance_bias(bias, sign, uses, sizes)
-    table = _looked_up(bias, sizes) if sign == 1 else None
+    uses = {*bias.uses} - {name for name, size in ((BATCH, sizes.batch), (HEAD, sizes.heads)) if size == 1}
+    if BATCH not in uses and positions.by_distance(bias):
+        return _alibi(bias, count, uses, sizes, positions) or _distance_bias(bias, count, uses, sizes)
+    table = _looked_up(bias, sizes) if count == 1 else None
     if table is None and not {QUERY, KEY} <= uses:
-        table = _by_side(bias, sign, uses, sizes)
+        table = _by_side(bias, count, uses, sizes)
     if table is None:
         return None
     return Bias(table) if table.is_floating_point() else None
 
 
-def _values(bias: Any, sign: int, places: dict[str, Tensor], sizes: Sizes) -> Tensor:
-    """Compute a bias for index tensors that broadcast; it gets 0-dim tensors."""
+def _values(bias: Any, count: int, places: dict[str, Tensor], sizes: Sizes) -> Tensor:
+    """Compute a bias, times a number, for index tensors that broadcast; it gets 0-dim tensors."""
 
     def of_pair(*indices: Tensor) -> Tensor:
         value = computed(bias, dict(zip(ARGUMENTS[1:], indices, strict=True)))
         value = value if isinstance(value, Tensor) else torch.tensor(value, dtype=sizes.dtype, device="cpu")
         if value.ndim or value.is_complex():
             raise UntraceableError("its bias is not one number for each pair")
-        return (-value if sign < 0 else value).to(sizes.dtype)
+        return value if count == 1 else -value if count == -1 else value * count
 
     try:
         return per_pair(of_pair, *places.values())
-    except (RuntimeError, LookupError, TypeError, ValueError) as error:
+    except (RuntimeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise UntraceableError(f"its bias cannot be tabulated: {type(error).__name__}") from error
 
 
@@ -245,27 +262,30 @@ def _places(sizes: Sizes, **lengths: Tensor) -> dict[str, Tensor]:
     return {name: x.reshape(shapes[name]) for name, x in places.items()}
 
 
-def _alibi(bias: Any, sign: int, uses: set[str], sizes: Sizes) -> ALiBi | None:
+def _alibi(bias: Symbol, count: int, uses: set[str], sizes: Sizes, positions: _Positions) -> ALiBi | None:
     """Return the term of slopes without gradients times the absolute distance, or None for another bias."""
-    sign, (name, args) = -sign, _operation(bias)
+    count, (name, args) = -count, _operation(bias)
     while name == "neg":
-        sign, (name, args) = -sign, _operation(args[0])
+        count, (name, args) = -count, _operation(args[0])
     if name != "mul" or len(args) != 2 or not {QUERY, KEY} <= uses:
         return None
     for slope, distance in (args, args[::-1]):
-        own = sign
+        own = count
         name, of = _operation(distance)
         if name == "neg":
             own, (name, of) = -own, _operation(of[0])
-        apart = _Positions().slopes(of[0]) if name == "abs" else None
-        if apart in ((1, -1), (-1, 1)) and not (isinstance(slope, Symbol) and slope.uses - {HEAD}):
+        apart = positions.line(of[0]) if name == "abs" else None
+        if apart in ((1, -1, 0), (-1, 1, 0)) and not (isinstance(slope, Symbol) and slope.uses - {HEAD}):
             heads = {HEAD: torch.arange(sizes.heads, device="cpu")}
             slopes = _values(slope, own, _places(sizes, **heads), sizes)[0, :, 0, 0]
-            return None if slopes.requires_grad else ALiBi(slopes)
+            # the dtype in which the function rounds the product
+            rounded = torch.get_default_dtype() if type(slope) is float else slopes.dtype
+            differs = rounded.is_floating_point and rounded != sizes.dtype
+            return None if slopes.requires_grad or differs else ALiBi(slopes.to(sizes.dtype))
     return None
 
 
-def _distance_bias(bias: Any, sign: int, uses: set[str], sizes: Sizes) -> DistanceBias:
+def _distance_bias(bias: Any, count: int, uses: set[str], sizes: Sizes) -> DistanceBias:
     """Tabulate a bias by head and distance, for every distance of the call."""
     lengths = {}
     if HEAD in uses:
@@ -274,7 +294,7 @@ def _distance_bias(bias: Any, sign: int, uses: set[str], sizes: Sizes) -> Distan
     if before or after:
         # a query at 0 and a key at the distance stand for all pairs of this distance
         lengths[KEY] = torch.arange(-before, after + 1, device="cpu")
-    table = _values(bias, sign, _places(sizes, **lengths), sizes)[0, :, 0]
+    table = _values(bias, count, _places(sizes, **lengths), sizes)[0, :, 0].to(sizes.dtype)
     if table.requires_grad and not bool(table.isfinite().all()):
         # the gradient of an entry that no pair uses is 0, and its product with an infinite derivative is NaN
         raise UntraceableError("its bias is not finite at a distance, and needs gradients")
@@ -285,11 +305,11 @@ def _distance_bias(bias: Any, sign: int, uses: set[str], sizes: Sizes) -> Distan
     return DistanceBias(table.expand(sizes.heads, -1))
 
 
-def _by_side(bias: Any, sign: int, uses: set[str], sizes: Sizes) -> Tensor:
+def _by_side(bias: Any, count: int, uses: set[str], sizes: Sizes) -> Tensor:
     """Tabulate a bias that depends on the query or the key, not both."""
     size = {BATCH: sizes.batch, HEAD: sizes.heads, QUERY: sizes.nq, KEY: sizes.nk}
     lengths = {name: torch.arange(size[name], device="cpu") for name in uses}
-    table = _values(bias, sign, _places(sizes, **lengths), sizes)
+    table = _values(bias, count, _places(sizes, **lengths), sizes).to(sizes.dtype)
     if table.requires_grad:
         # the gradient of a Bias is a table of all pairs
         raise UntraceableError("its bias of queries or keys needs gradients, which the term sums for all pairs")
@@ -324,7 +344,7 @@ def _looked_up(bias: Any, sizes: Sizes) -> Tensor | None:
                 if name in axes or bias.shape[dim] < size[name]:
                     return None
                 bias, axes[dim] = bias.narrow(dim, 0, size[name]), name
-            elif each != slice(None):
+            elif not (type(each) is slice and each.start is each.stop is each.step is None):
                 return None
     if None in axes or not {QUERY, KEY} <= set(axes):
         return None
@@ -340,67 +360,74 @@ def _looked_up(bias: Any, sizes: Sizes) -> Tensor | None:
 
 
 class _Positions:
-    """How values of a trace depend on query and key; a value that is used several times is looked at once."""
+    """How values of a trace depend on query and key; a value that is used several times is looked at once.
 
-    def __init__(self) -> None:
+    Args:
+        most: Largest number of positions.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
         self._by_distance: dict[int, bool] = {}
-        self._slopes: dict[int, tuple[int, int] | None] = {}
+        self._lines: dict[int, _Line | None] = {}
 
     def by_distance(self, x: Any) -> bool:
         """Return whether a value depends on query and key by their distance alone."""
         if not isinstance(x, Symbol):
             return all(map(self.by_distance, symbols_in(x)))
-        if id(x) not in self._by_distance:
-            self._by_distance[id(x)] = self._is_by_distance(x)
-        return self._by_distance[id(x)]
+        if x.number not in self._by_distance:
+            self._by_distance[x.number] = self._is_by_distance(x)
+        return self._by_distance[x.number]
 
     def _is_by_distance(self, x: Symbol) -> bool:
         if not x.uses & {QUERY, KEY}:
             return True
-        slopes = self.slopes(x)
-        if slopes is not None:
-            return slopes[0] == -slopes[1]
+        line = self.line(x)
+        if line is not None:
+            return line[0] == -line[1]
         name, args = _operation(x)
         if name == "compare" and len(args) == 2:
-            left, right = map(self.slopes, args)
+            left, right = map(self.line, args)
             if left is not None and right is not None and left[0] - right[0] == right[1] - left[1]:
                 return True
         return x.function is not None and self.by_distance((x.args, x.kwargs))
 
-    def slopes(self, x: Any) -> tuple[int, int] | None:
-        """Return the factors of query and key in a value that is linear in them, exactly; None for another value."""
+    def line(self, x: Any) -> _Line | None:
+        """Return (a, b, c) of a value that is exactly a * query + b * key + c; None for another value."""
         if not isinstance(x, Symbol) or not x.uses & {QUERY, KEY}:
-            return 0, 0
-        if id(x) not in self._slopes:
-            self._slopes[id(x)] = self._slopes_of(x)
-        return self._slopes[id(x)]
+            return 0, 0, _whole(x)
+        if x.number not in self._lines:
+            line = self._line_of(x)
+            # float32 holds every whole number up to 2 ** 24
+            exact = line is not None and (abs(line[0]) + abs(line[1])) * self.most + abs(line[2]) <= 2**24
+            self._lines[x.number] = line if exact else None
+        return self._lines[x.number]
 
-    def _slopes_of(self, x: Symbol) -> tuple[int, int] | None:
+    def _line_of(self, x: Symbol) -> _Line | None:
         if x.function is None:
-            return (1, 0) if x.args[0] == QUERY else (0, 1)
+            return (1, 0, 0) if x.args[0] == QUERY else (0, 1, 0)
         name, args = _operation(x)
-        # float32 holds every position up to 2 ** 24
         if name in ("float", "double") or (name == "to" and args[1:] in _WIDE):
-            return self.slopes(args[0])
+            return self.line(args[0])
         if name == "neg":
-            inner = self.slopes(args[0])
-            return None if inner is None else (-inner[0], -inner[1])
+            inner = self.line(args[0])
+            return None if inner is None else (-inner[0], -inner[1], -inner[2])
         if name in ("add", "sub") and len(args) == 2:
-            left, right = map(self.slopes, args)
-            if left is None or right is None or not all(map(_is_whole, args)):
+            left, right = map(self.line, args)
+            if left is None or right is None:
                 return None
             sign = -1 if name == "sub" else 1
-            return left[0] + sign * right[0], left[1] + sign * right[1]
+            return left[0] + sign * right[0], left[1] + sign * right[1], left[2] + sign * right[2]
         return None
 
 
+_Line = tuple[int, int, float]
 _WIDE = {(dtype,) for dtype in (torch.float32, torch.float64, torch.int32, torch.int64)}
 
 
-def _is_whole(x: Any) -> bool:
-    """Return whether a summand is a position or a whole number, so that the sum is exact."""
-    if isinstance(x, Symbol):
-        return bool(x.uses & {QUERY, KEY})
-    if isinstance(x, Tensor):
-        return not x.is_floating_point() and not x.is_complex()
-    return type(x) is int
+def _whole(x: Any) -> float:
+    """Return the value of a whole number, so that a sum with it is exact; NaN for another value."""
+    if isinstance(x, Tensor) and not x.is_floating_point():
+        x = _number(x)
+        x = None if x is None else int(x)
+    return x if type(x) is int else math.nan
