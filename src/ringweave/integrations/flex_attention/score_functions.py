@@ -8,13 +8,13 @@ same result on tensors that broadcast, which is faster. A probe at one pair reco
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ...errors import ShapeError, shown
+from ...errors import RingweaveError, ShapeError, UnsupportedError, first_line, shown
 from ...torch_compat import before_compiling
 from ...types import acc_dtype
 from .score_probe import ITEM, SUMS, Probe, Reading, called, entries_of, impure, leaves_of, mapped, places_of
@@ -58,7 +58,10 @@ class ScoreFunction:
 
     def check(self) -> None:
         """Raise UnsupportedError if the function reads other values than in the forward pass."""
-        if not self.reading.same(self._probe()[0]):
+        # a function that disables gradients restores the caller's mode, which is part of the record
+        with torch.enable_grad():
+            now = self._probe()[0]
+        if not self.reading.same(now):
             raise impure("a function that reads other values in backward than in forward")
 
     def _probe(self) -> tuple[Reading, Tensor]:
@@ -72,7 +75,12 @@ class ScoreFunction:
             return result
 
         # with gradients if the caller enables them, since the function may make tables and keep them
-        result = self.at_first_pair(recorded)
+        try:
+            result = self.at_first_pair(recorded)
+        except RuntimeError as error:
+            if isinstance(error, RingweaveError) or not any(word in str(error) for word in ("vmap", "Batching rule")):
+                raise
+            raise _unmapped(error) from error
         return found[0], result.detach()
 
     def at_first_pair(self, fn: ScoreMod) -> Tensor:
@@ -116,6 +124,18 @@ def _checked(result: object) -> Tensor:
         got = f"a function that returns {shown(result)}"
         raise ShapeError("score_mod", got, "one that returns a 0-dim floating tensor", "Return the changed score.")
     return result
+
+
+def _unmapped(error: RuntimeError) -> UnsupportedError:
+    """Return the error of a function that torch.vmap cannot map."""
+    said = first_line(error)
+    if "random" in said:
+        return impure("a function that draws random numbers")
+    if "data-dependent" in said or ".item()" in said:
+        got = "a function that needs the value of a score or an index as a number, as `if` and int() do"
+        return UnsupportedError("score_mod", got, "operations of tensors", "Use torch.where in place of `if`.")
+    got = f"a function that torch.vmap cannot map: {said}"
+    return UnsupportedError("score_mod", got, "operations that torch.vmap maps", "Compute it with other operations.")
 
 
 class _Table:
@@ -217,8 +237,8 @@ class Pass:
         """Return the function of scores, without gradients, in memory that nothing else uses but the scores."""
         with torch.no_grad():
             result = self.function.evaluated(_Evaluation(self).function, scores, at)
-        # a result that is the same for several pairs is expanded
-        return result.contiguous()
+        # a result that is the same for several pairs is expanded, and a function may enable gradients
+        return result.detach().contiguous()
 
     def differentiable(self, scores: Tensor, at: Pairs) -> tuple[Tensor, Differentiated]:
         """Return the function of scores, and an object that computes gradients."""
@@ -272,6 +292,8 @@ class _Evaluation(TorchFunctionMode):
         self.products: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         #: Tensors with gradients that were made inside, by id.
         self.made: set[int] = set()
+        #: The first refusal, which the function may have caught.
+        self.refusal: UnsupportedError | None = None
 
     def function(self, *arguments: Tensor) -> Tensor:
         """Evaluate the function."""
@@ -280,13 +302,21 @@ class _Evaluation(TorchFunctionMode):
         self.made.update(map(id, arguments))
         with self:
             result = self.of.function.fn(*arguments)
-        return self.own(result)
+        result = self.own(result)
+        if self.refusal:
+            raise self.refusal
+        return result
+
+    def refuse(self, got: str) -> NoReturn:
+        """Raise UnsupportedError, and note it."""
+        self.refusal = self.refusal or impure(got)
+        raise self.refusal
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         position, kwargs = self.position, kwargs or {}
         self.position += 1
         if position >= len(self.reading.once):
-            raise impure("a function with other operations at another pair")
+            self.refuse("a function with other operations at another pair")
         if self.reading.once[position]:
             if position not in self.of.once:
                 self.of.once[position] = self.computed_once(func, args, kwargs)
@@ -333,11 +363,14 @@ class _Evaluation(TorchFunctionMode):
 
     def own(self, x: Tensor) -> Tensor:
         """Return the leaf of a tensor's table; a tensor without a table as it is."""
+        if id(x) in self.rows or id(x) in self.products:
+            # a tensor that stands for a row or a product has no values
+            self.refuse("a function with other operations at another pair")
         table = self.of.tables.get(id(x))
         if table is not None:
             return table.leaf
         if self.of.token is not None and x.requires_grad and id(x) not in self.made:
-            raise impure("a function that captures another tensor with a gradient at another pair")
+            self.refuse("a function that captures another tensor with a gradient at another pair")
         return x
 
 

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...errors import UnsupportedError
 from ...torch_compat import version, wrapped
+from .writes import written
 
 _UNARY = """abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
     cos cosh deg2rad erf erfc erfinv exp exp2 expm1 fix floor frac isfinite isinf isnan lgamma log log10 log1p log2
@@ -133,13 +134,6 @@ def entries_of(x: Tensor, indices: list[Tensor | None], rest: tuple[Any, ...]) -
     return found[rest] if rest else found
 
 
-_WRITES = frozenset(
-    ["__setitem__", "__set__", *(f"__i{name}__" for name in (
-        "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"
-    ))]
-)  # fmt: skip
-
-
 # places of the score, and of the query and the key, among the arguments
 _SCORE, _BOTH = 0, frozenset([3, 4])
 
@@ -194,6 +188,10 @@ class Probe(TorchFunctionMode):
         self.versions: list[Hashable] = []
         self.log: list[object] = []
         self.once: list[bool] = []
+        #: Tensors that attributes of others hold, such as gradients.
+        self.held: list[Tensor] = []
+        #: The first refusal, which the function may have caught.
+        self.refusal: UnsupportedError | None = None
         #: Rows of tensors, and products of vectors: position of the operation, and bytes, by id.
         self.rows: dict[int, tuple[int, int]] = {}
         self.products: dict[int, tuple[int, int]] = {}
@@ -206,38 +204,50 @@ class Probe(TorchFunctionMode):
         self.log.append((func, *map(self.key, given)))
         tensors = [x for x in given if isinstance(x, Tensor)]
         self.note_write(func, args, kwargs)
+        # before the operation, which may raise an error that the function catches
+        position = len(self.once)
+        self.once.append(False)
         places = places_of(args[0], args[1]) if func is ITEM else None
         of_pair = frozenset[int]().union(*(self.of_pair.get(id(x), ()) for x in tensors))
         if of_pair and func not in _SAME:
             self.note_use(func, tensors, args, kwargs, places)
         result = called(func, args, kwargs) if places is None else entries_of(args[0], *places)
+        if of_pair and self.same and isinstance(result, Tensor):
+            self.same = self.keeps_dtype(func, tensors, args, kwargs, result)
         for x in leaves_of(result):
             if isinstance(x, Tensor) and id(x) not in self.names:
                 self.names[id(x)] = "made", len(self.kept)
                 self.kept.append(x)
+                if getattr(func, "__name__", "") == "__get__":
+                    self.held.append(x)
                 if of_pair:
                     self.of_pair[id(x)] = of_pair
                     # tensors of queries alone or of keys alone are small
                     nbytes = x.numel() * x.element_size() * (_SCORE in of_pair or of_pair >= _BOTH)
                     self.nbytes += nbytes
-                    if places is not None and x.ndim and self.is_base(args[0]) and _leads(*places):
-                        self.rows[id(x)] = len(self.once), nbytes
+                    if places is not None and x.ndim and self.is_base(args[0]) and _leads(args[1]):
+                        self.rows[id(x)] = position, nbytes
                     elif func in _PRODUCTS and _are_vectors(args, kwargs):
-                        self.products[id(x)] = len(self.once), nbytes
-        self.once.append(not of_pair)
+                        self.products[id(x)] = position, nbytes
+        # an operation without a result has an effect, such as one of no_grad, which each evaluation needs
+        self.once[position] = not of_pair and result is not None
         return result
 
     def reading(self, result: Tensor) -> Reading:
         """Return the reading of a function that returned ``result``."""
         self.used.add(id(result))
         self.log.append(self.key(result))
+        if self.refusal:
+            raise self.refusal
         if self.versions != [version(x) for x in self.captured]:
             raise impure("a function that writes to a captured tensor")
         rows, products = (
             [known for place, known in each.items() if place not in self.used] for each in (self.rows, self.products)
         )
         return Reading(
-            self.log, self.captured, self.once,
+            self.log, self.captured,
+            # a tensor that is written to has another value in each place
+            once=[once and not self.writes for once in self.once],
             deferred=frozenset(position for position, _ in rows + products),
             broadcasts=self.same and len(rows) == len(self.rows) and not self.writes,
             writes=self.writes,
@@ -267,7 +277,7 @@ class Probe(TorchFunctionMode):
 
     def note_use(self, func: Any, tensors: list[Tensor], args: Any, kwargs: Any, places: Any) -> None:
         """Note whether an operation on values of a pair is the same on tensors that broadcast, and its operands."""
-        if places is not None and self.is_base(tensors[0]) and _leads(*places):
+        if places is not None and self.is_base(tensors[0]) and _leads(args[1]):
             self.used.update(map(id, tensors[1:]))
             return
         if id(tensors[0]) in self.products and func in SUMS and _sums_vector(args, kwargs):
@@ -276,23 +286,50 @@ class Probe(TorchFunctionMode):
         self.used.update(map(id, tensors))
         self.same = self.same and (func in _ELEMENTWISE or func in _FILLS) and all(x.ndim == 0 for x in tensors)
 
+    def keeps_dtype(self, func: Any, tensors: list[Tensor], args: Any, kwargs: Any, result: Tensor) -> bool:
+        """Whether a result has the same dtype for tensors that broadcast.
+
+        torch promotes a number in a 0-dim tensor by other rules beside a tensor with dimensions.
+        """
+        of_pair = [id(x) in self.of_pair for x in tensors]
+        if all(of_pair) or len({x.dtype for x in tensors}) == 1:
+            return True
+
+        def with_dimensions(x: Tensor) -> Tensor:
+            return torch.ones(1, dtype=x.dtype, device=x.device) if id(x) in self.of_pair else x
+
+        found = called(func, mapped(args, with_dimensions), mapped(kwargs, with_dimensions))
+        return bool(found.dtype == result.dtype)
+
     def note_write(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Note that an operation writes to its first argument; raise UnsupportedError if that is a captured tensor."""
-        name = getattr(func, "__name__", "")
-        in_place = (name.endswith("_") and not name.endswith("__")) or name in _WRITES or bool(kwargs.get("inplace"))
-        # activation functions take ``inplace`` by position, too
-        in_place = in_place or (getattr(func, "__module__", "") == F.__name__ and any(x is True for x in args))
-        targets = [args[0]] if in_place else list(leaves_of(kwargs.get("out")))
-        for x in targets:
+        """Note that an operation writes to a tensor; raise UnsupportedError if that is a captured one."""
+        for x in leaves_of(written(func, args, kwargs)):
             if isinstance(x, Tensor):
                 self.writes = True
-                if self.names[id(x)][0] == "captured":
-                    raise impure(f"a function that writes to a captured tensor with {name or 'out='}")
+                if self.names[id(x)][0] == "captured" or self.shares(x):
+                    name = getattr(func, "__name__", "an operation")
+                    got = (
+                        f"a function that writes to a captured tensor with {'out=' if kwargs.get('out') is x else name}"
+                    )
+                    self.refusal = self.refusal or impure(got)
+                    raise self.refusal
+
+    def shares(self, x: Tensor) -> bool:
+        """Whether a tensor that was made in the function shares memory with one that was not."""
+        if wrapped(x):
+            return False
+        storage = x.untyped_storage()
+        # an array's memory cannot be resized by torch
+        return not storage.resizable() or any(
+            not wrapped(other) and other.untyped_storage().data_ptr() == storage.data_ptr()
+            for other in (*self.captured, *self.held)
+        )
 
 
-def _leads(indices: list[Tensor | None], rest: tuple[Any, ...]) -> bool:
-    """Whether an index is of tensors for the first dimensions only."""
-    return not rest and all(index is not None for index in indices)
+def _leads(index: Any) -> bool:
+    """Whether an index is of whole numbers only, for the first dimensions."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(type(part) is int or _is_place(part) for part in parts)
 
 
 def _are_vectors(args: Any, kwargs: Any) -> bool:
