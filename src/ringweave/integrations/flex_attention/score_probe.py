@@ -292,7 +292,7 @@ class Probe(TorchFunctionMode):
         torch promotes a number in a 0-dim tensor by other rules beside a tensor with dimensions.
         """
         of_pair = [id(x) in self.of_pair for x in tensors]
-        if all(of_pair) or len({x.dtype for x in tensors}) == 1:
+        if all(of_pair) or len({x.dtype for x in tensors}) == 1 or func is ITEM or func in _SAME:
             return True
 
         def with_dimensions(x: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ class Trace(TorchFunctionMode):
         """Add what identifies the arguments of an operation to ``step``, and return the names that they depend on."""
         uses = list[frozenset[str]]()
         for value in values:
-            kind = type(value)
+            kind: Hashable = type(value)
             if kind is Symbol:
                 if value.trace is not self:
                     self.refuse("it uses a value of an earlier call")
@@ -172,7 +172,7 @@ class Symbol:
         """The shape of every value."""
         return torch.Size()
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """The type; a function that asks for it, as ``isinstance`` does, would learn that it is no Tensor."""
         if self.trace.active:
