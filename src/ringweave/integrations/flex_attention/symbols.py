@@ -76,7 +76,7 @@ class Trace(TorchFunctionMode):
         """Add what identifies the arguments of an operation to ``step``, and return the names that they depend on."""
         uses = list[frozenset[str]]()
         for value in values:
-            kind: Hashable = type(value)
+            kind: Any = type(value)
             if kind is Symbol:
                 if value.trace is not self:
                     self.refuse("it uses a value of an earlier call")

@@ -1,0 +1,118 @@
+"""Random score functions, with offsets, casts and writes in place, against the function of one pair in float64."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ringweave.integrations.flex_attention import explain, flex_attention
+
+from ..oracle import Inputs, attention, results
+
+# torch has no rule to map some operations in place, and maps them one by one
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
+
+N = 44
+DISTANCES = (
+    "i - j", "j - i", "i + 9 - j", "(i - 3) - (j + 2)", "i + j", "2 * i - j", "i // 4 - j // 4", "i - j + whole",
+    "abs(i - j)", "(j - i - 1).abs()", "-(i - j)", "torch.maximum(i, j)", "i - 20", "(i - j) % 7", "h - i + j",
+)  # fmt: skip
+CASTS = "", "", ".float()", ".double()", ".to(torch.int32)", ".to(torch.int8)", ".to(s.dtype)"
+CHANGES = (
+    "d.abs_()", "d += 3", "d -= whole", "d *= 2", "torch.neg_(d)", "F.relu(d, inplace=True)", "e = d", "e += 1",
+    "d = d.abs()", "d = d + whole", "d = -d", "d = d * number", "d = d.clamp(min=-2, max=9)", "d = torch.abs(d)",
+)  # fmt: skip
+BIASES = (
+    "slopes[h] * d", "0.3 * d", "d * 0.1", "table[h, i, j]", "table[h][..., i, j]", "table[h, i][j]", "row[j]", "row[i] * 0.5",
+    "torch.where(d > 2, 0.5, -0.25)", "d * number", "(d < 5) * slopes[h]", "row[(d % 8).abs().long()]", "slopes[h]",
+    "slopes[h] * abs(i - j)", "slopes[h] * (i - j + whole).abs()", "table[1, j, i]", "(table[h, i] * table[h, j]).sum()",
+)  # fmt: skip
+SCORES = (
+    "s = s + {}", "s = s - {}", "s = {} + s", "s += {}", "s -= {}", "s = s * 0.5", "s *= 1.5", "s.mul_(0.7)", "r = s",
+    "s = 5 * torch.tanh(s / 5)", "s = s + 0.1 * r", "s = s * slopes[h]", "s = s + s * s * 0.1", "s = s.to(s.dtype)", "r += 0.2",
+    "s = torch.add(s, {}, alpha=2)", "s = s - ({} - {})", "s = s if torch.is_tensor(s) else s * 0",
+)  # fmt: skip
+ARGUMENTS = "s", "b", "h", "i", "j"
+
+
+def written(draw: random.Random) -> str:
+    """Return the text of a function."""
+    lines = [f"d = ({draw.choice(DISTANCES)}){draw.choice(CASTS)}", "r = s", "e = d"]
+    lines += [draw.choice(CHANGES) for _ in range(draw.choice((0, 0, 1, 2)))]
+    for _ in range(draw.randint(1, 3)):
+        change = draw.choice(SCORES)
+        lines.append(change.format(*(draw.choice(BIASES) for _ in range(change.count("{}")))))
+    lines.append("return s")
+    return "\n    ".join([f"def score_mod({', '.join(ARGUMENTS)}):", *lines])
+
+
+def captured(draw: random.Random) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(draw.getrandbits(30))
+
+    def of(*shape: int) -> Tensor:
+        # the definition sums products, and gradients, in the dtype of the tensor
+        learns = draw.random() < 0.4
+        dtype = torch.float64 if learns or len(shape) > 1 else draw.choice((torch.float32, torch.float64))
+        return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(learns)
+
+    dtype = draw.choice((torch.float32, torch.float64, torch.int64))
+    tables = {"slopes": of(2), "table": of(2, N, N), "row": of(N)}
+    return {**tables, "whole": torch.tensor(draw.choice((0, 0, 4))), "number": torch.tensor(3).to(dtype)}
+
+
+class _Indexed(TorchFunctionMode):
+    """Reads tensors at indices of a pair, which ``Tensor.__getitem__`` would convert to numbers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            x, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
+            rest = [None] * (x.ndim - sum(part is not Ellipsis for part in index))
+            parts = [each for part in index for each in (rest if part is Ellipsis else [torch.as_tensor(part)])]
+            return torch.ops.aten.index(x, parts)
+        return func(*args, **(kwargs or {}))
+
+
+def by_pair(score_mod: Callable[..., Tensor], scores: Tensor) -> Tensor:
+    """Map the function over all pairs."""
+    places = torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij")
+    with _Indexed():
+        mapped = torch.vmap(score_mod)(scores.flatten().clone(), *(place.flatten().clone() for place in places))
+    return mapped.to(scores.dtype).view(scores.shape)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_functions(seed: int) -> None:
+    """Out, lse and the gradients of all tensors are those of the function that torch maps over single pairs."""
+    draw, kinds = random.Random(seed), []
+    for _ in range(30):
+        text, tensors = written(draw), captured(draw)
+        names = {**tensors, "torch": torch, "F": torch.nn.functional}
+        exec(text, names)
+        score_mod: Any = names["score_mod"]
+        x = Inputs.random(N, batch=1, heads=2, dim=8, dtype=torch.float64, seed=draw.getrandbits(30))
+        learned = {name: each for name, each in tensors.items() if each.requires_grad}
+
+        def found(out: Tensor, lse: Tensor, leaves: list[Tensor], learned: Any = learned, x: Inputs = x) -> Any:
+            # every tensor is used, and gradients of those that the function does not use are 0
+            out = out + sum(each.sum() * 0 for each in learned.values())
+            return results(out, lse, x, leaves, **learned)
+
+        leaves, exact = x.leaves(), x.leaves()
+        pairs = torch.ones(1, 2, N, N, dtype=torch.float64)
+        try:
+            want = found(*attention(*exact, pairs, 0.25, scored=lambda s, f=score_mod: by_pair(f, s)), exact)
+            got = found(*flex_attention(*leaves, score_mod, scale=0.25, return_lse=True), leaves)
+            for name, each in want.items():
+                torch.testing.assert_close(got[name], each, rtol=1e-6 if name in learned else 1e-9, atol=1e-6, msg=name)
+        except Exception as error:
+            error.add_note(f"{text}\n{tensors}")
+            raise
+        kinds.append("general" in explain(x.q, x.k, x.v, score_mod, as_dict=True)["score_mod"])
+    # both paths are drawn
+    assert 0 < sum(kinds) < len(kinds)
