@@ -5,10 +5,10 @@
     PLANS         plans                                                       pattern, sizes, device     448 MiB, 1024
     DECODE_PLANS  plans of decoding steps, which have one row of tiles        as PLANS                   32 MiB, 256
     PATTERNS      parsed text, boxes of grids, rows of relations, densities,  kind, and text or value    192 MiB, 8192
-                  tiles around tables, masks of models
+                  tiles around tables, masks of models, score functions that
+                  were compared with their terms
     PLACEMENTS    placements of tokens around a ring, and the work of a rank  patterns, sizes, ranks     512 MiB, 320
     COMPILED      functions that FlexAttention compiled                       shapes, types, terms       64
-    FUNCTIONS     score functions that were compared with their terms         code, formula, sizes       256
     derived       a backend's lists, queues and masks for a plan              plan, and a name           the plan's life
     scratch       idle scratch memory (``memory/workspace.py``)               device, size               the last peak
 
@@ -204,7 +204,6 @@ PATTERNS: LRUCache[Any] = LRUCache(192 * 2**20, 8192)
 PLACEMENTS: LRUCache[Any] = LRUCache(512 * 2**20, 320)
 # each entry counts one byte, so that the number bounds them
 COMPILED: LRUCache[Any] = LRUCache(64, 64)
-FUNCTIONS: LRUCache[Any] = LRUCache(256, 256)
 _derived: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 

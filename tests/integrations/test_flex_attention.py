@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention as torch_flex
 
-from ringweave.cache import FUNCTIONS
+from ringweave.cache import PATTERNS
 from ringweave.integrations.flex_attention import explain, flex_attention, recognised, symbols
 from ringweave.integrations.flex_attention.agreement import Sizes
 from ringweave.integrations.flex_attention.block_masks import pattern_of
@@ -439,12 +439,12 @@ def test_a_misread_function_is_found_by_comparing_it(kind: str, name: str, monke
     """Without the reader's own check, the comparison at some pairs alone refuses the function, once and again."""
     monkeypatch.setattr(symbols.Symbol, "__getattr__", unguarded)
     FAULTS[kind](monkeypatch)
-    FUNCTIONS.clear()
+    PATTERNS.clear()
     for sizes in ((1, 1, 40, 40), (2, 2, 300, 200), (1, 2, 2, 40)):
         for _ in range(2):
             with pytest.raises(symbols.UntraceableError, match="another value than its formula"):
                 recognised.recognised(MISREAD[kind][name], Sizes(*sizes, torch.float32))
-    FUNCTIONS.clear()
+    PATTERNS.clear()
 
 
 def unguarded(self: Any, name: str) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ...cache import FUNCTIONS
+from ...cache import PATTERNS
 from ...terms import Term
 from ...terms.term import Pairs
 from ...torch_compat import dispatched, version, wrapped
@@ -36,6 +36,8 @@ _SCORES = 0.0, 0.5, -0.5, 3.0, -3.0, 40.0, -40.0
 # shares of a value that rounding may change, in float32 and in 16 bits
 _ROUNDING, _ROUNDING_OF_HALF = 2.0**-16, 2.0**-7
 _HALF = torch.float16, torch.bfloat16
+# about the size of a key
+_NBYTES = 2**12
 
 
 def agrees(score_mod: Callable[..., Any], trace: Trace, factor: float, terms: Sequence[Term], sizes: Sizes) -> bool:
@@ -54,9 +56,9 @@ def agrees(score_mod: Callable[..., Any], trace: Trace, factor: float, terms: Se
     """
     if dispatched() or any(map(wrapped, trace.tensors)):
         return True
-    key: Hashable = (tuple(_codes(score_mod)), tuple(trace.steps), sizes)
+    key: Hashable = ("score function", tuple(_codes(score_mod)), tuple(trace.steps), sizes)
     try:
-        known = FUNCTIONS.get(key)
+        known = PATTERNS.get(key)
     except TypeError:
         # an argument of an operation cannot be hashed
         key = known = None
@@ -78,7 +80,7 @@ def agrees(score_mod: Callable[..., Any], trace: Trace, factor: float, terms: Se
     same = wanted is not None and _same(wanted, found, score, _ROUNDING_OF_HALF if halved else _ROUNDING)
     shown = not tables or bool((biases != biases[0]).any())
     if key is not None:
-        FUNCTIONS.put(key, same if shown or not same else tables, 1)
+        PATTERNS.put(key, same if shown or not same else tables, _NBYTES)
     return same
 
 
