@@ -12,7 +12,7 @@ import hashlib
 import importlib.util
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from operator import attrgetter
 from typing import Any
@@ -42,6 +42,7 @@ WITHOUT = {
     "_C.DispatchKey.CPU": _QUICK,
     "_C.DispatchKeySet": _QUICK,
     "_C.DisableTorchFunction": "a caller's function modes see the calls with which audit probes a layer",
+    "_C._DisableFuncTorch": "a pattern with tensors raises RuntimeError inside a transform of torch.func",
     "_C._ForceDispatchKeyGuard": _FLEX,
     "_C._are_functorch_transforms_active": f"{_QUICK}; a transform is detected by the tensors that it wraps",
     "_C._autograd._profiler_enabled": _QUICK,
@@ -70,6 +71,7 @@ WITHOUT = {
     "ops.aten._scaled_dot_product_flash_attention_backward": _FUSED,
     "ops.aten._scaled_dot_product_flash_attention_for_cpu": _SDPA,
     "ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": _SDPA,
+    "utils._python_dispatch._disable_current_modes": "a BlockMask or chosen keys raise RuntimeError inside a trace",
     "utils._python_dispatch._get_current_dispatch_mode": "scratch memory is allocated anew at each use",
     "utils._python_dispatch._get_current_dispatch_mode_stack": (
         "a FlopCounterMode made before ringweave registers its formulas counts 0 for its calls"
@@ -245,6 +247,31 @@ def dispatch_modes() -> list[Any]:
     return [] if _modes is None else _modes()
 
 
+_without_transforms = find("_C._DisableFuncTorch")
+_without_modes = find("utils._python_dispatch._disable_current_modes")
+
+
+def outside_transforms(*constants: Tensor) -> AbstractContextManager[None]:
+    """Hide operations on constants from every transform of ``torch.func``, trace and dispatch mode.
+
+    A constant of a call, such as the bounds of a pattern, has memory. The results of operations on it inside a
+    transform have not, so the host reads constants in this context. It hides nothing if a transform has wrapped one of
+    the tensors.
+    """
+    if torch.compiler.is_dynamo_compiling() or not (transforming() or dispatched()) or any(map(wrapped, constants)):
+        return nullcontext()
+    return _outside()
+
+
+@contextmanager
+def _outside() -> Iterator[None]:
+    with ExitStack() as entered:
+        for hide in (_without_transforms, _without_modes):
+            if hide is not None:
+                entered.enter_context(hide())
+        yield
+
+
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 if find("Tensor._version") is not None:
@@ -262,9 +289,10 @@ else:
 
 def digest(x: Tensor) -> bytes:
     """Return a digest of a tensor's contents, computed on the host."""
-    # of a copy, since numpy access to the memory itself would forbid its owner to resize it
-    data = x.detach().resolve_conj().resolve_neg().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
-    return hashlib.blake2b(data.view(torch.uint8).numpy().data, digest_size=16).digest()
+    with outside_transforms(x):
+        # of a copy, since numpy access to the memory itself would forbid its owner to resize it
+        data = x.detach().resolve_conj().resolve_neg().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
+        return hashlib.blake2b(data.view(torch.uint8).numpy().data, digest_size=16).digest()
 
 
 _assert_async = find("_assert_async")

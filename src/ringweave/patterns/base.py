@@ -215,7 +215,7 @@ class Pattern(ABC):
         # Stored, not computed: torch.compile guards on a stored string, but would make symbols of changing numbers.
         object.__setattr__(self, "_follows", follows)
         object.__setattr__(self, "has_function", function)
-        if function and not torch.compiler.is_compiling():
+        if function and not torch.compiler.is_dynamo_compiling():
             # only compiled code reads it; a tensor names the function there, so that graphs serve every function
             text = _NUMBER.sub("TokenMask(_", text)
         object.__setattr__(self, "_spec", text)

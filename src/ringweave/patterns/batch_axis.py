@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..torch_compat import wrapped
+from ..torch_compat import outside_transforms, wrapped
 from .base import Composite, Pattern, parts_of
 from .cache_key import CacheKey
 from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, combine_ids
@@ -270,5 +270,6 @@ def bounds_in(pattern: Pattern) -> list[Bounds]:
 
 def rows_of(table: Tensor, sides: int) -> Int64:
     """Copy an integer tensor to the host, with leading axes of length 1 up to ``sides`` axes."""
-    rows: Int64 = table.detach().cpu().numpy().astype(np.int64)
+    with outside_transforms(table):
+        rows: Int64 = table.detach().cpu().numpy().astype(np.int64)
     return rows[(None,) * (sides - rows.ndim)]

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..torch_compat import version, wrapped
+from ..torch_compat import outside_transforms, version, wrapped
 from .tiles import Int64
 
 # bytes of a mask that are processed together, so that intermediate arrays stay in a processor's cache
@@ -133,7 +133,8 @@ class BlockSet(ABC):
         # recomputed if the table's version has changed
         now = version(self.table)
         if self._made is None or self._made[0] != now:
-            self._made = (now, make())
+            with outside_transforms(self.table):
+                self._made = (now, make())
         return self._made[1]
 
 

@@ -12,6 +12,7 @@ from ..errors import PatternError
 from ..patterns import BlockTable, Pattern, from_mask_mod
 from ..patterns.function import MaskMod
 from ..patterns.per_pair import per_pair
+from ..torch_compat import outside_transforms
 
 if TYPE_CHECKING:
     from .block_plan import BlockPlan
@@ -83,12 +84,19 @@ def from_block_mask(block_mask: Any) -> Pattern:
         >>> rw.from_block_mask(causal).to_dense(256)[0, 0].equal(rw.Causal().to_dense(256)[0, 0])
         True
     """
-    from torch.nn.attention.flex_attention import BlockMask, noop_mask
+    from torch.nn.attention.flex_attention import BlockMask
 
     if not isinstance(block_mask, BlockMask):
         raise PatternError(
             "block_mask", type(block_mask).__name__, "a FlexAttention BlockMask", "Build it with create_block_mask."
         )
+    with outside_transforms(block_mask.kv_num_blocks, block_mask.kv_indices):
+        return _of_blocks(block_mask)
+
+
+def _of_blocks(block_mask: Any) -> Pattern:
+    from torch.nn.attention.flex_attention import noop_mask
+
     nq, nk = block_mask.seq_lengths
     # a side of 2 ** 30 stands for one block of any length
     size = min(block_mask.BLOCK_SIZE[0], nq), min(block_mask.BLOCK_SIZE[1], nk)
