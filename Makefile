@@ -73,6 +73,7 @@ $(OLDEST)/.made: constraints-oldest.txt | $(VENV)/.dev
 # a short suite: what differs between versions of transformers
 oldest: $(OLDEST)/.made
 	$(OLDEST)/bin/python -m pytest -p no:cacheprovider tests/integrations/test_every_version.py \
+	  audit/tests/test_every_version.py \
 	  tests/integrations/test_flash_attn_install.py \
 	  tests/integrations/test_keywords.py::test_every_keyword_of_transformers_is_known
 

@@ -39,6 +39,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[sampled.LONG] = "1"
     config.add_cleanup(folder.cleanup)
     progress.register(config)
+    if importlib.util.find_spec("hypothesis") is not None:
+        import hypothesis
+
+        # a busy machine is no failure
+        slow = [hypothesis.HealthCheck.too_slow]
+        hypothesis.settings.register_profile("ringweave", deadline=None, suppress_health_check=slow)
+        hypothesis.settings.load_profile("ringweave")
 
 
 # Two processes that share the tests take whole files: the longest first, since what is left for the end runs alone.

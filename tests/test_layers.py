@@ -117,6 +117,19 @@ def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
     return found
 
 
+def test_the_tests_of_the_core_need_no_audit() -> None:
+    """The audit is a distribution of its own, and so are its tests."""
+    importing = [
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ringweave_audit"))
+        or (isinstance(node, ast.Import) and any(each.name.startswith("ringweave_audit") for each in node.names))
+        or (isinstance(node, ast.Attribute) and ast.unparse(node) == "rw.audit")
+    ]
+    assert importing == []
+
+
 def test_no_imports_lead_in_a_circle() -> None:
     assert [sorted(each) for each in circles(imports(ROOT / "src/ringweave"))] == []
 

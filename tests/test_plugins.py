@@ -25,7 +25,7 @@ main()
 
 def alone(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", ALONE, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
 @pytest.mark.parametrize("name", ["audit", "bench"])
@@ -49,8 +49,7 @@ def test_the_list_of_commands_names_absent_ones() -> None:
     assert all(how_to_install(owner) in said for owner in ELSEWHERE.values())
 
 
-def test_attributes_of_other_distributions() -> None:
-    assert rw.audit.__name__ == "ringweave_audit"
+def test_attributes_of_the_laboratory() -> None:
     assert (rw.bench.__name__, rw.tune.__name__) == ("ringweave_lab.bench", "ringweave_lab.tune")
     assert rw.parallel.simulate(rw.Causal(), 2**16, [8])[0].ranks == 8
 

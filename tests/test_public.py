@@ -120,7 +120,7 @@ def _measure(code: str) -> str:
     # with cached bytecode, as an installed package has it
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=env).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=240, env=env).stdout
 
 
 def test_import_pulls_in_nothing_optional() -> None:

@@ -52,7 +52,7 @@ def calls(draw: st.DrawFn, backend: str) -> dict[str, object]:
 
 
 @everywhere
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_the_whole_range(backend: str, variant: str | None, data: st.DataObject) -> None:
     """Results are right if sums of absolute products are in range, NaN if scores are not, and otherwise right or NaN."""

@@ -171,7 +171,7 @@ LOOKS = [attended, planned, copied, wrapped, in_a_thread]
 actions = st.lists(st.tuples(st.integers(0, 13), st.integers(0, 63), st.integers(0, len(LOOKS) - 1)), max_size=12)
 
 
-@settings(max_examples=40, deadline=None, database=None)
+@settings(max_examples=40, database=None)
 @given(actions)
 def test_every_answer_is_that_of_the_state_at_the_call(actions: list[tuple[int, int, int]]) -> None:
     world = World()
@@ -222,7 +222,7 @@ def test_a_pattern_in_another_process_has_its_own_function() -> None:
         input=pickle.dumps(sent),
         capture_output=True,
         check=True,
-        timeout=200,
+        timeout=240,
         cwd=ROOT,
     )
     for found, expected in zip(pickle.loads(done.stdout), want, strict=True):
@@ -288,7 +288,7 @@ PARENTS = {
 def _said(parent: str, child: str, path: Path) -> str:
     program = textwrap.dedent(FORKS.format(parent=parent, child=child))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program, str(path)], capture_output=True, text=True, timeout=200
+        [sys.executable, "-W", "ignore", "-c", program, str(path)], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

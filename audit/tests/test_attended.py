@@ -146,3 +146,7 @@ def test_leaks_are_found_in_whatever_mode() -> None:
             assert not audit.leaks(lambda x: x + x.roll(-1, 1), x, CAUSAL).agrees
     with pytest.raises(ShapeError, match="fn: got an output without a gradient"):
         audit.leaks(lambda x: (x + x.roll(-1, 1)).detach(), x, CAUSAL)
+
+
+def test_the_package_has_the_audit_as_an_attribute() -> None:
+    assert rw.audit is audit

@@ -77,7 +77,7 @@ def test_under_pytest(kernel: str, status: int, says: str) -> None:
     if installed:
         at = command.index(plugin[1]) - 1
         command = command[:at] + command[at + 2 :]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == status, done.stdout + done.stderr
     assert says in done.stdout
     assert ("from ringweave_audit import conformance" if status else "not examined: ") in done.stdout

@@ -45,7 +45,7 @@ def server() -> Iterator[Server]:
 def get(server: Server, path: str, **headers: str) -> tuple[int, str]:
     request = urllib.request.Request(server.url + path, headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=240) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()

@@ -300,7 +300,7 @@ def test_the_overview_loads_no_torch(words: list[str]) -> None:
         [sys.executable, "-c", program, *words],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         env=os.environ | {"COLUMNS": "100", "NO_COLOR": "1"},
     )
     assert done.returncode == 0, done.stderr
@@ -327,7 +327,7 @@ def test_module_runs_in_a_terminal_without_unicode_and_imports_no_matplotlib() -
     )
     source = str(Path(rw.__file__).parents[1])
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "80", "PYTHONPATH": source}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, timeout=240, check=False)
     assert done.returncode == 0, done.stderr.decode()
     assert b"\n    0 |::  " in done.stdout
     assert done.stdout.isascii()

@@ -111,7 +111,7 @@ class Pool:
         """Process ids by rank."""
         return [member.process.pid for member in self._members if member is not None]
 
-    def run(self, job: str, *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, job: str, *args: Any, timeout: float = 240.0) -> list[Any]:
         """Call "module:function" with the arguments on every rank, and return the results by rank.
 
         The first exception of a worker is raised unchanged, with all ranks' tracebacks as notes.
@@ -157,7 +157,7 @@ class Pool:
         self._open = not any(outcome.error or outcome.dead for outcome in found.values())
         return [found[rank] for rank in range(self.size)]
 
-    def survivors(self, *victims: int, timeout: float = 60.0, stopped: int | None = None) -> list[Any]:
+    def survivors(self, *victims: int, timeout: float = 240.0, stopped: int | None = None) -> list[Any]:
         """Return the results of all ranks but the victims, which must be dead; no other rank may have failed."""
         outcomes = self.outcomes(timeout, stopped)
         assert [rank for rank, outcome in enumerate(outcomes) if outcome.dead] == sorted(victims)
@@ -274,12 +274,12 @@ def _begin(number: int) -> None:
         dist.destroy_process_group()
     rank, size = _PLACE[0]
     store = dist.PrefixStore(f"group{number}", _STORE[0])
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=240))
 
 
 def _serve(pipe: connection.Connection, rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
-    _STORE.append(dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30)))
+    _STORE.append(dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=240)))
     _PLACE.append((rank, size))
     while True:
         try:

@@ -120,7 +120,7 @@ def test_several_patterns_under_one_placement() -> None:
             torch.testing.assert_close(out, alone(x, pattern)["out"][:, :, where])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.sampled_from([name for name in PATTERNS if name not in ("far_strided",)]),
     st.sampled_from(list(NAMED)),

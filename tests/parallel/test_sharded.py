@@ -16,13 +16,13 @@ JOBS = "tests.parallel.jobs_sharded"
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "fullgraph"])
 def test_as_on_one_device(pool2: Pool, compiled: bool) -> None:
     """Out, lse and all gradients, with those of tables and sinks, are right for every sharding."""
-    for found in pool2.run(f"{JOBS}:compared", compiled, timeout=120):
+    for found in pool2.run(f"{JOBS}:compared", compiled, timeout=240):
         assert found
         assert max(found.values()) < 2e-6, found
 
 
 def test_refusals(pool2: Pool) -> None:
-    for texts in pool2.run(f"{JOBS}:refused", timeout=120):
+    for texts in pool2.run(f"{JOBS}:refused", timeout=240):
         assert "placements: got (Shard(dim=2),); wanted Replicate(), Shard(0) (batch) or Shard(1) (heads)" in texts[0]
         assert "k placements: got (Replicate(),)" in texts[1]
         assert "k heads: got 1; wanted a multiple of the 2 ranks" in texts[2]
@@ -38,7 +38,7 @@ def test_refusals(pool2: Pool) -> None:
 
 
 def test_dropout_on_one_rank(pool2: Pool) -> None:
-    assert pool2.run(f"{JOBS}:dropped", timeout=120) == [(True, True)] * 2
+    assert pool2.run(f"{JOBS}:dropped", timeout=240) == [(True, True)] * 2
 
 
 @pytest.mark.parametrize("name", list(PATTERNS))

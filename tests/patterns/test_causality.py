@@ -51,7 +51,7 @@ def test_every_pattern(name: str) -> None:
     agrees(make(130), 130, 130, batch=2)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     names=st.lists(st.sampled_from([name for name in PATTERNS if name not in ("documents", "causal_documents")]), min_size=1, max_size=3),
     sign=st.sampled_from([operator.and_, operator.or_]),

@@ -77,7 +77,7 @@ def cases(draw: st.DrawFn) -> tuple[rw.GridNeighborhood | rw.GridWindows, torch.
     return rw.GridWindows(grid, size, shift), product(grid, along)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases(), st.sampled_from([None, 16, (32, 16), (16, 64), 128]), st.data())
 def test_definition_and_plans(
     case: tuple[rw.GridNeighborhood | rw.GridWindows, torch.Tensor],
@@ -178,7 +178,7 @@ def test_shifted_windows_are_swins(
 # ---- the order of tokens ---------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(grids())
 def test_order(grid: rw.Grid) -> None:
     """The order has every token once, by coordinates within boxes, so tiles of whole boxes are boxes."""

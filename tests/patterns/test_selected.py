@@ -153,7 +153,7 @@ def _combined(way: str, lists: Tensor, other: Pattern, q_offset: int) -> Tensor:
     }[way]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_lists(data: st.DataObject) -> None:
     nq, nk = data.draw(st.integers(1, 60)), data.draw(st.integers(1, 90))

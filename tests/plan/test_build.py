@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
@@ -146,7 +146,7 @@ def trees(draw: st.DrawFn, n: int) -> Pattern:
     return pattern
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 @given(st.data())
 def test_any_tree(data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 300))

@@ -20,7 +20,7 @@ from ..cases import PATTERNS
 
 def in_a_process(program: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=200, check=True
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=240, check=True
     )
     return done.stdout
 

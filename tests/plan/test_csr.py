@@ -43,7 +43,7 @@ def same(plan: BlockPlan, other: BlockPlan) -> None:
         assert torch.equal(getattr(plan, name)[:nnz], getattr(other, name)[:nnz]), name
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(listed(SIDE), st.data())
 def test_lists_are_planned_as_their_mask(drawn: tuple[rw.BlockTable, Tensor], data: st.DataObject) -> None:
     table, mask = drawn
@@ -76,7 +76,7 @@ INSIDE: dict[str, Pattern] = {
 }
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(listed(SIDE), st.data())
 def test_lists_among_patterns(drawn: tuple[rw.BlockTable, Tensor], data: st.DataObject) -> None:
     """A table within other patterns has the tiles and masks of the evaluated combination."""
@@ -107,7 +107,7 @@ def test_lists_among_patterns(drawn: tuple[rw.BlockTable, Tensor], data: st.Data
         assert (plan.tiles, plan.pairs()) == (general.tiles, general.pairs())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 6), st.floats(0, 1), st.integers(0, 99))
 def test_tiles_are_sorted_into_rows_and_columns(sets: int, rows: int, width: int, share: float, seed: int) -> None:
     """On a host and on a device, with and without unused places between the tiles."""
