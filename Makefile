@@ -17,8 +17,8 @@ OLDEST := .venv-oldest
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    install into .venv and run the main job: report in ringweave-demo.html"
-	@echo "make test    install into .venv and run the tests"
+	@echo "make demo    install into .venv (3 minutes) and run the main job (90 s): report in ringweave-demo.html"
+	@echo "make test    install into .venv and run the tests: a quarter of an hour on two free cores"
 	@echo "make test-all  every case of them: half as long again"
 	@echo "make oldest  tests of the integration and the audit with the oldest supported transformers"
 	@echo "make check   lint, types, layers, docstrings, public names; make lint: without the last, which are tests"
@@ -38,19 +38,29 @@ $(BIN)/python:
 
 # the stamps hold what is installed: they are made anew when the project's requirements change
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
-
-$(VENV)/.demo: pyproject.toml audit/pyproject.toml lab/pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
-	$(PIP) --editable '.[all]' --editable ./audit --editable ./lab
-	touch $@
+REQUIREMENTS := pyproject.toml audit/pyproject.toml lab/pyproject.toml constraints.txt
+STEP := scripts/step.sh
 
 # what builds the kernel: with it the sanitized one is compiled while the rest is being installed
 $(VENV)/.build: constraints.txt | $(BIN)/python
-	$(PIP) cmake ninja nanobind
+	@$(STEP) "Installing what compiles the kernel (15 s)" $(PIP) cmake ninja nanobind scikit-build-core
 	touch $@
 
-$(VENV)/.dev: pyproject.toml audit/pyproject.toml lab/pyproject.toml constraints.txt $(NATIVE) | $(VENV)/.build
-	$(PIP) --editable '.[all,dev]' --editable ./audit --editable ./lab
-	touch $@ $(VENV)/.demo
+# the folder of the build is kept, so that a change compiles only its own part anew
+$(VENV)/.kernel: $(NATIVE) pyproject.toml | $(VENV)/.build
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(STEP) "Compiling the kernel (about 90 s of processor time, on all cores)" \
+	  $(PIP) --no-deps --no-build-isolation --config-settings build-dir=build/editable --editable .
+	touch $@
+
+# ringweave itself is installed, so that pip adds what it needs, and compiles nothing
+$(VENV)/.demo: $(VENV)/.kernel $(REQUIREMENTS)
+	@$(STEP) "Installing PyTorch and other packages (1 minute)" \
+	  $(PIP) 'ringweave[all]' --editable ./audit --editable ./lab
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	@$(STEP) "Installing the tools of the tests (1 minute)" $(PIP) 'ringweave[all,dev]'
+	touch $@
 
 demo: $(VENV)/.demo
 	$(BIN)/ringweave demo --out ringweave-demo.html

@@ -2,50 +2,53 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from . import progress
 from .progress import KEY, QUICK, QUIET, Progress, Reporter
 
 NODES = ["a.py::one", "a.py::two", "b.py::one[x::y]", "c.py::one"]
 
 
 def begun(known: dict[str, float], workers: int = 1) -> Progress:
-    progress = Progress(known, workers)
-    progress.collected(NODES)
-    return progress
+    made = Progress(known, workers)
+    made.collected(NODES)
+    return made
 
 
-def run(progress: Progress, node: str, seconds: float) -> None:
-    progress.started(node, 0.0)
-    progress.took(node, seconds)
-    progress.finished(node)
+def run(running: Progress, node: str, seconds: float) -> None:
+    running.started(node, 0.0)
+    running.took(node, seconds)
+    running.finished(node)
 
 
 def test_nothing_known_is_not_guessed() -> None:
-    progress = begun({"gone.py": 3.0})
-    run(progress, NODES[0], 1.0)
-    assert progress.left(0.0) is None
-    assert progress.line(0.0) == "25 % of 4 tests"
+    running = begun({"gone.py": 3.0})
+    run(running, NODES[0], 1.0)
+    assert running.left(0.0) is None
+    assert running.line(0.0) == "25 % of 4 tests"
 
 
 def test_files_take_as_long_as_last_time() -> None:
-    progress = begun({"a.py": 100.0, "b.py": 40.0, "c.py": 60.0})
-    assert progress.line(0.0) == "0 % of 4 tests, about 5 min left"
-    run(progress, NODES[0], 100.0)
-    assert progress.left(0.0) == 200.0
+    running = begun({"a.py": 100.0, "b.py": 40.0, "c.py": 60.0})
+    assert running.line(0.0) == "0 % of 4 tests, about 5 min left"
+    run(running, NODES[0], 100.0)
+    assert running.left(0.0) == 200.0
     # a running test counts for its elapsed time, and a file that is late never counts negatively
-    progress.started(NODES[1], 1000.0)
-    assert progress.left(1050.0) == 150.0
-    assert progress.left(9999.0) == 100.0
+    running.started(NODES[1], 1000.0)
+    assert running.left(1050.0) == 150.0
+    assert running.left(9999.0) == 100.0
 
 
 def test_a_slow_machine_takes_longer_for_the_rest_too() -> None:
-    progress = begun({"a.py": 100.0, "b.py": 40.0, "c.py": 60.0})
-    run(progress, NODES[2], 80.0)
-    assert progress.left(0.0) == 2 * 260.0
+    running = begun({"a.py": 100.0, "b.py": 40.0, "c.py": 60.0})
+    run(running, NODES[2], 80.0)
+    assert running.left(0.0) == 2 * 260.0
 
 
 def test_new_files_take_as_long_as_others() -> None:
@@ -60,10 +63,10 @@ def test_processes_share_files_and_not_tests() -> None:
 
 def test_times_of_finished_files_are_stored() -> None:
     """The times of files that ran to their end are stored; others keep their earlier times."""
-    progress = begun({"a.py": 7.0, "gone.py": 1.0})
-    run(progress, NODES[0], 90.0)
-    run(progress, NODES[3], 2.0)
-    assert progress.learned() == {"a.py": 7.0, "gone.py": 1.0, "c.py": 2.0}
+    running = begun({"a.py": 7.0, "gone.py": 1.0})
+    run(running, NODES[0], 90.0)
+    run(running, NODES[3], 2.0)
+    assert running.learned() == {"a.py": 7.0, "gone.py": 1.0, "c.py": 2.0}
 
 
 class Terminal:
@@ -79,6 +82,30 @@ class Terminal:
     def write(self, text: str) -> None:
         if text:
             self.said[-1] += text
+
+
+@pytest.fixture(autouse=True)
+def nothing_usual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No time is known but those of a test."""
+    usual = tmp_path / "usual.json"
+    usual.write_text("{}")
+    monkeypatch.setattr(progress, "USUAL", usual)
+    return usual
+
+
+def test_the_first_run_in_a_clone_has_an_estimate(nothing_usual: Path) -> None:
+    """It comes from another machine's times, which this machine's own replace."""
+    nothing_usual.write_text('{"a.py": 100.0, "b.py": 40.0, "c.py": 60.0}')
+    made, _, _ = reporter(False)
+    assert made.progress.left(0.0) == 60.0 + 40.0 + 60.0
+
+
+def test_the_usual_times_are_those_of_this_suite() -> None:
+    """Times of files that are gone would make the estimate of others no worse, but would hide that nothing is known."""
+    usual = json.loads(Path(progress.__file__).with_suffix(".json").read_text())
+    root = Path(progress.__file__).parents[1]
+    assert len(usual) > 200
+    assert not [file for file in usual if not (root / file).exists()]
 
 
 def reporter(isatty: bool) -> tuple[Reporter, Terminal, dict[str, Any]]:

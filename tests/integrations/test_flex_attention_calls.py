@@ -17,7 +17,7 @@ from torch.nn.attention import flex_attention as peer
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, create_block_mask
 from torch.utils.checkpoint import checkpoint
 
-from ringweave.errors import PatternError, RingweaveError
+from ringweave.errors import PatternError, RingweaveError, UnsupportedError
 from ringweave.integrations.flex_attention import explain, flex_attention, install
 from ringweave.integrations.flex_attention.block_masks import pattern_of
 from ringweave.integrations.flex_attention.frozen import frozen
@@ -795,7 +795,7 @@ def test_installations_that_end_in_another_order() -> None:
 
 
 def test_other_calls_go_to_the_function_that_stood_there(x: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls without gradients, and calls on another device, reach it with unchanged arguments."""
+    """Calls on another device, and calls without gradients that are refused here, reach it with unchanged arguments."""
     seen: list[tuple[Any, ...]] = []
 
     def stood(*args: Any, **kwargs: Any) -> str:
@@ -804,13 +804,41 @@ def test_other_calls_go_to_the_function_that_stood_there(x: Inputs, monkeypatch:
 
     monkeypatch.setattr(peer, "flex_attention", stood)
     with install():
-        assert peer.flex_attention(x.q, x.k, x.v, None, scale=2.0) == "theirs"
+        seen_before = torch.zeros(())
+
+        def writes(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            seen_before.add_(1)
+            return s.relu()
+
+        assert peer.flex_attention(x.q, x.k, x.v, writes, scale=2.0) == "theirs"
+        with pytest.raises(UnsupportedError):
+            peer.flex_attention(*x.leaves(), writes)
         meta = x.q.to("meta").requires_grad_()
         assert peer.flex_attention(meta, key=meta, value=meta) == "theirs"
-        assert peer.flex_attention(*x.leaves()) is not None
+        assert isinstance(peer.flex_attention(*x.leaves()), Tensor)
+        assert isinstance(peer.flex_attention(x.q, x.k, x.v, None, scale=2.0), Tensor)
     assert len(seen) == 2
     assert seen[0][1] == {"scale": 2.0}
     assert seen[0][0][0] is x.q
+
+
+def test_calls_without_gradients_of_the_queries_are_computed_here(x: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In evaluation, and where only a tensor learns that the score function captures."""
+    monkeypatch.setattr(peer, "flex_attention", None)
+    slope = torch.nn.Parameter(torch.tensor(0.7))
+    with install():
+        for score in (None, general):
+            with torch.no_grad():
+                same(peer.flex_attention(x.q, x.k, x.v, score), defined(x, None, score))
+            with torch.inference_mode():
+                same(peer.flex_attention(x.q, x.k, x.v, score).clone(), defined(x, None, score))
+        peer.flex_attention(x.q, x.k, x.v, lambda s, b, h, i, j: s * slope).square().sum().backward()
+    learned = slope.detach().double().requires_grad_()
+    scores = x.q.double() @ x.k.double().repeat_interleave(x.q.shape[1] // x.k.shape[1], 1).mT * x.q.shape[3] ** -0.5
+    values = x.v.double().repeat_interleave(x.q.shape[1] // x.v.shape[1], 1)
+    ((scores * learned).softmax(-1) @ values).square().sum().backward()
+    assert slope.grad is not None
+    torch.testing.assert_close(slope.grad.double(), learned.grad, rtol=1e-4, atol=1e-4)
 
 
 @compiling

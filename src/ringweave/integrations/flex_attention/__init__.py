@@ -2,7 +2,7 @@
 
     >>> from ringweave.integrations.flex_attention import flex_attention
 
-:func:`install` sends torch's own function here for tensors on the CPU that require gradients.
+:func:`install` sends torch's own function here for tensors on the CPU.
 """
 
 from ...names import only

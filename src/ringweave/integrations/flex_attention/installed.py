@@ -1,4 +1,4 @@
-"""Send torch's FlexAttention here for tensors on the CPU that require gradients."""
+"""Send torch's FlexAttention here for tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
+from ...errors import UnsupportedError
 from .attention import flex_attention
 
 # a module of transformers that binds torch's name when it is imported, and caches a compiled function of it
@@ -17,10 +19,11 @@ _TRANSFORMERS = "transformers.integrations.flex_attention"
 
 
 def install() -> Installed:
-    """Send ``torch.nn.attention.flex_attention.flex_attention`` to this one where torch has no gradients.
+    """Send ``torch.nn.attention.flex_attention.flex_attention`` to this one on a CPU.
 
-    The name then stands for a function that calls ringweave's if query, key and value are on the CPU and one of them
-    requires gradients. It passes every other call unchanged to the function that stood there. A module that imported
+    The name then stands for a function that calls ringweave's if query, key and value are on the CPU. It passes a call
+    unchanged to the function that stood there on another device, in compiled code without gradients of query, key or
+    value, and if ringweave refuses a call without such gradients by UnsupportedError. A module that imported
     the name from torch earlier keeps torch's function; only that of transformers is changed too, so that
     ``attn_implementation="flex_attention"`` trains on a CPU.
 
@@ -85,17 +88,21 @@ def _sending(installed: Installed, former: Callable[..., Any]) -> Callable[..., 
 
     @functools.wraps(former)
     def send(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if installed._active and _trains(query, key, value):
+        if not installed._active or not query.device.type == key.device.type == value.device.type == "cpu":
+            return former(query, key, value, *args, **kwargs)
+        if query.requires_grad or key.requires_grad or value.requires_grad:
+            # torch has no gradients on a CPU
             return flex_attention(query, key, value, *args, **kwargs)
-        return former(query, key, value, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            # torch compiles it, in one graph
+            return former(query, key, value, *args, **kwargs)
+        try:
+            return flex_attention(query, key, value, *args, **kwargs)
+        except UnsupportedError:
+            return former(query, key, value, *args, **kwargs)
 
     send._installed = installed  # type: ignore[attr-defined]
     return send
-
-
-def _trains(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    on_cpu = query.device.type == key.device.type == value.device.type == "cpu"
-    return on_cpu and (query.requires_grad or key.requires_grad or value.requires_grad)
 
 
 def _replace_in_transformers(old: Callable[..., Any], new: Callable[..., Any]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...backends.attended import attended_product
 from ...backends.backend import delta_in_chunks
+from ...backends.chunk_threads import in_order
 from ...backends.dense_batched import Batch, Layout
 from ...backends.overflow import sides
 from ...call import Operands
@@ -28,7 +29,7 @@ from ...plan.tile_size import tile_size_of
 from ...torch_compat import forward_mode, transforming
 from ...torch_ops import Differentiable, refuse_twice
 from ...types import acc_dtype
-from .score_functions import Pairs, Pass, ScoreFunction, ScoreMod
+from .score_functions import Differentiated, Pairs, Pass, ScoreFunction, ScoreMod
 
 # Bytes of a chunk's scores and of the tensors that the score_mod computes from them: fits a CPU's cache, and a bounded
 # part of a GPU's memory.
@@ -161,8 +162,8 @@ class _Work:
             out = q.new_zeros(layout.q_tiles.shape[0], self.plan.q_tile, v.shape[3], dtype=acc)
             lse = q.new_full(out.shape[:2], -torch.inf, dtype=acc)
             largest, function = lse.clone(), Pass(self.function)
-            for batch in layout.batches():
-                part, part_lse, top = self._part(function, layout, batch, finite)
+            parts = in_order(lambda batch: self._part(function, layout, batch, finite), layout.batches(), q.device)
+            for batch, (part, part_lse, top) in parts:
                 whole, whole_lse = out[batch.line], lse[batch.line]
                 merge_into(whole, whole_lse, part, part_lse)
                 out[batch.line], lse[batch.line] = whole, whole_lse
@@ -193,8 +194,8 @@ class _Work:
             return *map(torch.zeros_like, inputs), *function.gradients()
         with torch.autocast(inputs[0].device.type, enabled=False):
             grads = _Gradients(self, function, inputs, returned)
-            for batch in grads.layout.batches():
-                grads.add(batch)
+            for batch, shares in in_order(grads.shares, grads.layout.batches(), inputs[0].device):
+                grads.add(batch, shares)
             return *grads.joined(), *function.gradients()
 
 
@@ -212,6 +213,15 @@ class _Returned(NamedTuple):
     dlse: Tensor | None
     lse: Tensor
     out: Tensor | None
+
+
+class _Shares(NamedTuple):
+    """A batch's shares of the gradients; without dq and dk where the function does not use the scores."""
+
+    of_captured: Differentiated
+    dv: Tensor
+    dq: Tensor | None = None
+    dk: Tensor | None = None
 
 
 class _Gradients:
@@ -249,8 +259,8 @@ class _Gradients:
             for x in (layout.q_tiles, layout.k_tiles, layout.v_tiles)
         )
 
-    def add(self, batch: Batch) -> None:
-        """Add the gradients of a batch."""
+    def shares(self, batch: Batch) -> _Shares:
+        """Compute a batch's shares of the gradients."""
         layout, work = self.layout, self.work
         queries, dout = layout.taken(batch), self.dout[batch.line].to(layout.acc)
         keys, values = (layout.gathered(x, batch, True) for x in (layout.k_tiles, layout.v_tiles))
@@ -264,13 +274,11 @@ class _Gradients:
             # lse is rounded as a large number is, and would change all weights of a row by one factor
             total = weights.sum(-1, keepdim=True)
             weights.div_(total.masked_fill_(~(total > 0), 1.0))
-        where = batch.key.reshape(-1)
         unattended = weights == 0
         if self.finite_dout:
-            of_values = layout.product(weights.mT, dout)
+            dv = layout.product(weights.mT, dout)
         else:
-            of_values = attended_product(weights.mT, (~unattended).to(weights.dtype).mT, dout)
-        self.dv.index_add_(0, where, of_values.view(-1, *self.dv.shape[1:]))
+            dv = attended_product(weights.mT, (~unattended).to(weights.dtype).mT, dout)
         slopes, delta = layout.product(dout, values.mT), self.delta[batch.line]
         if self.selects:
             slopes.masked_fill_(unattended, 0.0)
@@ -282,27 +290,35 @@ class _Gradients:
         score_grads = differentiated.backward(slopes)
         if not differentiated.finite():
             # a function may be infinite or NaN at masked pairs, and so may be 0 times its derivative
-            score_grads = self._at_attended(chunk, ~unattended, slopes)
-        else:
-            differentiated.add()
+            differentiated, score_grads = self._at_attended(chunk, ~unattended, slopes)
         if score_grads is None:
-            return
+            return _Shares(differentiated, dv)
         # the gradient may be expanded
         score_grads = score_grads.contiguous().masked_fill_(unattended, 0.0)
         if not self.finite_keys:
             # A row that attends an infinite or NaN key has gradients of NaN, or of 0 at a score of -inf, already.
             # The key must not make the gradients of other rows NaN.
             keys = keys.nan_to_num(0.0, 0.0, 0.0)
-        self.dq[batch.line] += layout.product(score_grads, keys)
-        self.dk.index_add_(0, where, layout.product(score_grads.mT, queries).view(-1, *self.dk.shape[1:]))
+        dq, dk = layout.product(score_grads, keys), layout.product(score_grads.mT, queries)
+        return _Shares(differentiated, dv, dq, dk)
 
-    def _at_attended(self, chunk: _Chunk, attended: Tensor, slopes: Tensor) -> Tensor | None:
-        """Add the gradients of a chunk from evaluating the function at attended pairs only."""
+    def _at_attended(self, chunk: _Chunk, attended: Tensor, slopes: Tensor) -> tuple[Differentiated, Tensor | None]:
+        """Compute the gradients of a chunk from evaluating the function at attended pairs only."""
         at = Pairs(*(x.expand(attended.shape)[attended] for x in chunk.at))
         _, differentiated = self.function.differentiable(chunk.scores[attended], at)
         score_grads = differentiated.backward(slopes[attended])
-        differentiated.add()
-        return None if score_grads is None else torch.zeros_like(slopes).masked_scatter_(attended, score_grads)
+        if score_grads is not None:
+            score_grads = torch.zeros_like(slopes).masked_scatter_(attended, score_grads)
+        return differentiated, score_grads
+
+    def add(self, batch: Batch, shares: _Shares) -> None:
+        """Add a batch's shares to the gradients; the order of batches is that of the sums."""
+        where = batch.key.reshape(-1)
+        shares.of_captured.add()
+        self.dv.index_add_(0, where, shares.dv.view(-1, *self.dv.shape[1:]))
+        if shares.dq is not None and shares.dk is not None:
+            self.dq[batch.line] += shares.dq
+            self.dk.index_add_(0, where, shares.dk.view(-1, *self.dk.shape[1:]))
 
     def joined(self) -> Iterator[Tensor]:
         """Yield the gradients of queries, keys and values in their shapes and dtypes."""
