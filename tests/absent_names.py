@@ -38,6 +38,7 @@ NEEDED = (
 )  # fmt: skip
 NEEDED_BY = {
     "_C.DisableTorchFunction": {"compile"},
+    "_C._DisableFuncTorch": {"compile"},
     "_C._ForceDispatchKeyGuard": {"compile"},
     "_C._dispatch_keys": {"compile", "func", "mass"},
     "_C._dispatch_tls_local_exclude_set": {"compile", "func", "mass"},
@@ -46,6 +47,7 @@ NEEDED_BY = {
     "_C._functorch.is_functorch_wrapped_tensor": {"compile"},
     "_C._len_torch_function_stack": {"compile"},
     "_assert_async": {"compile"},
+    "utils._python_dispatch._disable_current_modes": {"compile"},
     "utils._python_dispatch._get_current_dispatch_mode": {"compile", "func"},
 }
 
