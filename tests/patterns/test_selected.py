@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 import ringweave as rw
 from ringweave.errors import PatternError, RingweaveError
@@ -426,3 +427,17 @@ def test_documents_in_pieces_in_compiled_code() -> None:
     torch.testing.assert_close(compiled(torch.tensor([5, 5, 2, 2])), call(torch.tensor([5, 5, 2, 2])))
     with pytest.raises(RuntimeError, match="documents: got one in several pieces"):
         compiled(torch.tensor([5, 2, 5, 5]))
+
+
+def test_empty_lists_need_no_function() -> None:
+    """A function of one pair, which torch.vmap maps, is not called for lists without keys."""
+
+    def near(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return (i - j).abs() <= 1 + h
+
+    mask = create_block_mask(near, 1, 1, 5, 5, device="cpu", BLOCK_SIZE=16)
+    q = torch.randn(1, 1, 5, 8)
+    nothing = rw.Selected(torch.zeros(1, 1, 5, 0, dtype=torch.int32), 2)
+    for backend in ("dense_batched", "auto"):
+        out = rw.attention(q, q, q, rw.from_block_mask(mask) & nothing, backend=backend)
+        assert torch.equal(out, torch.zeros_like(q))

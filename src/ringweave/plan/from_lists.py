@@ -232,7 +232,8 @@ def _pairs(each: _Set, size: int, filler: int, extent: Extent, rows: range) -> t
     if size > 1:
         keys = (keys[:, :, None] * size + np.arange(size)).reshape(len(keys), -1)
     allowed = keys < extent.nk
-    if not isinstance(each.relation, Full):
+    # no function is called with no pairs, which torch.vmap could not map
+    if allowed.any() and not isinstance(each.relation, Full):
         q = torch.arange(rows.start, rows.stop, device="cpu")[:, None] + (extent.q_offset + each.start)
         # a function may index tables by the keys, so those that do not exist are clamped
         k = torch.from_numpy(np.where(allowed, keys, 0) + each.start)
