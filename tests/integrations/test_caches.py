@@ -394,5 +394,5 @@ def test_a_step_of_a_model_makes_few_calls(name: str) -> None:
         model(token, **{CACHE: cache})
         steps = [calls(lambda: model(token, **{CACHE: cache}), "integrations", "kv_cache.py") for _ in range(20)]
     assert len(set(steps)) == 1
-    # with pages, the call's checks are added
-    assert steps[0] <= (24 if name == "pages" else 10)
+    # with pages, the call's checks are added, and those by which a failed step leaves the cache as it was
+    assert steps[0] <= (27 if name == "pages" else 10)

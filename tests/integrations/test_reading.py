@@ -406,6 +406,8 @@ def test_steps_share_a_pattern(name: str) -> None:
 
 
 def test_a_step_makes_few_calls() -> None:
+    # the first mask is compared with its function
+    pattern_mask(1, 1, 40, 39, 0, WINDOW(8))
     for at in (40, 41, 100, 5000):
         mask = functools.partial(pattern_mask, 1, 1, at + 1, at, 0, WINDOW(8))
         assert calls(mask) <= 12
@@ -413,4 +415,5 @@ def test_a_step_makes_few_calls() -> None:
     with torch.no_grad():
         layer.update(token, token)
         for _ in range(14):
-            assert calls(lambda: layer.update(token, token)) <= 6
+            # two of them leave the cache as it was if the step fails
+            assert calls(lambda: layer.update(token, token)) <= 8
