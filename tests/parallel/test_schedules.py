@@ -169,3 +169,12 @@ def test_a_tile_in_pieces_ends_with_the_sequence(tokens: int, backend: str) -> N
     options = {"schedule": "ring", "placement": "contiguous"}
     shares = run(4, call, x, pattern, options, None, backend)
     OneDevice.of(x, pattern).check(joined(shares, tokens))
+
+
+@pytest.mark.parametrize("pattern", [rw.Full(), rw.Causal()], ids=repr)
+@pytest.mark.parametrize("tokens", [96, 195, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_dense_calls_with_tiles_of_several_ranks(tokens: int, pattern: rw.Pattern, dtype: torch.dtype) -> None:
+    """A query of another rank in a shared tile has an lse of -inf, and gives no gradient to a key."""
+    x = Inputs.random(tokens, heads=2, dim=8, dtype=dtype)
+    torch.testing.assert_close(joined(spread(3, x, pattern, schedule="allgather"), tokens), alone(x, pattern))

@@ -65,6 +65,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute gradients of dense attention; delta is passed as extra channels if it is not rowsum(dout * out)."""
     dout, lse, delta, out = upstream
+    dead = torch.isneginf(lse)
+    if bool(dead.any()):
+        # a query that attends nothing, or that another rank computes in a shared tile, has weights of 0
+        lse = lse.masked_fill(dead, torch.inf)
     every_key = operands.k.shape[2]
     operands, power = _attended(operands, branch), 1.0
     if _products_overflow(operands, branch):
