@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,54 +15,13 @@ from transformers import DynamicCache
 import ringweave as rw
 from ringweave.integrations.transformers import ModelCache, interface, model_cache
 
+from ..failing import executed, fails
 from .choosing import FAMILIES, chooser
 from .test_models import IDS
 from .tiny import CACHE, model_of
 
 # files of the package in which a failure is injected; a page cache's own failures have their own tests
-FILES = (str(Path(interface.__file__).parent), str(Path(rw.__file__).parent / "api.py"))
-
-
-class Injected(BaseException):
-    """A failure that no code of the package expects, as an interrupt is."""
-
-
-class Injection:
-    """While active, raise Injected before the line with a number, among the lines that run in some files.
-
-    Args:
-        line: The number of the line; None to count them only.
-        within: Beginnings of the files' names.
-    """
-
-    def __init__(self, line: int | None, *within: str):
-        self.line, self.within, self.lines = line, within, 0
-
-    def _called(self, frame: Any, event: str, arg: object) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(self.within) else None
-
-    def _line(self, frame: Any, event: str, arg: object) -> Any:
-        if event == "line":
-            self.lines += 1
-            if self.lines - 1 == self.line:
-                sys.settrace(None)
-                raise Injected
-        return self._line
-
-    def __enter__(self) -> Injection:
-        self._before = sys.gettrace()
-        sys.settrace(self._called)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        sys.settrace(self._before)
-
-
-def lines_of(call: Callable[[], object], *within: str) -> int:
-    """Count the lines of the package that a call runs."""
-    with Injection(None, *within) as counted:
-        call()
-    return counted.lines
+FILES = (*map(str, Path(interface.__file__).parent.glob("*.py")), str(Path(rw.__file__).parent / "api.py"))
 
 
 @torch.no_grad()
@@ -92,13 +50,12 @@ def test_a_step_that_fails_anywhere_may_be_repeated(kind: str) -> None:
     steps(model, copy.deepcopy(cache), tokens)
     wanted, twin = steps(model, copy.deepcopy(cache), tokens), copy.deepcopy(cache)
     told: list[str] = []
-    count = lines_of(lambda: steps(model, twin, tokens[:, :1]), *FILES)
+    count = len(executed(lambda: steps(model, twin, tokens[:, :1]), FILES))
     assert count > 100
     # together, the kinds of caches fail at every line
-    for line in range(list(CACHES).index(kind), count, len(CACHES)):
+    for line in range(1 + list(CACHES).index(kind), count + 1, len(CACHES)):
         mine = copy.deepcopy(cache)
-        with pytest.raises(Injected), Injection(line, *FILES):
-            steps(model, mine, tokens[:, :1])
+        assert fails(lambda mine=mine: steps(model, mine, tokens[:, :1]), line, FILES)
         try:
             first = steps(model, mine, tokens[:, :1])
         except rw.UnsupportedError as error:
