@@ -71,7 +71,7 @@ PATTERNS: dict[str, Callable[[int], Pattern]] = {
     "function": lambda n: rw.from_mask_mod(_not_future),
     "function_per_head": lambda n: rw.from_mask_mod(_by_head) & ~rw.Segments(70),
     "per_head": lambda n: rw.PerHead([rw.Causal(), rw.SlidingWindow(9), ~rw.Causal(), rw.Causal()]),
-    "longformer": lambda n: rw.patterns.longformer(30, [1, 9], causal=True),
+    "longformer": lambda n: rw.patterns.longformer(30, [token for token in (1, 9) if token < n], causal=True),
     "bigbird": lambda n: rw.patterns.bigbird(n, window=20, global_tokens=5, random=2, block_size=32),
     "fixed": lambda n: rw.patterns.sparse_transformer_fixed(50, 7),
     "variable": lambda n: rw.patterns.variable(n, local_blocks=(1, 2), block_size=32, random=1),
