@@ -138,7 +138,7 @@ def judge(library: Library, attend: Attend, case: Case, device: str, dtype: torc
     }
     said = [f"{', '.join(names)} {fault}" for fault, names in faults.items() if names]
     if said:
-        # an error of the gradients comes after what is wrong with the results that there are
+        # wrong results come first, and then an error of the gradients
         verdict, reason = "wrong", "; ".join([*said, *([reason] if reason else [])])
     told = {name: round(ratio, 3) if math.isfinite(ratio) else str(ratio) for name, ratio in found.items()}
     return {"verdict": verdict, "reason": reason, **told}

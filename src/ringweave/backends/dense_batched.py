@@ -243,7 +243,7 @@ def _forward(operands: Operands, branch: Branch, selects: bool) -> tuple[Tensor,
         values = layout.gathered(layout.v_tiles, batch, True)
         if selects:
             part = attended_product(weights, layout.attended(batch), values)
-            # a row of which every score is -inf attends nothing
+            # a row with scores of -inf only attends nothing
             part.masked_fill_(total == 0, 0.0)
         else:
             part = layout.product(weights, values)

@@ -70,7 +70,7 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
     lse = torch.logsumexp(dense.scores, -1)
     values = per_query_head(operands.v.double(), operands.q.shape[1])
     out = attended_product(dense.weights * dense.kept, _attended(dense), values)
-    # a row of which every score is -inf attends nothing
+    # a row with scores of -inf only attends nothing
     out = out.masked_fill(torch.isneginf(lse)[..., None], 0.0)
     return out.to(dtype), lse.to(acc_dtype(operands.q.dtype))
 

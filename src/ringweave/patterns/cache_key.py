@@ -73,7 +73,7 @@ class CacheKey(NamedTuple):
 
 
 def content_key(table: Tensor) -> Hashable | None:
-    """Identify a CPU tensor by its contents; None for a large one of which torch counts the writes in a version."""
+    """Identify a CPU tensor by its contents; None for a large one if torch counts its writes."""
     if table.device.type != "cpu" or (table.nbytes > SMALL and _counted(table)):
         return None
     return digest(table), tuple(table.shape), table.dtype

@@ -45,7 +45,7 @@ def agrees(score_mod: Callable[..., Any], trace: Trace, factor: float, terms: Se
 
     A function is known by its code and its formula, in which numbers count by value and tables by shape. Where all
     entries that were read are equal, as in a table of zeros, it is compared again once the table is written to. Nothing
-    can be compared in a transform or a mode of torch, whose tensors may have no values.
+    can be compared in a transform or a mode of torch, in which tensors may have no values.
 
     Args:
         score_mod: The function.

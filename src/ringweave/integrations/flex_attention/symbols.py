@@ -68,7 +68,7 @@ class Trace(TorchFunctionMode):
     ) -> Symbol:
         """Return the symbol of the result of an operation that writes to nothing."""
         if not torch.is_grad_enabled():
-            # inside an autograd.Function too, whose backward a recorded formula would not have
+            # inside an autograd.Function too: a recorded formula would lose its backward
             self.refuse("it computes without gradients: no_grad or an autograd.Function")
         return Symbol(self, function, tuple(args), kwargs)
 
@@ -236,7 +236,7 @@ def _operators() -> Iterator[tuple[str, Callable[..., Any]]]:
         if name in _REVERSED:
             yield f"__r{special}__", lambda self, other, _f=function: self.trace.record(_f, (other, self))
     for name in IN_PLACE:
-        # Python would take ``x += y`` as ``x = x + y``, of which other names of x know nothing
+        # Python would take ``x += y`` as ``x = x + y``, which other names of x do not see
         yield name, Symbol._write
 
 
