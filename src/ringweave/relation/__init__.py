@@ -1,0 +1,1 @@
+"""Relations: the zones of patterns, and the one evaluator of them."""

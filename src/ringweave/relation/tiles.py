@@ -1,0 +1,152 @@
+"""Plan a relation: which tiles of some strips are full, and which are partial with which mask."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .arrays import Int64, Words, distinct, packed
+from .lines import complement, meet
+from .node import FULL, Frame, Node, Sides, Tiles
+
+#: Mask numbers of tiles without a mask.
+FULL_TILE, EMPTY_TILE = -1, -2
+_TILES_AT_ONCE = 2**20
+_MASK_BITS_AT_ONCE = 2**26
+
+
+def strips(
+    nq: int,
+    nk: int,
+    tile: tuple[int, int],
+    elements: Int64,
+    q_first: Int64,
+    k_first: Int64,
+    part: slice = slice(None),
+) -> Frame:
+    """Return the strips of some batch elements.
+
+    Args:
+        nq: Number of queries.
+        nk: Number of keys.
+        tile: Queries and keys of a tile.
+        elements: (n,) batch elements.
+        q_first: (n,) position of the first query of each.
+        k_first: (n,) position of the first key of each.
+        part: The strips of each element to return.
+    """
+
+    def sides(length: int, side: int, first: Int64, part: slice) -> Sides:
+        low = np.arange(0, length, side, dtype=np.int64)[part]
+        high = np.minimum(low + side, length)
+        if len(elements) == 1:
+            number, base = (np.full(len(low), int(each[0]), np.int64) for each in (elements, first))
+            return Sides(low + base, high + base, number, base)
+        base = first[:, None]
+        every = base + low, base + high, elements[:, None], base
+        return Sides(*(np.broadcast_to(x, (len(elements), len(low))).reshape(-1) for x in every))
+
+    q, k = sides(nq, tile[0], q_first, part), sides(nk, tile[1], k_first, slice(None))
+    first = np.repeat(k_first, len(q.lo) // len(elements))
+    return Frame(q, k, Sides(first, first + nk, q.element, first), tile, -(-nk // tile[1]))
+
+
+class Tiling(NamedTuple):
+    """The non-empty tiles of a frame, ascending by place.
+
+    Attributes:
+        place: int64; strip ``place // width``, column ``place % width``.
+        mask: int64, number of each tile's mask; FULL_TILE for full tiles.
+    """
+
+    place: Int64
+    mask: Int64
+
+
+class Masks:
+    """Distinct masks of tiles, numbered in the order in which they are added."""
+
+    def __init__(self, tile: tuple[int, int], index: dict[bytes, int] | None = None):
+        self.tile = tile
+        self.words = tile[0], -(-tile[1] // 32)
+        self.index = {} if index is None else index
+
+    def numbers(self, masks: NDArray[Any]) -> list[int]:
+        """Return the numbers of masks in words, (n, ...)."""
+        each = np.ascontiguousarray(masks).reshape(-1).view(f"V{4 * self.words[0] * self.words[1]}")
+        return [self.index.setdefault(mask, len(self.index)) for mask in each.tolist()]
+
+    def bank(self) -> NDArray[np.int32]:
+        """Return the words of all masks, (masks, q_tile, words), in the order of their numbers."""
+        return np.frombuffer(bytearray().join(self.index), "<i4").reshape(-1, *self.words)
+
+    def of(self, node: Node, tiles: Tiles) -> Int64:
+        """Evaluate tiles by token; return the number of each tile's mask, FULL_TILE or EMPTY_TILE."""
+        high, wide = (tiles.q.hi - tiles.q.lo)[tiles.qi], (tiles.k.hi - tiles.k.lo)[tiles.ki]
+        found = np.empty(len(tiles.qi), np.int64)
+        step = max(1, _MASK_BITS_AT_ONCE // (self.tile[0] * self.tile[1]))
+        for begin in range(0, len(found), step):
+            part = slice(begin, begin + step)
+            found[part] = self._of(node.words(tiles.some(part), self.tile), high[part], wide[part])
+        return found
+
+    def _of(self, words: Words, high: Int64, wide: Int64) -> Int64:
+        found = np.empty(len(words), np.int64)
+        # tiles that are clipped at the ends have few sizes
+        first, like = distinct(high << 32 | wide)
+        for number, place in enumerate(first.tolist()):
+            here = np.flatnonzero(like == number) if len(first) > 1 else np.arange(len(words))
+            inside = self.inside(int(high[place]), int(wide[place]))
+            mine = (words if len(first) == 1 else words[here]) & inside
+            every, some = (mine == inside).all((1, 2)), mine.any((1, 2))
+            found[here] = np.where(every, FULL_TILE, EMPTY_TILE)
+            mixed = np.flatnonzero(some & ~every)
+            found[here[mixed]] = self.numbers(mine[mixed])
+        return found
+
+    def inside(self, high: int, wide: int) -> Words:
+        """Return the words (q_tile, words) of a tile with all of its pairs."""
+        return packed((np.arange(self.tile[0]) < high)[None, :, None] & (np.arange(self.tile[1]) < wide))[0]
+
+
+def numbered(node: Node, tiles: Tiles, masks: Masks) -> Int64:
+    """Return the number of each tile's mask, FULL_TILE or EMPTY_TILE; one tile of each class is evaluated by token."""
+    codes = node.classes(tiles)
+    found = np.where(codes == FULL, FULL_TILE, EMPTY_TILE)
+    partial = np.flatnonzero(codes > FULL)
+    if len(partial):
+        some = tiles.some(partial)
+        clipped = (tiles.q.hi - tiles.q.lo != masks.tile[0])[some.qi] * 2 + (tiles.k.hi - tiles.k.lo != masks.tile[1])[
+            some.ki
+        ]
+        # tiles that are clipped at the ends have other masks than whole tiles of their class
+        first, like = distinct(codes[partial] * 4 + clipped)
+        found[partial] = masks.of(node, some.some(first))[like]
+    return found
+
+
+def tiling(node: Node, frame: Frame, masks: Masks) -> Tiling:
+    """Return the non-empty tiles of a frame; new masks are added to ``masks``."""
+    every = node.filled(frame)
+    open_ = meet(node.touched(frame), complement(every, frame.length)).places()
+    mask = np.empty(len(open_), np.int64)
+    for begin in range(0, len(open_), _TILES_AT_ONCE):
+        part = slice(begin, begin + _TILES_AT_ONCE)
+        mask[part] = numbered(node, frame.tiles(open_[part]), masks)
+    kept = mask != EMPTY_TILE
+    if not kept.all():
+        open_, mask = open_[kept], mask[kept]
+    whole = every.places()
+    if not len(whole):
+        return Tiling(open_, mask)
+    # merge two ascending lists
+    place = np.empty(len(open_) + len(whole), np.int64)
+    at = np.searchsorted(whole, open_) + np.arange(len(open_))
+    rest = np.ones(len(place), np.bool_)
+    rest[at] = False
+    place[at], place[rest] = open_, whole
+    both = np.full(len(place), FULL_TILE, np.int64)
+    both[at] = mask
+    return Tiling(place, both)

@@ -1,0 +1,318 @@
+"""Zones: the geometry of a pattern as data.
+
+A zone is the set of pairs (q, k) with q in [q0, q1), k in [k0, k1) and k - q in [d0, d1). :class:`Zones` lists disjoint
+zones in groups: the groups have ascending disjoint ranges of queries, and each group has ascending disjoint runs of keys
+and one band of distances. A list may add one residue: ``(x - phase) mod m < width`` for x = q, k or k - q.
+
+A zone inside a tile is a difference bound matrix over (0, q, k). Shortest paths among three nodes have at most two
+edges, so one pass makes the bounds as tight as possible and decides whether the zone is empty (Dill 1989; Bengtsson and
+Yi 2004, section 4).
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from .arrays import Bool, Int64, Words, combine_ids, distinct, listed, number_rows, packed, padded
+from .lines import NONE, Line, union
+from .node import ELEMENT, EMPTY, FAR, FULL, Frame, Node, Origin, Sides, Tiles
+
+#: The axes of a residue: the query, the key, or their distance k - q.
+Q, K, D = 0, 1, 2
+# a tile that meets more zones than this is a class of its own
+_COMPARED = 24
+# distances are looked up if a tile has one of few; fewer tiles than this are classified directly
+_FEW_TILES = 64
+
+
+class Residue(NamedTuple):
+    """The pairs with ``(x - phase) mod m < width``, where x is the query, the key or their distance."""
+
+    axis: int
+    m: int
+    width: int
+
+
+class _Local(NamedTuple):
+    """Zones inside tiles, relative to the tiles' corners and as tight as possible.
+
+    Attributes:
+        bounds: Bounds of the query, the key and the distance.
+        phase: Phase of the residue; -1 where the residue does not matter.
+        some: Whether a zone has a pair in its tile.
+        every: Whether it has every pair.
+    """
+
+    bounds: tuple[Int64, ...]
+    phase: Int64
+    some: Bool
+    every: Bool
+
+    def chosen(self, chosen: Bool) -> _Local:
+        return _Local(tuple(x[chosen] for x in self.bounds), self.phase[chosen], self.some[chosen], self.every[chosen])
+
+    def numbers(self) -> Int64:
+        """Return the class of each zone that has a pair."""
+        return np.where(self.every, FULL, combine_ids(*self.bounds, self.phase))
+
+
+class Zones(Node):
+    """Disjoint zones in groups.
+
+    Args:
+        q: First query and end of each group: numbers, or (groups,) ascending.
+        k: First key and end of each run of keys: numbers, or (runs,) ascending in each group.
+        d: Least distance k - q of each group, and one past the largest.
+        ptr: (groups + 1,) first run of each group; None if each group has one run.
+        residue: Axis, period and width of the residue.
+        phase: Phase of each group.
+        each: Whether positions are on the axis of all batch elements, where element b begins at ``b * ELEMENT``. If
+            not, all elements have the same zones.
+    """
+
+    def __init__(
+        self,
+        q: tuple[ArrayLike, ArrayLike] = (-FAR, FAR),
+        k: tuple[ArrayLike, ArrayLike] = (-FAR, FAR),
+        d: tuple[ArrayLike, ArrayLike] = (-ELEMENT, ELEMENT),
+        *,
+        ptr: Int64 | None = None,
+        residue: Residue | None = None,
+        phase: ArrayLike = 0,
+        each: bool = False,
+    ):
+        self.q0, self.q1, self.k0, self.k1, d0, d1, shift = (
+            np.atleast_1d(np.asarray(side, np.int64)) for side in (*q, *k, *d, phase)
+        )
+        self.groups = len(self.q0)
+        if ptr is None and len(self.k0) != self.groups:
+            self.k0, self.k1 = (np.broadcast_to(side, self.groups) for side in (self.k0, self.k1))
+        self.d0, self.d1, self.phase = (np.broadcast_to(side, self.groups) for side in (d0, d1, shift))
+        self.ptr, self.residue, self.each = ptr, residue, each
+        axis = None if residue is None else residue.axis
+        every_q = not each and self.groups == 1 and bool(self.q0[0] <= -FAR and self.q1[0] >= FAR)
+        every_k = not each and ptr is None and bool((self.k0 <= -FAR).all() and (self.k1 >= FAR).all())
+        every_d = bool((self.d0 <= -ELEMENT).all() and (self.d1 >= ELEMENT).all())
+        every_of_each = each and bool((np.diff(self.q0 >> 32) > 0).all() and (self.q1 - self.q0 >= ELEMENT).all())
+        # whether the class of a tile depends on its keys, on its queries, or on its distance only
+        self._by_keys = every_d and axis in (None, K) and (every_q or every_of_each)
+        self._by_queries = every_d and every_k and axis in (None, Q)
+        self._by_distance = every_q and every_k and axis in (None, D)
+        self.few = ptr is None and residue is None
+
+    def _on_axis(self, sides: Sides) -> tuple[Int64, Int64]:
+        """Return the bounds of sides as these zones count positions."""
+        if not self.each:
+            return sides.lo, sides.hi
+        base = sides.element * ELEMENT
+        return sides.lo + base, sides.hi + base
+
+    def _sides(self, tiles: Tiles) -> tuple[Int64, Int64, Int64, Int64]:
+        (q_lo, q_hi), (k_lo, k_hi) = self._on_axis(tiles.q), self._on_axis(tiles.k)
+        return q_lo[tiles.qi], q_hi[tiles.qi], k_lo[tiles.ki], k_hi[tiles.ki]
+
+    @cached_property
+    def _order(self) -> tuple[Int64, Int64, Int64]:
+        """Runs of all groups on one axis, for searches: the first key of each group, starts and ends of runs."""
+        assert self.ptr is not None
+        of = np.repeat(np.arange(self.groups), np.diff(self.ptr))
+        base = np.append(self.k0, 0)[np.minimum(self.ptr[:-1], max(len(self.k0) - 1, 0))]
+        return base, (of << 34) + self.k0 - base[of], (of << 34) + self.k1 - base[of]
+
+    def overlaps(self, q_lo: Int64, q_hi: Int64, k_lo: Int64, k_hi: Int64) -> tuple[Int64, Int64, Int64]:
+        """Return the pairs of rectangles and zones that may meet, ascending: (rectangle, group, run)."""
+        if self.groups == 1:
+            rect, group = np.arange(len(q_lo)), np.zeros(len(q_lo), np.int64)
+        else:
+            first = np.searchsorted(self.q1, q_lo, "right")
+            rect, group = listed(first, np.searchsorted(self.q0, q_hi, "left") - first)
+        begin, end = np.maximum(q_lo[rect], self.q0[group]), np.minimum(q_hi[rect], self.q1[group])
+        low = np.maximum(k_lo[rect], begin + self.d0[group])
+        high = np.minimum(k_hi[rect], end - 1 + self.d1[group])
+        if self.ptr is None:
+            met = (begin < end) & (np.maximum(low, self.k0[group]) < np.minimum(high, self.k1[group]))
+            return (rect, group, group) if met.all() else (rect[met], group[met], group[met])
+        base, start, stop = self._order
+        low, high = (np.clip(side - base[group], 0, (1 << 34) - 1) + (group << 34) for side in (low, high))
+        first = np.searchsorted(stop, low, "right")
+        pair, run = listed(first, np.where(begin < end, np.searchsorted(start, high, "left") - first, 0))
+        return rect[pair], group[pair], run
+
+    # ---- intervals of tiles ------------------------------------------------------------------------------------------
+
+    def _strips(self, frame: Frame, within: Line | None) -> tuple[Int64, Int64, Int64, Int64, Int64]:
+        """Return the first key of each strip, its queries, and the keys of it that matter."""
+        (q_lo, q_hi), (first, k_hi) = self._on_axis(frame.q), self._on_axis(frame.whole)
+        if within is None or self.few:
+            return first, q_lo, q_hi, first, k_hi
+        begin, end = within.within(np.arange(len(q_lo)), frame.width)
+        return first, q_lo, q_hi, first + begin * frame.tile[1], np.minimum(k_hi, first + end * frame.tile[1])
+
+    def touched(self, frame: Frame, within: Line | None = None) -> Line:
+        first, q_lo, q_hi, k_lo, k_hi = self._strips(frame, within)
+        rect, group, run = self.overlaps(q_lo, q_hi, k_lo, k_hi)
+        begin, end = np.maximum(q_lo[rect], self.q0[group]), np.minimum(q_hi[rect], self.q1[group])
+        low = np.maximum(np.maximum(k_lo[rect], self.k0[run]), begin + self.d0[group])
+        high = np.minimum(np.minimum(k_hi[rect], self.k1[run]), end - 1 + self.d1[group])
+        if self.residue is not None and self.residue.axis != Q and len(rect):
+            axis, m, width = self.residue
+            # multiples that are further apart than tiles give an interval each
+            wide = np.full(len(rect), width) if axis == K else width + end - begin - 1
+            if m > 2 * frame.tile[1] + int(wide.max()):
+                from_ = self.phase[group] + (0 if axis == K else begin)
+                multiple = -((from_ + wide - 1 - low) // m)
+                pair, multiple = listed(multiple, (high - 1 - from_) // m - multiple + 1)
+                rect, at = rect[pair], from_[pair] + multiple * m
+                low, high = np.maximum(low[pair], at), np.minimum(high[pair], at + wide[pair])
+        start, stop = (low - first[rect]) // frame.tile[1], -((first[rect] - high) // frame.tile[1])
+        used = high > low
+        return union(Line((start + rect * frame.width)[used], (stop + rect * frame.width)[used]))
+
+    def filled(self, frame: Frame, within: Line | None = None) -> Line:
+        if self.residue is not None:
+            return NONE
+        first, q_lo, q_hi, k_lo, k_hi = self._strips(frame, within)
+        rect, group, run = self.overlaps(q_lo, q_hi, k_lo, k_hi)
+        low = np.maximum(self.k0[run], q_hi[rect] - 1 + self.d0[group])
+        high = np.minimum(self.k1[run], q_lo[rect] + self.d1[group])
+        begin, end = first[rect], self._on_axis(frame.whole)[1][rect]
+        start = -((begin - np.maximum(low, begin)) // frame.tile[1])
+        stop = np.where(high >= end, frame.width, (high - begin) // frame.tile[1])
+        used = (self.q0[group] <= q_lo[rect]) & (self.q1[group] >= q_hi[rect]) & (stop > start)
+        return union(Line((start + rect * frame.width)[used], (stop + rect * frame.width)[used]))
+
+    # ---- classes of tiles --------------------------------------------------------------------------------------------
+
+    def classes(self, tiles: Tiles) -> Int64:
+        q, k = tiles.q, tiles.k
+        if self._by_keys and len(tiles.ki) > len(k.lo):
+            one = Tiles.of(Sides(k.first, k.first + 1, k.element, k.first), k)
+            return self.classes(one)[tiles.ki]
+        if self._by_queries and len(tiles.qi) > len(q.lo):
+            one = Tiles.of(q, Sides(q.first, q.first + 1, q.element, q.first))
+            return self.classes(one)[tiles.qi]
+        sides = self._sides(tiles)
+        if not self._by_distance or len(tiles.qi) <= _FEW_TILES:
+            return self._classes(*sides)
+        q_lo, q_hi, k_lo, k_hi = sides
+        first, like = distinct(combine_ids(k_lo - q_lo, q_hi - q_lo, k_hi - k_lo))
+        if 2 * len(first) >= len(q_lo):
+            return self._classes(*sides)
+        return self._classes(*(side[first] for side in sides))[like]
+
+    def _classes(self, q_lo: Int64, q_hi: Int64, k_lo: Int64, k_hi: Int64) -> Int64:
+        rect, group, run = self.overlaps(q_lo, q_hi, k_lo, k_hi)
+        crowded = np.bincount(rect, minlength=len(q_lo)) > _COMPARED
+        if crowded.any():
+            keep = ~crowded[rect]
+            rect, group, run = rect[keep], group[keep], run[keep]
+        here = self._local(group, run, q_lo[rect], q_hi[rect], k_lo[rect], k_hi[rect])
+        if not here.some.all():
+            rect, here = rect[here.some], here.chosen(here.some)
+        codes = several(rect, here.numbers(), len(q_lo))
+        if crowded.any():
+            codes[crowded] = combine_ids(q_lo[crowded], k_lo[crowded]) + int(codes.max())
+        return codes
+
+    def _local(self, group: Int64, run: Int64, q_lo: Int64, q_hi: Int64, k_lo: Int64, k_hi: Int64) -> _Local:
+        high, wide, back = q_hi - q_lo, k_hi - k_lo, k_lo - q_lo
+        bounds = _tight(
+            np.maximum(self.q0[group] - q_lo, 0),
+            np.minimum(self.q1[group] - q_lo, high),
+            np.maximum(self.k0[run] - k_lo, 0),
+            np.minimum(self.k1[run] - k_lo, wide),
+            self.d0[group] - back,
+            self.d1[group] - back,
+        )
+        phase = np.full(len(high), -1, np.int64)
+        if self.residue is not None:
+            axis, m, width = self.residue
+            shift = (self.phase[group] - (q_lo, k_lo, back)[axis]) % m
+            low, end = bounds[2 * axis], bounds[2 * axis + 1]
+            # move both bounds to the first and the last place that the residue allows
+            into, over = (low - shift) % m, (end - 1 - shift) % m
+            low = np.where(into < width, low, low + m - into)
+            end = np.where(over < width, end, end - (over - width + 1))
+            moved = list(bounds)
+            moved[2 * axis], moved[2 * axis + 1] = low, end
+            bounds = _tight(*moved)
+            phase = np.where((low - shift) % m + end - low <= width, -1, shift)
+        q0, q1, k0, k1, d0, d1 = bounds
+        some = (q0 < q1) & (k0 < k1) & (d0 < d1)
+        # a band that reaches both far corners of a tile has every pair
+        return _Local(bounds, phase, some, some & (d0 == 1 - high) & (d1 == wide) & (phase < 0))
+
+    # ---- tokens ------------------------------------------------------------------------------------------------------
+
+    def words(self, tiles: Tiles, size: tuple[int, int]) -> Words:
+        return packed(self._bits(*self._sides(tiles), size))
+
+    def _bits(self, q_lo: Int64, q_hi: Int64, k_lo: Int64, k_hi: Int64, size: tuple[int, int]) -> Bool:
+        """Evaluate tiles by token: (tiles, *size), False outside of the tiles."""
+        rect, group, run = self.overlaps(q_lo, q_hi, k_lo, k_hi)
+        # the keys of a query in a zone are an interval: +1 at its start, -1 at its end, and a running sum
+        first = np.maximum(self.q0[group] - q_lo[rect], 0)
+        pair, row = listed(first, np.minimum(self.q1[group], q_hi[rect]) - q_lo[rect] - first)
+        at, group, run = rect[pair], group[pair], run[pair]
+        q = q_lo[at] + row
+        low = np.maximum(np.maximum(self.k0[run], q + self.d0[group]), k_lo[at]) - k_lo[at]
+        high = np.minimum(np.minimum(self.k1[run], q + self.d1[group]), k_hi[at]) - k_lo[at]
+        line, some = (at * size[0] + row) * (size[1] + 1), low < high
+        steps = np.zeros(len(q_lo) * size[0] * (size[1] + 1), np.int16)
+        np.add.at(steps, (line + low)[some], 1)
+        np.add.at(steps, (line + high)[some], -1)
+        out: Bool = np.cumsum(steps.reshape(len(q_lo), size[0], -1), axis=2, dtype=np.int16)[:, :, :-1] > 0
+        if self.residue is not None:
+            axis, m, width = self.residue
+            # a query is in one group, so it has one phase
+            phase = np.zeros((len(q_lo), size[0]), np.int64)
+            phase[at, row] = self.phase[group]
+            rows = (q_lo[:, None] + np.arange(size[0]))[:, :, None]
+            columns = (k_lo[:, None] + np.arange(size[1]))[:, None]
+            out &= ((rows, columns, columns - rows)[axis] - phase[:, :, None]) % m < width
+        return out
+
+    def contains(self, q: Int64, k: Int64, origin: Origin) -> Bool:
+        base = origin.element * ELEMENT if self.each else 0
+        shape = np.broadcast_shapes(q.shape, k.shape)
+        q, k = (np.broadcast_to(side + base, shape).ravel() for side in (q, k))
+        pair, group, _ = self.overlaps(q, q + 1, k, k + 1)
+        distance = k[pair] - q[pair]
+        allowed = (distance >= self.d0[group]) & (distance < self.d1[group])
+        if self.residue is not None:
+            axis, m, width = self.residue
+            allowed &= ((q[pair], k[pair], distance)[axis] - self.phase[group]) % m < width
+        out = np.zeros(len(q), np.bool_)
+        out[pair[allowed]] = True
+        return out.reshape(shape)
+
+
+def _tight(q0: Int64, q1: Int64, k0: Int64, k1: Int64, d0: Int64, d1: Int64) -> tuple[Int64, ...]:
+    return (
+        np.maximum(q0, k0 - d1 + 1),
+        np.minimum(q1, k1 - d0),
+        np.maximum(k0, q0 + d0),
+        np.minimum(k1, q1 + d1 - 1),
+        np.maximum(d0, k0 - q1 + 1),
+        np.minimum(d1, k1 - q0),
+    )
+
+
+def several(tile: Int64, number: Int64, tiles: int) -> Int64:
+    """Return the class of each tile from the classes of its parts; ``tile``, the tile of each part, ascends."""
+    codes = np.full(tiles, EMPTY, np.int64)
+    codes[tile] = number
+    count = np.bincount(tile, minlength=tiles)
+    many = np.flatnonzero(count > 1)
+    if len(many):
+        # a tile with several parts has a number for each list of them
+        order = np.zeros(tiles, np.int64)
+        order[many] = np.arange(len(many))
+        part = count[tile] > 1
+        rows = padded(order[tile[part]], number[part], len(many))
+        codes[many] = number_rows(rows) + int(codes.max()) + 1
+    return codes
