@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ..checks import whole
 from ..errors import PatternError, shown
+from ..relation import node as relation
+from ..relation.node import Node
 from .base import Composite, DistanceProfile, Pattern
 from .declared import declare
 from .fitting import called, nest, refuse
@@ -101,6 +103,9 @@ class And(Combined):
 
     sign: ClassVar[str] = " & "
 
+    def zones(self, n: int) -> Node:
+        return relation.And([part.zones(n) for part in self.parts])
+
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         result = self.parts[0].allows(q, k)
         for part in self.parts[1:]:
@@ -131,6 +136,9 @@ class Or(Combined):
     """The union: a pair is allowed if any part allows it; a key that several parts allow counts once."""
 
     sign: ClassVar[str] = " | "
+
+    def zones(self, n: int) -> Node:
+        return relation.Or([part.zones(n) for part in self.parts])
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         result = self.parts[0].allows(q, k)
@@ -169,6 +177,9 @@ class Not(_Operator):
 
     def remade(self, parts: Sequence[Pattern]) -> Pattern:
         return ~parts[0]
+
+    def zones(self, n: int) -> Node:
+        return relation.Not(self.part.zones(n))
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return ~self.part.allows(q, k)
@@ -336,6 +347,9 @@ class PerHead(_Operator):
     def residue_rate(self) -> int:
         rates = {pattern.residue_rate for pattern in self.patterns}
         return rates.pop() if len(rates) == 1 else 1
+
+    def zones(self, n: int) -> Node:
+        return self._only().zones(n)
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return self._only().allows(q, k)

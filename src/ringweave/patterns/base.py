@@ -31,6 +31,8 @@ from torch import Tensor
 from ..cache import LRUCache
 from ..checks import check_dense
 from ..errors import PatternError
+from ..relation.node import Node
+from ..relation.zones import Zones
 from ..types import Causality
 from .cache_key import CacheKey, TableId
 from .declared import declare
@@ -119,6 +121,14 @@ class Pattern(ABC):
     @abstractmethod
     def _text(self) -> str:
         """Return the text of ``spec``."""
+
+    @abstractmethod
+    def zones(self, n: int) -> Node:
+        """Return the relation of one batch element and head, or of all elements on their axis.
+
+        Args:
+            n: End of all positions: no query or key of the call has a position from there on.
+        """
 
     @abstractmethod
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
@@ -586,6 +596,9 @@ class Full(Pattern):
     def _text(self) -> str:
         return "Full()"
 
+    def zones(self, n: int) -> Node:
+        return Zones()
+
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return torch.ones((), dtype=torch.bool, device=q.device).expand(torch.broadcast_shapes(q.shape, k.shape))
 
@@ -612,6 +625,9 @@ class Derived(Pattern):
     @abstractmethod
     def definition(self) -> Pattern:
         """The pattern that the name denotes."""
+
+    def zones(self, n: int) -> Node:
+        return self.definition.zones(n)
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return self.definition.allows(q, k)

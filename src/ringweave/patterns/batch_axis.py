@@ -18,6 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..relation import placed as relation
+from ..relation.node import Node
+from ..relation.zones import Zones
 from ..torch_compat import outside_transforms, wrapped
 from .base import Composite, Pattern, parts_of
 from .cache_key import CacheKey
@@ -79,6 +82,12 @@ class Spans:
         """Append a document after all others, so that for every position some document ends after it."""
         sides = [np.append(side, _END) for side in (q_first, q_stop, origin, k_first, k_stop)]
         return Spans(sides[0], sides[1], sides[2], sides[3], sides[4], one)
+
+    def documents(self) -> relation.Documents:
+        """Return the documents that have queries and keys as zones."""
+        used = (self.q_first < self.q_stop) & (self.k_first < self.k_stop)
+        q, k = (self.q_first[used], self.q_stop[used]), (self.k_first[used], self.k_stop[used])
+        return relation.Documents(Zones(q, k, each=not self.one), self.origin[used])
 
     def lengths(self) -> tuple[Int64, Int64]:
         """Return the number of queries and of keys of each document."""
@@ -196,6 +205,9 @@ class Shared(Composite):
 
     def remade(self, parts: Sequence[Pattern]) -> Pattern:
         return Shared(parts[0])
+
+    def zones(self, n: int) -> Node:
+        return self.part.zones(n)
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return self.part.allows(of_element(q), of_element(k))

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ..checks import LONGEST, check_dense, flag, integers, whole, whole_fields
 from ..errors import PatternError, shown
+from ..relation.node import Node
+from ..relation.zones import D, Residue, Zones
 from .base import Derived, DistanceProfile, Full, Pattern
 from .declared import declare
 from .fitting import fitting
@@ -46,6 +48,9 @@ class Strided(Pattern):
 
     def _text(self) -> str:
         return f"Strided({self.stride})"
+
+    def zones(self, n: int) -> Node:
+        return Zones(residue=Residue(D, self.stride, 1))
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return (q - k) % self.stride == 0
@@ -267,6 +272,9 @@ class LongNet(Pattern):
             "a relation",
             "A LongNet is a mixture of branches: use attention or explain, or plan the relation of one branch.",
         )
+
+    def zones(self, n: int) -> Node:
+        self._refuse()
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         self._refuse()

@@ -12,6 +12,11 @@ from torch import Tensor
 
 from ..checks import INTEGERS, LONGEST, integers, whole
 from ..errors import PatternError, shown
+from ..relation.arrays import Bool, listed
+from ..relation.node import Node
+from ..relation.opaque import Opaque
+from ..relation.shapes import MOST_ZONES
+from ..relation.zones import Zones
 from ..torch_compat import require
 from .base import Full, Pattern, parts_of
 from .batch_axis import ELEMENT, ELEMENT_BITS, Bounds, Spans, rows_of
@@ -160,6 +165,13 @@ class Documents(Bounds):
             )
         return spans
 
+    def zones(self, n: int) -> Node:
+        packed: _Packed = self._now
+        if packed.spans is not None:
+            return packed.spans.documents().zones
+        assert packed.ids is not None
+        return _in_pieces(packed.ids)
+
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         packed: _Packed = self._now
         if packed.spans is not None:
@@ -223,6 +235,38 @@ def _of_ids(ids: Int64) -> _Packed:
         return _Packed(None, ids)
     first, stop = row * (ELEMENT - n) + place, row * (ELEMENT - n) + ends
     return _Packed(Spans.of(first, stop, first, first, stop, rows == 1), ids)
+
+
+def _in_pieces(ids: Int64) -> Node:
+    """Return the relation of documents with pieces at several places, by the ids of tokens (B, N)."""
+    rows, n = ids.shape
+    edge = np.ones(ids.shape, np.bool_)
+    np.not_equal(ids[:, 1:], ids[:, :-1], out=edge[:, 1:])
+    place = np.flatnonzero(edge)
+    end, label = np.append(place[1:], rows * n), ids.reshape(-1)[place]
+    real = label >= 0
+    place, end, label = place[real], end[real], label[real]
+    base = place // n * (ELEMENT - n)
+    # pieces of one document are adjacent in this order, and ascend
+    order = np.lexsort((label, place // n))
+    document = np.cumsum(np.append(True, np.diff(combine_ids(place // n, label)[order]) != 0)) - 1
+    counts = np.bincount(document)
+    if (counts**2).sum() > MOST_ZONES:
+        flat = ids.reshape(-1)
+
+        def same(q: Int64, k: Int64, element: Int64) -> Bool:
+            start = element * n if rows > 1 else 0
+            mine = flat[q + start]
+            both: Bool = (mine == flat[k + start]) & (mine >= 0)
+            return both
+
+        return Opaque(same)
+    of = np.empty(len(order), np.int64)
+    of[order] = document
+    first = np.cumsum(counts) - counts
+    _, piece = listed(first[of], counts[of])
+    k = place[order[piece]] + base[order[piece]], end[order[piece]] + base[order[piece]]
+    return Zones((place + base, end + base), k, ptr=np.append(0, np.cumsum(counts[of])), each=rows > 1)
 
 
 def _of_bounds(bounds: dict[str, Int64]) -> Spans:

@@ -29,6 +29,8 @@ from torch import Tensor
 from ..cache import LRUCache
 from ..checks import whole
 from ..errors import PatternError, in_a_line, shown
+from ..relation.node import Node
+from ..relation.opaque import Opaque
 from ..torch_compat import uncompiled, wrapped
 from .algebra import PerHead
 from .base import Pattern, parts_of
@@ -587,6 +589,9 @@ class TokenMask(Pattern):
             raise PatternError("heads", None, "a number, for a function that reads the head", remedy)
         count = heads // ranks
         return PerHead([self._chosen(self._batch, head) for head in range(rank * count, (rank + 1) * count)])
+
+    def zones(self, n: int) -> Node:
+        return Opaque(lambda q, k, element: self.allows(torch.from_numpy(q), torch.from_numpy(k)).numpy())
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         b = torch.full((1, 1, 1, 1), self._batch or 0, device=q.device)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ..checks import integers, whole, whole_fields
 from ..errors import PatternError, shown
+from ..relation.node import FAR, Node, Or
+from ..relation.zones import K, Residue, Zones
 from .base import Composite, DistanceProfile, Pattern
 from .batch_axis import ELEMENT, ELEMENT_BITS, Bounds
 from .declared import declare
@@ -141,6 +143,31 @@ class Sinks(Bounds):
             return (position >= 0) & (position < self.tokens)
         return torch.isin(position, torch.tensor(self.tokens, device=position.device))
 
+    def zones(self, n: int) -> Node:
+        base, first, stop, ptr = self._chosen_runs()
+        each = len(base) > 1
+        # each batch element has its own tokens
+        q = (base - FAR, base + FAR) if each else (-FAR, FAR)
+        return Zones(q, (first, stop), ptr=ptr, each=each)
+
+    def _chosen_runs(self) -> tuple[Int64, Int64, Int64, Int64]:
+        """Return the starts of batch elements, and the runs of chosen tokens: first, end, first run of each element."""
+        if isinstance(self.tokens, int) and self._mask is None:
+            some = int(self.tokens > 0)
+            first, stop = np.zeros(some, np.int64), np.full(some, self.tokens, np.int64)
+            return np.zeros(1, np.int64), first, stop, np.array([0, some], np.int64)
+        if self._mask is None:
+            token = np.asarray(self.tokens, np.int64)
+            row = np.zeros_like(token)
+        else:
+            row, token = np.nonzero(self._now)
+        elements = 1 if self._mask is None else len(self._now)
+        place = token + row * ELEMENT
+        new = np.flatnonzero(np.diff(place, prepend=-2) > 1)
+        last = np.append(new, len(place))[1:] - 1
+        counts = np.bincount(row[new], minlength=elements)
+        return np.arange(elements) * ELEMENT, place[new], place[last] + 1, np.append(0, np.cumsum(counts))
+
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return self._is_chosen(k) & torch.ones_like(q, dtype=torch.bool)
 
@@ -249,6 +276,13 @@ class Global(Sinks):
             remedy = "Mark the tokens of this length; Sinks(mask) marks keys alone."
             raise PatternError("Global", got, wanted, remedy)
 
+    def zones(self, n: int) -> Node:
+        base, first, stop, ptr = self._chosen_runs()
+        keys = super().zones(n)
+        element = np.repeat(base, np.diff(ptr))
+        queries = Zones((first, stop), (element - FAR, element + FAR), each=len(base) > 1)
+        return Or([keys, queries])
+
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return self._is_chosen(k) | self._is_chosen(q)
 
@@ -339,6 +373,9 @@ class Periodic(Pattern):
 
     def _text(self) -> str:
         return f"Periodic({self.period}, {self.start}, {self.stop})"
+
+    def zones(self, n: int) -> Node:
+        return Zones(residue=Residue(K, self.period, self.stop - self.start), phase=self.start)
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         phase = k % self.period

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..checks import flag
 from ..errors import PatternError, shown
+from ..relation.node import Node
 from .base import Pattern
 from .boxes import Grid, Pieces, axes_text, coordinates, per_axis, token_runs
 from .declared import declare
@@ -70,6 +71,11 @@ class OnGrid(Pattern):
     def _allowed_pairs(self, nq: int, nk: int) -> int | None:
         """Return the number of allowed pairs of all tokens by a formula; None for fewer queries, which are counted."""
         return self._all_pairs() if nq == nk == self.grid.tokens else None
+
+    def zones(self, n: int) -> Node:
+        from ..relation.opaque import Opaque
+
+        return Opaque(lambda q, k, element: self.allows(torch.from_numpy(q), torch.from_numpy(k)).numpy())
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         allowed = torch.ones((), dtype=torch.bool, device=q.device)

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ..checks import INTEGERS, integers, whole
 from ..errors import PatternError, shown
+from ..relation.node import FAR, Node
+from ..relation.zones import Zones
 from .base import Pattern
 from .batch_axis import ELEMENT, ELEMENT_BITS, Bounds, Spans, rows_of
 from .declared import declare
@@ -107,6 +109,13 @@ class KeyPadding(Bounds):
         start, stop = self._now
         element = position >> ELEMENT_BITS if self._rows > 1 else np.zeros_like(position)
         return start[element], stop[element]
+
+    def zones(self, n: int) -> Node:
+        start, stop = self._now
+        if self._rows == 1:
+            return Zones(k=(start, stop))
+        base = np.arange(self._rows) * ELEMENT
+        return Zones((base - FAR, base + FAR), (base + start, base + stop), each=True)
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         # a pair is inside one element, so bounds are looked up for the smaller side

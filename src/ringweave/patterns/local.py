@@ -11,6 +11,10 @@ from torch import Tensor
 
 from ..checks import whole, whole_fields
 from ..errors import PatternError, shown
+from ..relation.node import ELEMENT, Node
+from ..relation.opaque import Opaque
+from ..relation.shapes import MOST_ZONES, neighborhood, segments
+from ..relation.zones import Zones
 from .base import Derived, DistanceProfile, Pattern
 from .declared import declare
 from .tiles import Int64, Ranges, Tiles, intersect, multiples, number_classes
@@ -35,6 +39,9 @@ class Causal(Pattern):
 
     def _text(self) -> str:
         return "Causal()"
+
+    def zones(self, n: int) -> Node:
+        return Zones(d=(-ELEMENT, 1))
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return k <= q
@@ -94,6 +101,9 @@ class SlidingWindow(Pattern):
     def _text(self) -> str:
         return f"SlidingWindow({self.left}, {self.right})" if self.right else f"SlidingWindow({self.left})"
 
+    def zones(self, n: int) -> Node:
+        return Zones(d=(-self.left, self.right + 1))
+
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return (k >= q - self.left) & (k <= q + self.right)
 
@@ -141,6 +151,12 @@ class Segments(Pattern):
 
     def _text(self) -> str:
         return f"Segments({self.length})"
+
+    def zones(self, n: int) -> Node:
+        number = -(-n // self.length)
+        if number > MOST_ZONES:
+            return Opaque(lambda q, k, element: q // self.length == k // self.length)
+        return segments(self.length, n)
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return q // self.length == k // self.length
@@ -196,6 +212,9 @@ class Neighborhood(Pattern):
                 f"{self.tokens} keys, and every query among them",
                 f"Build it with tokens={nk}.",
             )
+
+    def zones(self, n: int) -> Node:
+        return neighborhood(self.window, self.dilation, self.tokens)
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         rate = self.dilation

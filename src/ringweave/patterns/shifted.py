@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..checks import INTEGERS, LONGEST, whole
 from ..errors import PatternError, ShapeError, shown
+from ..relation.node import Node
 from .base import Composite, Full, Pattern
 from .batch_axis import ELEMENT_BITS, Bounds, rows_of
 from .fitting import nest, refuse
@@ -137,6 +138,9 @@ class Shifted(Composite):
     @property
     def tile_size(self) -> int | None:
         return self.pattern.tile_size
+
+    def zones(self, n: int) -> Node:
+        return self.pattern.zones(n)
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return self.pattern.allows(*self.offsets.added(q, k))

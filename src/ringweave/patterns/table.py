@@ -11,6 +11,9 @@ from torch import Tensor
 
 from ..checks import one_of, whole
 from ..errors import PatternError, shown
+from ..relation.node import FAR, Node
+from ..relation.transforms import by_place
+from ..relation.zones import Zones
 from ..torch_compat import require
 from .base import Pattern
 from .block_sets import BlockSet, ListedBlocks, MaskBlocks, ascending
@@ -177,6 +180,21 @@ class BlockTable(Pattern):
     @property
     def tile_size(self) -> int | None:
         return self.block_size[0] if self.block_size[0] == self.block_size[1] else None
+
+    def zones(self, n: int) -> Node:
+        number, block = (side.numpy() for side in self.blocks.lines())
+        row = np.repeat(np.arange(len(number)), number)
+        new = np.flatnonzero((np.diff(row, prepend=-1) != 0) | (np.diff(block, prepend=-2) != 1))
+        last = np.append(new, len(row))[1:] - 1
+        used, counts = np.unique(row[new], return_counts=True)
+        high, wide = self.block_size
+        q = (used * high, (used + 1) * high)
+        if self.blocks.shape[-2] == 1:
+            # a single row is that of all queries
+            q = np.full(len(used), -FAR), np.full(len(used), FAR)
+        k = block[new].astype(np.int64) * wide, (block[last].astype(np.int64) + 1) * wide
+        zones = Zones(q, k, ptr=np.append(0, np.cumsum(counts)))
+        return by_place(zones) if self.by_place else zones
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return self.blocks.holds(self._row(q), k // self.block_size[1])

@@ -8,6 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from ..errors import PatternError, shown
+from ..relation.node import Node
+from ..relation.transforms import placed
 from .algebra import Combined, Not, PerHead
 from .base import Composite, Pattern, parts_of
 from .batch_axis import ELEMENT, Bounds, Shared, bounds_in
@@ -108,6 +110,9 @@ class Within(Composite):
             # two lengths are enough: a pattern that is made for one length fits no second one
             for length in {int(lengths[lengths > 0].min()), int(lengths.max())}:
                 self.pattern.check(length, length, 0)
+
+    def zones(self, n: int) -> Node:
+        return placed(self.pattern.zones(n), self.bounds.spans().documents())
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return self.bounds.spans().allows(q, k, self.pattern)

@@ -18,7 +18,14 @@ from numpy.typing import NDArray
 from ..cache import PATTERNS
 from ..checks import check_device
 from ..errors import PatternError, ShapeError
-from ..patterns import Pattern
+from ..patterns import And, Not, Pattern
+from ..patterns.algebra import Combined
+from ..patterns.base import parts_of
+from ..patterns.shifted import Shifted
+from ..relation import node as relation
+from ..relation.node import ELEMENT_BITS
+from ..relation.tiles import Masks, strips, tiling
+from ..relation.transforms import by_place, simplified
 from ..patterns.batch_axis import Shared
 from ..patterns.fitting import check_extents
 from ..patterns.tiles import EMPTY, FULL, Int64, Ranges, Tiles, unique_ids
@@ -245,6 +252,48 @@ def _rows(
         k_lo += base
         k_hi += base
     return classified(pattern, row, col, Tiles(q_lo[row], q_hi[row], k_lo, k_hi), masks, len(starts))
+
+
+def relation_rows(
+    pattern: Pattern,
+    starts: Int64,
+    nq: int,
+    nk: int,
+    q_offset: int,
+    tile: tuple[int, int],
+    masks: Masks,
+    part: slice = slice(None),
+) -> RowSet:
+    elements = starts >> ELEMENT_BITS
+    node, first, n = placed_relation(pattern, elements, nq, nk, q_offset)
+    frame = strips(nq, nk, tile, elements=elements, q_first=first[0], k_first=first[1], q_offset=q_offset, part=part)
+    tiles = tiling(node, frame, masks)
+    return RowSet(*np.divmod(tiles.place, frame.width), tiles.mask.astype(np.int32), len(starts))
+
+
+def placed_relation(pattern, elements, nq, nk, q_offset):
+    shifted = parts_of(pattern, Shifted)
+    zero = np.zeros_like(elements)
+    if not shifted:
+        return simplified(pattern.zones(max(nk, nq + q_offset))), (zero, zero), 0
+    q, k = shifted[0].offsets._now
+    n = max(nk + int(k.max()), nq + q_offset + int(q.max()))
+    if len(q) > 1:
+        q, k = q[elements], k[elements]
+    else:
+        q, k = zero + q, zero + k
+    return simplified(_by_position(pattern, n)), (q, k), n
+
+
+def _by_position(pattern, n):
+    if isinstance(pattern, Shifted):
+        return pattern.zones(n)
+    if isinstance(pattern, Combined):
+        kind = relation.And if isinstance(pattern, And) else relation.Or
+        return kind([_by_position(part, n) for part in pattern.parts])
+    if isinstance(pattern, Not):
+        return relation.Not(_by_position(pattern.part, n))
+    return by_place(pattern.zones(n))
 
 
 def classified(pattern: Pattern, row: Int64, col: Int64, tiles: Tiles, masks: MaskIndex, sets: int) -> RowSet:

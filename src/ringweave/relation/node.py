@@ -31,7 +31,7 @@ class Sides(NamedTuple):
         lo: First position of each side.
         hi: End of each side, exclusive.
         element: Its batch element.
-        first: Position of the first query or key of the call in that element.
+        first: Position of the call's query or key at place 0 in that element.
     """
 
     lo: Int64
@@ -70,7 +70,7 @@ class Tiles(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """A batch element, and the positions of the call's first query and first key in it."""
+    """A batch element, and the positions of the query and of the key at place 0 in it."""
 
     element: int = 0
     q: int = 0
@@ -253,7 +253,8 @@ class Places(Node):
         return Sides(sides.lo - sides.first, sides.hi - sides.first, sides.element, np.zeros_like(sides.first))
 
     def _frame(self, frame: Frame) -> Frame:
-        return frame._replace(**{name: self._placed(getattr(frame, name)) for name in ("q", "k", "whole")})
+        q, k, whole = map(self._placed, (frame.q, frame.k, frame.whole))
+        return frame._replace(q=q, k=k, whole=whole)
 
     def touched(self, frame: Frame, within: Line | None = None) -> Line:
         return self.part.touched(self._frame(frame), within)

@@ -14,6 +14,7 @@ from .node import FULL, Frame, Node, Sides, Tiles
 #: Mask numbers of tiles without a mask.
 FULL_TILE, EMPTY_TILE = -1, -2
 _TILES_AT_ONCE = 2**20
+_ZERO = np.zeros(1, np.int64)
 _MASK_BITS_AT_ONCE = 2**26
 
 
@@ -21,9 +22,11 @@ def strips(
     nq: int,
     nk: int,
     tile: tuple[int, int],
-    elements: Int64,
-    q_first: Int64,
-    k_first: Int64,
+    *,
+    elements: Int64 = _ZERO,
+    q_first: Int64 = _ZERO,
+    k_first: Int64 = _ZERO,
+    q_offset: int = 0,
     part: slice = slice(None),
 ) -> Frame:
     """Return the strips of some batch elements.
@@ -33,14 +36,16 @@ def strips(
         nk: Number of keys.
         tile: Queries and keys of a tile.
         elements: (n,) batch elements.
-        q_first: (n,) position of the first query of each.
-        k_first: (n,) position of the first key of each.
+        q_first: (n,) position of the query at place 0 of each.
+        k_first: (n,) position of the key at place 0 of each.
+        q_offset: Place of the first query.
         part: The strips of each element to return.
     """
 
-    def sides(length: int, side: int, first: Int64, part: slice) -> Sides:
+    def sides(length: int, side: int, first: Int64, part: slice, offset: int = 0) -> Sides:
         low = np.arange(0, length, side, dtype=np.int64)[part]
-        high = np.minimum(low + side, length)
+        high = np.minimum(low + side, length) + offset
+        low += offset
         if len(elements) == 1:
             number, base = (np.full(len(low), int(each[0]), np.int64) for each in (elements, first))
             return Sides(low + base, high + base, number, base)
@@ -48,7 +53,7 @@ def strips(
         every = base + low, base + high, elements[:, None], base
         return Sides(*(np.broadcast_to(x, (len(elements), len(low))).reshape(-1) for x in every))
 
-    q, k = sides(nq, tile[0], q_first, part), sides(nk, tile[1], k_first, slice(None))
+    q, k = sides(nq, tile[0], q_first, part, q_offset), sides(nk, tile[1], k_first, slice(None))
     first = np.repeat(k_first, len(q.lo) // len(elements))
     return Frame(q, k, Sides(first, first + nk, q.element, first), tile, -(-nk // tile[1]))
 
@@ -89,7 +94,12 @@ class Masks:
         step = max(1, _MASK_BITS_AT_ONCE // (self.tile[0] * self.tile[1]))
         for begin in range(0, len(found), step):
             part = slice(begin, begin + step)
-            found[part] = self._of(node.words(tiles.some(part), self.tile), high[part], wide[part])
+            # only the rows that exist, since a decoding step has one query
+            rows = int(high[part].max())
+            words = node.words(tiles.some(part), (rows, self.tile[1]))
+            if rows < self.tile[0]:
+                words = np.concatenate([words, np.zeros((len(words), self.tile[0] - rows, self.words[1]), "<u4")], 1)
+            found[part] = self._of(words, high[part], wide[part])
         return found
 
     def _of(self, words: Words, high: Int64, wide: Int64) -> Int64:
@@ -108,7 +118,9 @@ class Masks:
 
     def inside(self, high: int, wide: int) -> Words:
         """Return the words (q_tile, words) of a tile with all of its pairs."""
-        return packed((np.arange(self.tile[0]) < high)[None, :, None] & (np.arange(self.tile[1]) < wide))[0]
+        rows, columns = np.arange(self.tile[0]) < high, np.arange(self.tile[1]) < wide
+        words: Words = packed(rows[None, :, None] & columns)[0]
+        return words
 
 
 def numbered(node: Node, tiles: Tiles, masks: Masks) -> Int64:

@@ -1,8 +1,8 @@
 """Zones: the geometry of a pattern as data.
 
 A zone is the set of pairs (q, k) with q in [q0, q1), k in [k0, k1) and k - q in [d0, d1). :class:`Zones` lists disjoint
-zones in groups: the groups have ascending disjoint ranges of queries, and each group has ascending disjoint runs of keys
-and one band of distances. A list may add one residue: ``(x - phase) mod m < width`` for x = q, k or k - q.
+zones in groups: the groups have ascending disjoint ranges of queries, and each group has ascending disjoint runs of
+keys and one band of distances. A list may add one residue: ``(x - phase) mod m < width`` for x = q, k or k - q.
 
 A zone inside a tile is a difference bound matrix over (0, q, k). Shortest paths among three nodes have at most two
 edges, so one pass makes the bounds as tight as possible and decides whether the zone is empty (Dill 1989; Bengtsson and
@@ -111,7 +111,8 @@ class Zones(Node):
         base = sides.element * ELEMENT
         return sides.lo + base, sides.hi + base
 
-    def _sides(self, tiles: Tiles) -> tuple[Int64, Int64, Int64, Int64]:
+    def sides(self, tiles: Tiles) -> tuple[Int64, Int64, Int64, Int64]:
+        """Return the bounds of tiles, (q_lo, q_hi, k_lo, k_hi), as these zones count positions."""
         (q_lo, q_hi), (k_lo, k_hi) = self._on_axis(tiles.q), self._on_axis(tiles.k)
         return q_lo[tiles.qi], q_hi[tiles.qi], k_lo[tiles.ki], k_hi[tiles.ki]
 
@@ -195,7 +196,7 @@ class Zones(Node):
         if self._by_queries and len(tiles.qi) > len(q.lo):
             one = Tiles.of(q, Sides(q.first, q.first + 1, q.element, q.first))
             return self.classes(one)[tiles.qi]
-        sides = self._sides(tiles)
+        sides = self.sides(tiles)
         if not self._by_distance or len(tiles.qi) <= _FEW_TILES:
             return self._classes(*sides)
         q_lo, q_hi, k_lo, k_hi = sides
@@ -249,7 +250,7 @@ class Zones(Node):
     # ---- tokens ------------------------------------------------------------------------------------------------------
 
     def words(self, tiles: Tiles, size: tuple[int, int]) -> Words:
-        return packed(self._bits(*self._sides(tiles), size))
+        return packed(self._bits(*self.sides(tiles), size))
 
     def _bits(self, q_lo: Int64, q_hi: Int64, k_lo: Int64, k_hi: Int64, size: tuple[int, int]) -> Bool:
         """Evaluate tiles by token: (tiles, *size), False outside of the tiles."""
