@@ -27,11 +27,11 @@ from .cache import derived_values
 from .call import Operands
 from .errors import UnsupportedError, warn_once
 from .merge import merge_into
-from .patterns.tiles import Int64
 from .plan import BlockPlan, Branch, branches
 from .plan.cuda_sync import capturing
 from .plan.subplan import CutBranch, subplan
 from .program import BranchSlice, Program, Returned, choose_backend
+from .relation.arrays import Int64
 from .types import acc_dtype
 
 #: Bytes of keys and values in a piece; memory holds two pieces, and in backward the gradients of two.

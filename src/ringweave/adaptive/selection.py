@@ -18,8 +18,8 @@ from torch import Tensor
 from ..checks import flag, number, one_of, whole
 from ..errors import PatternError, ShapeError, shown
 from ..patterns import BlockTable, Documents, Pattern, Selected
-from ..patterns.batch_axis import ELEMENT, ELEMENT_BITS
 from ..patterns.block_sets import ListedBlocks
+from ..relation.node import ELEMENT, ELEMENT_BITS
 from ..types import acc_dtype
 from ..validate import check_tensors
 from .pooling import KeyBounds, block_means, by_block, largest, least
@@ -242,8 +242,8 @@ def _in_documents(choose: Callable[..., BlockTable], q: Tensor, k: Tensor, docum
     for first, stop, k_first, k_stop in zip(spans.q_first, spans.q_stop, spans.k_first, spans.k_stop, strict=True):
         b, begin, keys = int(first) >> ELEMENT_BITS, int(first) & (ELEMENT - 1), int(k_first) & (ELEMENT - 1)
         count, length = int(stop - first), int(k_stop - k_first)
-        if begin >= q.shape[2] or not count:
-            continue  # the end of the spans, or a document without queries
+        if not count:
+            continue  # a document without queries
         rows, places = slice(None) if spans.one else slice(b, b + 1), slice(begin, begin + count)
         table = choose(q[rows, :, places], k[rows, :, keys : keys + length], q_offset=length - count)
         sides, listed = table.block_size, table.blocks.listed()

@@ -180,7 +180,7 @@ class ChoosingAttention(nn.Module):
             assert isinstance(row, Documents)
             row.fits(x.shape[1], x.shape[1], 0)
             spans = row.spans()
-            found.append(list(zip(spans.q_first[:-1].tolist(), spans.q_stop[:-1].tolist(), strict=True)))
+            found.append(list(zip(spans.q_first.tolist(), spans.q_stop.tolist(), strict=True)))
         return found
 
     def _check_cache(self, x: Tensor, cache: KeyCache | None, documents: Documents | None) -> None:

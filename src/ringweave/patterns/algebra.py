@@ -7,9 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-import numpy as np
-from torch import Tensor
-
 from ..checks import whole
 from ..errors import PatternError, shown
 from ..relation import node as relation
@@ -17,7 +14,6 @@ from ..relation.node import Node
 from .base import Composite, DistanceProfile, Pattern
 from .declared import declare
 from .fitting import called, nest, refuse
-from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, combine_ids, intersect
 
 # most operands in a row in a text
 _GROUP = 256
@@ -80,23 +76,6 @@ class Combined(_Operator):
     def remade(self, parts: Sequence[Pattern]) -> Pattern:
         return join(type(self), *parts)
 
-    def _pairwise(self, tiles: Tiles, winner: int, neutral: int) -> Int64:
-        keys = self.parts[0].tile_classes(tiles)
-        for part in self.parts[1:]:
-            # tiles that the parts so far have decided are not classified again
-            left = (keys != winner).nonzero()[0]
-            if not len(left):
-                break
-            every = len(left) == len(keys)
-            mine = keys if every else keys[left]
-            other = part.tile_classes(tiles if every else Tiles(*(side[left] for side in tiles)))
-            # where the parts do not decide, and are not both neutral, the class is that of the pair
-            open_ = ((other != winner) & ((mine != neutral) | (other != neutral))).nonzero()[0]
-            if len(open_):
-                other[open_] = combine_ids(mine[open_], other[open_])
-            keys[left] = other
-        return keys
-
 
 class And(Combined):
     """The intersection: a pair is allowed if every part allows it."""
@@ -105,21 +84,6 @@ class And(Combined):
 
     def zones(self, n: int) -> Node:
         return relation.And([part.zones(n) for part in self.parts])
-
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        result = self.parts[0].allows(q, k)
-        for part in self.parts[1:]:
-            result = result & part.allows(q, k)
-        return result
-
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        result = self.parts[0].key_ranges(q_lo, q_hi, nk)
-        for part in self.parts[1:]:
-            result = intersect(result, part.key_ranges(q_lo, q_hi, nk))
-        return result
-
-    def tile_classes(self, tiles: Tiles) -> Int64:
-        return self._pairwise(tiles, EMPTY, FULL)
 
     @property
     def residue_rate(self) -> int:
@@ -139,19 +103,6 @@ class Or(Combined):
 
     def zones(self, n: int) -> Node:
         return relation.Or([part.zones(n) for part in self.parts])
-
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        result = self.parts[0].allows(q, k)
-        for part in self.parts[1:]:
-            result = result | part.allows(q, k)
-        return result
-
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        every = [part.key_ranges(q_lo, q_hi, nk) for part in self.parts]
-        return Ranges(np.concatenate([r.start for r in every], 1), np.concatenate([r.stop for r in every], 1))
-
-    def tile_classes(self, tiles: Tiles) -> Int64:
-        return self._pairwise(tiles, FULL, EMPTY)
 
     def distance_profile(self) -> DistanceProfile | None:
         return combined_profile(self.parts, max, max, any)
@@ -180,19 +131,6 @@ class Not(_Operator):
 
     def zones(self, n: int) -> Node:
         return relation.Not(self.part.zones(n))
-
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        return ~self.part.allows(q, k)
-
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        return self.part.excluded_ranges(q_lo, q_hi, nk)
-
-    def excluded_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        return self.part.key_ranges(q_lo, q_hi, nk)
-
-    def tile_classes(self, tiles: Tiles) -> Int64:
-        keys = self.part.tile_classes(tiles)
-        return np.where(keys <= FULL, FULL - keys, keys)
 
     def distance_profile(self) -> DistanceProfile | None:
         look = self.part.distance_profile()
@@ -350,15 +288,6 @@ class PerHead(_Operator):
 
     def zones(self, n: int) -> Node:
         return self._only().zones(n)
-
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        return self._only().allows(q, k)
-
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        return self._only().key_ranges(q_lo, q_hi, nk)
-
-    def tile_classes(self, tiles: Tiles) -> Int64:
-        return self._only().tile_classes(tiles)
 
     def _only(self) -> Pattern:
         if len(set(self.patterns)) == 1:

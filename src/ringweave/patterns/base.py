@@ -1,12 +1,8 @@
 """The base class of patterns.
 
 A pattern is a boolean relation over (query position, key position), which may differ between batch elements and heads.
-It answers three questions, from cheap to exact:
-
-- ``key_ranges`` returns, for ranges of queries, a few key ranges that contain every allowed key (a superset).
-- ``tile_classes`` returns, for given tiles, 0 (empty), 1 (full) or a class number >= 2. Tiles of one class have the
-  same mask, so a mask is evaluated by token once per class, not once per tile.
-- ``allows`` evaluates the relation by token, on index tensors. It is the definition; the others must agree with it.
+``zones`` returns it as data: a tree of ``&``, ``|`` and ``~`` over lists of zones. A zone has the pairs with a query
+and a key in two ranges, and their distance in a band. Plans, pairs and pictures follow from that: package ``relation``.
 
 Every pattern is also text: ``spec`` is a Python expression that :func:`ringweave.patterns.parse` reads back, with an
 underscore in place of each tensor of ``tables``. Text and tensors can cross ``torch.library`` ops, objects cannot.
@@ -36,7 +32,6 @@ from ..relation.zones import Zones
 from ..types import Causality
 from .cache_key import CacheKey, TableId
 from .declared import declare
-from .tiles import FULL, Int64, Ranges, Tiles
 
 if TYPE_CHECKING:
     from ..plan.block_plan import BlockPlan
@@ -76,9 +71,8 @@ class Pattern(ABC):
 
     Combine patterns with ``&``, ``|`` and ``~``; a key that both operands of ``|`` allow counts once.
 
-    A new pattern defines ``_text``, ``allows``, ``key_ranges`` and ``tile_classes``. It may define
+    A new pattern defines ``_text`` and ``zones``. It may define
 
-    - ``excluded_ranges``, if its complement is bounded;
     - ``extents`` and ``select``, if batch elements or heads differ; ``check``, if it fits certain lengths only;
     - ``restride``, ``distance_profile`` and the property ``residue_rate``, which make plans cheaper;
     - the property ``tables``, if it has tensors; ``bound`` and the property ``tile_size``, if they contain blocks;
@@ -130,18 +124,6 @@ class Pattern(ABC):
             n: End of all positions: no query or key of the call has a position from there on.
         """
 
-    @abstractmethod
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        """Evaluate the relation of one batch element and head on int64 positions that broadcast: bool."""
-
-    @abstractmethod
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        """Return ranges that contain every key allowed to any query of [q_lo, q_hi), in any order."""
-
-    @abstractmethod
-    def tile_classes(self, tiles: Tiles) -> Int64:
-        """Classify tiles: 0 empty, 1 full, else a class number; tiles of one class and size have the same mask."""
-
     # ---- methods that a pattern may add ------------------------------------------------------------------------------
 
     @property
@@ -161,10 +143,6 @@ class Pattern(ABC):
     def tile_size(self) -> int | None:
         """The tile size that suits the pattern: the tokens in a side of the blocks that it consists of; else None."""
         return None
-
-    def excluded_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        """Return ``key_ranges`` of the complement."""
-        return Ranges.of((0, nk), rows=len(q_lo))
 
     def _allowed_pairs(self, nq: int, nk: int) -> int | None:
         """Return the number of allowed pairs by a formula; None without one."""
@@ -430,6 +408,7 @@ class Pattern(ABC):
                       [ True,  True]]]])
         """
         from .fitting import fitting
+        from .located import located
 
         pattern, nq, nk, heads, batch, q_offset = fitting(self, nq, nk, heads, batch, q_offset)
         check_dense(nq, nk, heads, batch)
@@ -437,11 +416,18 @@ class Pattern(ABC):
         k = torch.arange(nk, device="cpu")[None, :]
         dense = torch.zeros(batch, heads, nq, nk, dtype=torch.bool, device="cpu")
         if pattern.select(0, 0) is pattern:
-            return dense.copy_(pattern.allows(q, k))
+            return dense.copy_(located(pattern, q_offset + nq, nk).allows(q, k))
         for b in range(batch):
             for h in range(heads):
-                dense[b, h] = pattern.select(b, h).allows(q, k)
+                dense[b, h] = located(pattern.select(b, h), q_offset + nq, nk).allows(q, k)
         return dense
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        """Evaluate the relation of one batch element and head on int64 positions that broadcast: bool."""
+        from .located import located
+
+        n = 1 + max((int(side.max()) for side in (q, k) if side.numel()), default=0)
+        return located(self, n, n).allows(q, k)
 
     def plan(
         self,
@@ -599,18 +585,6 @@ class Full(Pattern):
     def zones(self, n: int) -> Node:
         return Zones()
 
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        return torch.ones((), dtype=torch.bool, device=q.device).expand(torch.broadcast_shapes(q.shape, k.shape))
-
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        return Ranges.of((0, nk), rows=len(q_lo))
-
-    def excluded_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        return Ranges.of((0, 0), rows=len(q_lo))
-
-    def tile_classes(self, tiles: Tiles) -> Int64:
-        return np.full(len(tiles.q_lo), FULL, np.int64)
-
     def restride(self, rate: int, offset: int) -> Pattern:
         return self
 
@@ -628,18 +602,6 @@ class Derived(Pattern):
 
     def zones(self, n: int) -> Node:
         return self.definition.zones(n)
-
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        return self.definition.allows(q, k)
-
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        return self.definition.key_ranges(q_lo, q_hi, nk)
-
-    def excluded_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        return (~self.definition).key_ranges(q_lo, q_hi, nk)
-
-    def tile_classes(self, tiles: Tiles) -> Int64:
-        return self.definition.tile_classes(tiles)
 
     @property
     def residue_rate(self) -> int:

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..relation.arrays import Int64
 from ..torch_compat import outside_transforms, version, wrapped
-from .tiles import Int64
 
 # bytes of a mask that are processed together, so that intermediate arrays stay in a processor's cache
 _AT_ONCE = 2**21

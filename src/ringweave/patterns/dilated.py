@@ -18,7 +18,7 @@ from .base import Derived, DistanceProfile, Full, Pattern
 from .declared import declare
 from .fitting import fitting
 from .local import Causal, Segments, SlidingWindow
-from .tiles import Int64, Ranges, StridedView, Tiles, multiples, number_classes
+from .tiles import StridedView
 
 
 @declare("Strided(8)", "By residue", tokens=64, hostile="Strided(2**30)")
@@ -51,18 +51,6 @@ class Strided(Pattern):
 
     def zones(self, n: int) -> Node:
         return Zones(residue=Residue(D, self.stride, 1))
-
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        return (q - k) % self.stride == 0
-
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        return multiples(q_lo, q_hi, nk, self.stride)
-
-    def tile_classes(self, tiles: Tiles) -> Int64:
-        q_lo, q_hi, k_lo, k_hi = tiles
-        least, most = q_lo - k_hi + 1, q_hi - 1 - k_lo
-        hits = most // self.stride - (least - 1) // self.stride
-        return number_classes(hits == 0, hits == most - least + 1, (q_lo - k_lo) % self.stride)
 
     @property
     def residue_rate(self) -> int:
@@ -274,15 +262,6 @@ class LongNet(Pattern):
         )
 
     def zones(self, n: int) -> Node:
-        self._refuse()
-
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        self._refuse()
-
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        self._refuse()
-
-    def tile_classes(self, tiles: Tiles) -> Int64:
         self._refuse()
 
     def __invert__(self) -> Pattern:

@@ -12,17 +12,16 @@ from torch import Tensor
 
 from ..checks import INTEGERS, LONGEST, integers, whole
 from ..errors import PatternError, shown
-from ..relation.arrays import Bool, listed
-from ..relation.node import Node
+from ..relation.arrays import Int64, combine_ids, listed
+from ..relation.node import ELEMENT, Node
 from ..relation.opaque import Opaque
 from ..relation.shapes import MOST_ZONES
 from ..relation.zones import Zones
 from ..torch_compat import require
-from .base import Full, Pattern, parts_of
-from .batch_axis import ELEMENT, ELEMENT_BITS, Bounds, Spans, rows_of
+from .base import Pattern, parts_of
+from .batch_axis import Bounds, Spans, rows_of
 from .declared import declare
 from .fitting import made_again, made_by
-from .tiles import Int64, Ranges, Tiles, combine_ids
 
 _IN_PIECES = "documents: got one in several pieces; wanted documents of consecutive tokens"
 _LISTS = ("lengths", "cu_seqlens", "ids", "cu_seqlens_q", "cu_seqlens_k")
@@ -145,7 +144,7 @@ class Documents(Bounds):
             queries = keys = packed.ids.shape[1]
         else:
             assert packed.spans is not None
-            queries, keys = int(packed.spans.q_stop[-2]), int(packed.spans.k_stop[-2])
+            queries, keys = int(packed.spans.q_stop[-1]), int(packed.spans.k_stop[-1])
         if keys == nk and q_offset + nq <= queries:
             return
         apart = f" and {queries} queries" if queries != keys else ""
@@ -171,24 +170,6 @@ class Documents(Bounds):
             return packed.spans.documents().zones
         assert packed.ids is not None
         return _in_pieces(packed.ids)
-
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        packed: _Packed = self._now
-        if packed.spans is not None:
-            return packed.spans.allows(q, k, Full())
-        assert packed.ids is not None
-        rows, n = packed.ids.shape
-        ids = torch.from_numpy(packed.ids).reshape(-1).to(q.device)
-        of_q, of_k = (ids[((x >> ELEMENT_BITS) * n if rows > 1 else 0) + (x & (ELEMENT - 1))] for x in (q, k))
-        return (of_q == of_k) & (of_q >= 0)
-
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        spans = self._now.spans
-        return Ranges.of((0, nk), rows=len(q_lo)) if spans is None else spans.key_ranges(q_lo, q_hi, nk, Full())
-
-    def tile_classes(self, tiles: Tiles) -> Int64:
-        spans: Spans | None = self._now.spans
-        return combine_ids(tiles.q_lo, tiles.k_lo) if spans is None else spans.tile_classes(tiles, Full())
 
     def restride(self, rate: int, offset: int) -> Pattern | None:
         if "ids" in self._tables:
@@ -234,7 +215,7 @@ def _of_ids(ids: Int64) -> _Packed:
     if len(np.unique(combine_ids(row, label))) < len(label):
         return _Packed(None, ids)
     first, stop = row * (ELEMENT - n) + place, row * (ELEMENT - n) + ends
-    return _Packed(Spans.of(first, stop, first, first, stop, rows == 1), ids)
+    return _Packed(Spans(first, stop, first, first, stop, rows == 1), ids)
 
 
 def _in_pieces(ids: Int64) -> Node:
@@ -252,13 +233,12 @@ def _in_pieces(ids: Int64) -> Node:
     document = np.cumsum(np.append(True, np.diff(combine_ids(place // n, label)[order]) != 0)) - 1
     counts = np.bincount(document)
     if (counts**2).sum() > MOST_ZONES:
-        flat = ids.reshape(-1)
+        flat = torch.from_numpy(ids).reshape(-1)
 
-        def same(q: Int64, k: Int64, element: Int64) -> Bool:
-            start = element * n if rows > 1 else 0
-            mine = flat[q + start]
-            both: Bool = (mine == flat[k + start]) & (mine >= 0)
-            return both
+        def same(q: Tensor, k: Tensor, element: Tensor) -> Tensor:
+            start, of = element * n if rows > 1 else 0, flat.to(q.device)
+            mine = of[q + start]
+            return (mine == of[k + start]) & (mine >= 0)
 
         return Opaque(same)
     of = np.empty(len(order), np.int64)
@@ -277,7 +257,7 @@ def _of_bounds(bounds: dict[str, Int64]) -> Spans:
         got = f"{len(q) - 1} documents of queries and {len(k) - 1} of keys"
         raise PatternError("cu_seqlens_q, cu_seqlens_k", got, "the same number of both", "Pass bounds of one batch.")
     # the last query of a document is at its last key
-    return Spans.of(q[:-1], q[1:], q[1:] - np.diff(k), k[:-1], k[1:], True)
+    return Spans(q[:-1], q[1:], q[1:] - np.diff(k), k[:-1], k[1:], True)
 
 
 def _check_rising(name: str, bounds: Int64, filled: bool) -> None:

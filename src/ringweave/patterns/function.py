@@ -37,7 +37,6 @@ from .base import Pattern, parts_of
 from .cache_key import CacheKey
 from .declared import declare
 from .key_padding import KeyPadding
-from .tiles import Int64, Ranges, Tiles, combine_ids
 
 V = TypeVar("V")
 # positions of the first query and the first key, at which a function is tried
@@ -591,21 +590,15 @@ class TokenMask(Pattern):
         return PerHead([self._chosen(self._batch, head) for head in range(rank * count, (rank + 1) * count)])
 
     def zones(self, n: int) -> Node:
-        return Opaque(lambda q, k, element: self.allows(torch.from_numpy(q), torch.from_numpy(k)).numpy())
+        return Opaque(self._evaluate)
 
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+    def _evaluate(self, q: Tensor, k: Tensor, element: Tensor) -> Tensor:
         b = torch.full((1, 1, 1, 1), self._batch or 0, device=q.device)
         h = torch.full((1, 1, 1, 1), self._head or 0, device=q.device)
         shape = torch.broadcast_shapes(q.shape, k.shape)
         four = (1,) * (4 - len(shape)) + tuple(shape)
         result = self._call(b, h, *(x.expand((1,) * (4 - x.ndim) + tuple(x.shape)) for x in (q, k)))
         return result.to(q.device).expand(four).reshape(shape)
-
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        return Ranges.of((0, nk), rows=len(q_lo))
-
-    def tile_classes(self, tiles: Tiles) -> Int64:
-        return combine_ids(tiles.q_lo, tiles.k_lo)
 
 
 def _constants(tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self, TypeVar
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -13,18 +13,16 @@ from torch import Tensor
 
 from ..checks import integers, whole, whole_fields
 from ..errors import PatternError, shown
-from ..relation.node import FAR, Node, Or
+from ..relation.arrays import Int64
+from ..relation.node import ELEMENT, FAR, Node, Or
 from ..relation.zones import K, Residue, Zones
 from .base import Composite, DistanceProfile, Pattern
-from .batch_axis import ELEMENT, ELEMENT_BITS, Bounds
+from .batch_axis import Bounds
 from .declared import declare
 from .fitting import made_again, made_by
-from .tiles import Int64, Ranges, Tiles, number_classes
 
 # the most first tokens that are listed one by one to be joined with others
 _WRITTEN_OUT = 1024
-# a mask is divided into at most _PIECES pieces of at least _PIECE tokens, to bound the keys that it marks
-_PIECE, _PIECES = 128, 64
 
 
 @declare("Sinks(64)", "By chosen tokens", hostile="Sinks(range(0, n, 1000))")
@@ -135,14 +133,6 @@ class Sinks(Bounds):
             got, remedy = f"a mask of {self._mask.shape[-1]} tokens for {nk} keys", "Mark the tokens of this length."
             raise PatternError("Sinks", got, f"a mask of {nk} tokens", remedy)
 
-    def _is_chosen(self, position: Tensor) -> Tensor:
-        if self._mask is not None:
-            mask = torch.from_numpy(self._now).reshape(-1).to(position.device)
-            return mask[_place(position, *self._now.shape)]
-        if isinstance(self.tokens, int):
-            return (position >= 0) & (position < self.tokens)
-        return torch.isin(position, torch.tensor(self.tokens, device=position.device))
-
     def zones(self, n: int) -> Node:
         base, first, stop, ptr = self._chosen_runs()
         each = len(base) > 1
@@ -167,65 +157,6 @@ class Sinks(Bounds):
         last = np.append(new, len(place))[1:] - 1
         counts = np.bincount(row[new], minlength=elements)
         return np.arange(elements) * ELEMENT, place[new], place[last] + 1, np.append(0, np.cumsum(counts))
-
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        return self._is_chosen(k) & torch.ones_like(q, dtype=torch.bool)
-
-    def _runs(self) -> list[tuple[int, int]]:
-        if isinstance(self.tokens, int):
-            return [(0, self.tokens)]
-        listed = np.asarray(self.tokens)
-        breaks = np.flatnonzero(np.diff(listed) > 1)
-        first = np.concatenate([listed[:1], listed[breaks + 1]])
-        last = np.concatenate([listed[breaks], listed[-1:]])
-        return [(int(a), int(b) + 1) for a, b in zip(first, last, strict=True)]
-
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        if self._mask is not None:
-            return self._marked(q_lo)
-        return Ranges.of(*((min(a, nk), min(b, nk)) for a, b in self._runs()), rows=len(q_lo))
-
-    def _marked(self, q_lo: Int64) -> Ranges:
-        """Return the pieces of the sequence that contain marked keys, for each tile's batch element."""
-        mask = self._now
-        n = mask.shape[1]
-        side = max(_PIECE, -(-n // _PIECES))
-        used = np.logical_or.reduceat(mask, np.arange(0, n, side), axis=1)
-        first = np.arange(used.shape[1]) * side
-        row = q_lo >> ELEMENT_BITS if len(mask) > 1 else np.zeros_like(q_lo)
-        return Ranges(np.broadcast_to(first, (len(q_lo), len(first))), np.where(used[row], first + side, 0))
-
-    def _subset(self, lo: Int64, hi: Int64) -> tuple[Int64, Int64]:
-        """Count the chosen tokens of each tile side, and number their sets of places relative to its start."""
-        if isinstance(self.tokens, int):
-            count = np.maximum(np.minimum(self.tokens, hi) - np.maximum(lo, 0), 0)
-            # queries may begin before position 0
-            return count, count + (np.maximum(-lo, 0) << 31)
-        # few tiles contain chosen tokens; these are compared by the tokens' places in them
-        number = np.zeros(len(lo), np.int64)
-        known: dict[bytes, int] = {}
-        if self._mask is not None:
-            mask = self._now
-            before = np.append(0, np.cumsum(mask))
-            first = _place(lo, *mask.shape)
-            count = before[first + (hi - lo)] - before[first]
-            held = np.flatnonzero((count > 0) & (count < hi - lo))
-            sides, inverse = np.unique(np.stack([first, first + (hi - lo)])[:, held], axis=1, return_inverse=True)
-            flat = mask.reshape(-1)
-            numbers = [known.setdefault(flat[a:b].tobytes(), 1 + len(known)) for a, b in sides.T]
-            number[held] = np.array(numbers, np.int64)[inverse.reshape(-1)]
-            return count, np.where(count == hi - lo, -1, number)
-        listed = np.asarray(self.tokens, np.int64)
-        first, last = np.searchsorted(listed, lo), np.searchsorted(listed, hi)
-        held = np.flatnonzero(last > first)
-        sides, inverse = np.unique(np.stack([lo[held], first[held], last[held]]), axis=1, return_inverse=True)
-        numbers = [known.setdefault((listed[a:b] - start).tobytes(), 1 + len(known)) for start, a, b in sides.T]
-        number[held] = np.array(numbers, np.int64)[inverse.reshape(-1)]
-        return last - first, number
-
-    def tile_classes(self, tiles: Tiles) -> Int64:
-        count, subset = self._subset(tiles.k_lo, tiles.k_hi)
-        return number_classes(count == 0, count == tiles.k_hi - tiles.k_lo, subset)
 
     def restride(self, rate: int, offset: int) -> Pattern:
         if self._mask is not None:
@@ -283,23 +214,6 @@ class Global(Sinks):
         queries = Zones((first, stop), (element - FAR, element + FAR), each=len(base) > 1)
         return Or([keys, queries])
 
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        return self._is_chosen(k) | self._is_chosen(q)
-
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        keys = super().key_ranges(q_lo, q_hi, nk)
-        count, _ = self._subset(q_lo, q_hi)
-        everything = np.where(count > 0, nk, 0)[:, None]
-        return Ranges(
-            np.concatenate([np.zeros_like(everything), keys.start], 1), np.concatenate([everything, keys.stop], 1)
-        )
-
-    def tile_classes(self, tiles: Tiles) -> Int64:
-        q_count, q_subset = self._subset(tiles.q_lo, tiles.q_hi)
-        k_count, k_subset = self._subset(tiles.k_lo, tiles.k_hi)
-        full = (q_count == tiles.q_hi - tiles.q_lo) | (k_count == tiles.k_hi - tiles.k_lo)
-        return number_classes((q_count == 0) & (k_count == 0), full, q_subset, k_subset)
-
 
 def check_places(pattern: Pattern, tokens: int) -> None:
     """Raise PatternError if a pattern lists a token that a whole sequence does not have.
@@ -336,15 +250,6 @@ def _listing(pattern: Pattern, tokens: int) -> list[Sinks]:
     return [each for part in pattern.parts_within() for each in _listing(part, tokens)]
 
 
-P = TypeVar("P", Tensor, NDArray[np.int64])
-
-
-def _place(position: P, rows: int, n: int) -> P:
-    """Convert positions on the axis of all batch elements to places in a flat (rows, n) array."""
-    inside = position & (ELEMENT - 1)
-    return inside + (position >> ELEMENT_BITS) * n if rows > 1 else inside
-
-
 @declare("Periodic(256, 192, 256)", "By chosen tokens", hostile="Periodic(2**30, 0, 1)")
 @dataclass(frozen=True, eq=False, repr=False)
 class Periodic(Pattern):
@@ -376,22 +281,3 @@ class Periodic(Pattern):
 
     def zones(self, n: int) -> Node:
         return Zones(residue=Residue(K, self.period, self.stop - self.start), phase=self.start)
-
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        phase = k % self.period
-        return (phase >= self.start) & (phase < self.stop) & torch.ones_like(q, dtype=torch.bool)
-
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        width = int((q_hi - q_lo).max()) if len(q_lo) else 1
-        if self.period <= 2 * width:
-            return Ranges.of((0, nk), rows=len(q_lo))
-        first = np.arange(0, nk, self.period) + self.start
-        return Ranges.of(*((min(a, nk), min(a + self.stop - self.start, nk)) for a in first.tolist()), rows=len(q_lo))
-
-    def tile_classes(self, tiles: Tiles) -> Int64:
-        def chosen_before(position: Int64) -> Int64:
-            whole, rest = position // self.period, position % self.period
-            return whole * (self.stop - self.start) + np.clip(rest - self.start, 0, self.stop - self.start)
-
-        count = chosen_before(tiles.k_hi) - chosen_before(tiles.k_lo)
-        return number_classes(count == 0, count == tiles.k_hi - tiles.k_lo, tiles.k_lo % self.period)

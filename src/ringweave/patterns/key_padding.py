@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ..checks import INTEGERS, integers, whole
 from ..errors import PatternError, shown
-from ..relation.node import FAR, Node
+from ..relation.arrays import Int64
+from ..relation.node import ELEMENT, ELEMENT_BITS, FAR, Node
 from ..relation.zones import Zones
 from .base import Pattern
-from .batch_axis import ELEMENT, ELEMENT_BITS, Bounds, Spans, rows_of
+from .batch_axis import Bounds, Spans, rows_of
 from .declared import declare
-from .tiles import Int64, Ranges, Tiles, number_classes
 
 
 @declare("KeyPadding(832, 192)", "By position", hostile="KeyPadding(n, n - 1)")
@@ -102,7 +102,7 @@ class KeyPadding(Bounds):
 
     def spans(self) -> Spans:
         start, stop = (side + np.arange(len(side)) * ELEMENT for side in self._now)
-        return Spans.of(start, stop, start, start, stop, self._rows == 1)
+        return Spans(start, stop, start, start, stop, self._rows == 1)
 
     def _of(self, position: Int64) -> tuple[Int64, Int64]:
         """Return the bounds for positions on the axis of all batch elements."""
@@ -116,27 +116,6 @@ class KeyPadding(Bounds):
             return Zones(k=(start, stop))
         base = np.arange(self._rows) * ELEMENT
         return Zones((base - FAR, base + FAR), (base + start, base + stop), each=True)
-
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        # a pair is inside one element, so bounds are looked up for the smaller side
-        side = q if q.numel() < k.numel() else k
-        element, base = (side >> ELEMENT_BITS if self._rows > 1 else torch.zeros_like(side)), side & -ELEMENT
-        start, stop = (torch.from_numpy(bound).to(side.device).take(element) + base for bound in self._now)
-        inside = (k >= start) & (k < stop)
-        return inside if side is q else inside & torch.ones_like(q, dtype=torch.bool)
-
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        return Ranges.of(self._of(q_lo), rows=len(q_lo))
-
-    def excluded_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        start, stop = self._of(q_lo)
-        return Ranges.of((0, start), (stop, nk), rows=len(q_lo))
-
-    def tile_classes(self, tiles: Tiles) -> Int64:
-        start, stop = self._of(tiles.k_lo)
-        first, width = tiles.k_lo & (ELEMENT - 1), tiles.k_hi - tiles.k_lo
-        low, high = np.maximum(start - first, 0), np.minimum(stop - first, width)
-        return number_classes(low >= high, (low == 0) & (high == width), low, high)
 
     def restride(self, rate: int, offset: int) -> Pattern:
         signed = (bound.long() if isinstance(bound, Tensor) else bound for bound in (self.stop, self.start))

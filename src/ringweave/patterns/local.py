@@ -6,18 +6,16 @@ import sys
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ..checks import whole, whole_fields
 from ..errors import PatternError, shown
+from ..relation.arrays import Int64
 from ..relation.node import ELEMENT, Node
 from ..relation.opaque import Opaque
 from ..relation.shapes import MOST_ZONES, neighborhood, segments
 from ..relation.zones import Zones
 from .base import Derived, DistanceProfile, Pattern
 from .declared import declare
-from .tiles import Int64, Ranges, Tiles, intersect, multiples, number_classes
 
 _NO_LIMIT = (
     "For flash-attn's window_size, where -1 means no limit, write Causal() for (-1, 0), Full() for (-1, -1), and the "
@@ -42,19 +40,6 @@ class Causal(Pattern):
 
     def zones(self, n: int) -> Node:
         return Zones(d=(-ELEMENT, 1))
-
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        return k <= q
-
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        return Ranges.of((0, np.minimum(q_hi, nk)), rows=len(q_lo))
-
-    def excluded_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        return Ranges.of((q_lo + 1, nk), rows=len(q_lo))
-
-    def tile_classes(self, tiles: Tiles) -> Int64:
-        q_lo, q_hi, k_lo, k_hi = tiles
-        return number_classes(k_lo >= q_hi, k_hi - 1 <= q_lo, q_lo - k_lo)
 
     def restride(self, rate: int, offset: int) -> Pattern:
         return self
@@ -104,22 +89,6 @@ class SlidingWindow(Pattern):
     def zones(self, n: int) -> Node:
         return Zones(d=(-self.left, self.right + 1))
 
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        return (k >= q - self.left) & (k <= q + self.right)
-
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        return Ranges.of((np.maximum(q_lo - self.left, 0), np.minimum(q_hi + self.right, nk)), rows=len(q_lo))
-
-    def excluded_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        before = np.clip(q_hi - 1 - self.left, 0, nk)
-        return Ranges.of((0, before), (q_lo + self.right + 1, nk), rows=len(q_lo))
-
-    def tile_classes(self, tiles: Tiles) -> Int64:
-        q_lo, q_hi, k_lo, k_hi = tiles
-        least, most = q_lo - k_hi + 1, q_hi - 1 - k_lo
-        empty = (least > self.left) | (most < -self.right)
-        return number_classes(empty, (least >= -self.right) & (most <= self.left), q_lo - k_lo)
-
     def restride(self, rate: int, offset: int) -> Pattern:
         return SlidingWindow(self.left // rate, self.right // rate)
 
@@ -157,25 +126,6 @@ class Segments(Pattern):
         if number > MOST_ZONES:
             return Opaque(lambda q, k, element: q // self.length == k // self.length)
         return segments(self.length, n)
-
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        return q // self.length == k // self.length
-
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        length = self.length
-        return Ranges.of((q_lo // length * length, np.minimum(((q_hi - 1) // length + 1) * length, nk)), rows=len(q_lo))
-
-    def tile_classes(self, tiles: Tiles) -> Int64:
-        q_lo, q_hi, k_lo, k_hi = tiles
-        length = self.length
-        q_first, q_last, k_first, k_last = q_lo // length, (q_hi - 1) // length, k_lo // length, (k_hi - 1) // length
-        empty = (q_last < k_first) | (k_last < q_first)
-        full = (q_first == q_last) & (k_first == k_last) & (q_first == k_first)
-        # the place of the next bound in each side of the tile (its length without one), and the number of
-        # segments between the starts of the two sides
-        q_bound = np.minimum(length - q_lo % length, q_hi - q_lo)
-        k_bound = np.minimum(length - k_lo % length, k_hi - k_lo)
-        return number_classes(empty, full, q_bound, k_bound, q_first - k_first)
 
     def restride(self, rate: int, offset: int) -> Pattern | None:
         return Segments(self.length // rate) if self.length % rate == 0 else None
@@ -216,40 +166,10 @@ class Neighborhood(Pattern):
     def zones(self, n: int) -> Node:
         return neighborhood(self.window, self.dilation, self.tokens)
 
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        rate = self.dilation
-        residue = q % rate
-        members = (self.tokens - residue + rate - 1) // rate
-        first = torch.minimum((q // rate - self.window // 2).clamp(min=0), (members - self.window).clamp(min=0))
-        return (k % rate == residue) & (k // rate >= first) & (k // rate < first + self.window)
-
     def _bound(self, q: Int64) -> Int64:
         """Return b(q): the first key of a query p is at least b(q) for p >= q, and below b(q) + dilation for p <= q."""
         before, reach = self.window // 2 * self.dilation, self.window * self.dilation
         return np.clip(q - before, 0, max(self.tokens - reach, 0))
-
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        stop = self._bound(q_hi - 1) + self.window * self.dilation
-        near = Ranges.of((self._bound(q_lo), np.minimum(stop, nk)), rows=len(q_lo))
-        # far neighbours leave whole tiles empty between them
-        return intersect(near, multiples(q_lo, q_hi, nk, self.dilation))
-
-    def tile_classes(self, tiles: Tiles) -> Int64:
-        q_lo, q_hi, k_lo, k_hi = tiles
-        rate, reach, before = self.dilation, self.window * self.dilation, self.window // 2 * self.dilation
-        first, last = self._bound(q_lo), self._bound(q_hi - 1)
-        empty = (k_hi <= first) | (k_lo >= last + reach) | ((k_hi - 1 - q_lo) // rate * rate < k_lo - q_hi + 1)
-        # Inside the windows of all queries only residues count. Away from the borders the pattern is a dilated window.
-        inside = (k_lo >= last + rate - 1) & (k_hi <= first + reach)
-        inner = (q_lo >= before) & (q_hi - 1 - before <= self.tokens - reach)
-        distance = q_lo - k_lo
-        return number_classes(
-            empty,
-            inside & (rate == 1),
-            np.where(inside, 2, inner.astype(np.int64)),
-            np.where(inside, distance % rate, np.where(inner, distance, q_lo)),
-            np.where(inside | inner, 0, k_lo),
-        )
 
     @property
     def residue_rate(self) -> int:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ..checks import INTEGERS, LONGEST, whole
 from ..errors import PatternError, ShapeError, shown
-from ..relation.node import Node
+from ..relation.arrays import Int64
+from ..relation.node import ELEMENT_BITS, Node
 from .base import Composite, Full, Pattern
-from .batch_axis import ELEMENT_BITS, Bounds, rows_of
+from .batch_axis import Bounds, rows_of
 from .fitting import nest, refuse
-from .tiles import Int64, Ranges, Tiles
 
 _SIDES = ("q_offset", "k_offset")
 
@@ -141,20 +141,6 @@ class Shifted(Composite):
 
     def zones(self, n: int) -> Node:
         return self.pattern.zones(n)
-
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        return self.pattern.allows(*self.offsets.added(q, k))
-
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        of_q, of_k = self.offsets.of(q_lo)
-        start, stop = self.pattern.key_ranges(q_lo + of_q, q_hi + of_q, nk + self.offsets.most()[1])
-        return Ranges(start - of_k[:, None], stop - of_k[:, None])
-
-    def tile_classes(self, tiles: Tiles) -> Int64:
-        of_q, of_k = self.offsets.of(tiles.q_lo)
-        return self.pattern.tile_classes(
-            Tiles(tiles.q_lo + of_q, tiles.q_hi + of_q, tiles.k_lo + of_k, tiles.k_hi + of_k)
-        )
 
 
 def with_offsets(pattern: Pattern, q_offset: int | Tensor, k_offset: int | Tensor, batch: int) -> tuple[Pattern, int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..checks import one_of, whole
 from ..errors import PatternError, shown
+from ..relation.arrays import Int64
 from ..relation.node import FAR, Node
 from ..relation.transforms import by_place
 from ..relation.zones import Zones
@@ -19,7 +20,6 @@ from .base import Pattern
 from .block_sets import BlockSet, ListedBlocks, MaskBlocks, ascending
 from .declared import declare
 from .fitting import made_again, made_by
-from .tiles import Int64, Ranges, Tiles, number_classes
 
 P = TypeVar("P", Tensor, NDArray[np.int64])
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -196,44 +196,9 @@ class BlockTable(Pattern):
         zones = Zones(q, k, ptr=np.append(0, np.cumsum(counts)))
         return by_place(zones) if self.by_place else zones
 
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        return self.blocks.holds(self._row(q), k // self.block_size[1])
-
     def _row(self, q: P) -> P:
         """Return the rows of blocks of positions; a single row is used for all positions."""
         return q // self.block_size[0] if self.blocks.shape[-2] > 1 else q * 0
-
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        size_k = self.block_size[1]
-        line, begin, end = self.blocks.runs(self._row(q_lo), self._row(q_hi - 1))
-        # a padded list of ranges for each query tile
-        counts = np.bincount(line, minlength=len(q_lo))
-        slot = np.arange(len(line)) - np.repeat(np.cumsum(counts) - counts, counts)
-        start = np.zeros((len(q_lo), max(int(counts.max(initial=0)), 1)), np.int64)
-        stop = np.zeros_like(start)
-        start[line, slot] = begin * size_k
-        stop[line, slot] = np.minimum(end * size_k, nk)
-        return Ranges(start, stop)
-
-    def tile_classes(self, tiles: Tiles) -> Int64:
-        size_q, size_k = self.block_size
-        r0, r1 = self._row(tiles.q_lo), self._row(tiles.q_hi - 1)
-        c0, c1 = tiles.k_lo // size_k, (tiles.k_hi - 1) // size_k
-        high = int((r1 - r0).max(initial=0)) + 1
-        wide = int((c1 - c0).max(initial=0)) + 1
-        if high == wide == 1:
-            return self._held(r0, c0).astype(np.int64)
-        rows = np.minimum(r0[:, None] + np.arange(high), r1[:, None])
-        columns = np.minimum(c0[:, None] + np.arange(wide), c1[:, None])
-        inside = self._held(rows[:, :, None], columns[:, None, :]).reshape(len(r0), -1)
-        full = np.asarray(inside.all(1))
-        empty = ~np.asarray(inside.any(1))
-        open_ = ~(full | empty)
-        blocks = np.zeros(len(r0), np.int64)
-        if open_.any():
-            packed = np.packbits(inside[open_], axis=1)
-            blocks[open_] = np.unique(packed, axis=0, return_inverse=True)[1].reshape(-1)
-        return number_classes(empty, full, blocks, tiles.q_lo % size_q, tiles.k_lo % size_k)
 
     def restride(self, rate: int, offset: int) -> Pattern | None:
         if any(side % rate for side in self.block_size):

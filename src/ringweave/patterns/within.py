@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from torch import Tensor
 
 from ..errors import PatternError, shown
-from ..relation.node import Node
+from ..relation.arrays import Int64, combine_ids, distinct
+from ..relation.node import ELEMENT, Node
 from ..relation.transforms import placed
 from .algebra import Combined, Not, PerHead
 from .base import Composite, Pattern, parts_of
-from .batch_axis import ELEMENT, Bounds, Shared, bounds_in
+from .batch_axis import Bounds, bounds_in
 from .declared import declare
 from .fitting import called, nest, refuse
 from .key_padding import KeyPadding
 from .shifted import Shifted
-from .tiles import Int64, Ranges, Tiles, combine_ids, unique_ids
 
 
 @declare(
@@ -114,15 +113,6 @@ class Within(Composite):
     def zones(self, n: int) -> Node:
         return placed(self.pattern.zones(n), self.bounds.spans().documents())
 
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        return self.bounds.spans().allows(q, k, self.pattern)
-
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        return self.bounds.spans().key_ranges(q_lo, q_hi, nk, self.pattern)
-
-    def tile_classes(self, tiles: Tiles) -> Int64:
-        return self.bounds.spans().tile_classes(tiles, self.pattern)
-
 
 def within(pattern: Pattern, bounds: Pattern) -> Pattern:
     """Apply a pattern inside each document or row; see :meth:`Pattern.within`."""
@@ -157,7 +147,7 @@ def batched(pattern: Pattern, head: int) -> Pattern | None:
         one = pattern.select(0, head)
         # extents do not say whether a function uses the batch or head index
         apart = pattern.has_function and one.key().value != pattern.select(1, head).key().value
-        return None if apart or pattern.extents()[0] is not None else Shared(one)
+        return None if apart or pattern.extents()[0] is not None else one
     if isinstance(pattern, PerHead):
         return batched(pattern.patterns[head], head)
     parts = [batched(part, head) for part in pattern.parts_within()]
@@ -206,5 +196,5 @@ def elements(pattern: Pattern, batch: int) -> tuple[Int64, Int64]:
     numbers = [side for sides in every for side in sides]
     if not numbers:
         return np.zeros(1, np.int64), np.zeros(batch, np.int64)
-    first, like = unique_ids(combine_ids(*numbers))
+    first, like = distinct(combine_ids(*numbers))
     return first * ELEMENT, like

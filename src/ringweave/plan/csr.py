@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import PatternError
-from ..patterns.tiles import Int64
+from ..relation.arrays import Int64
+from ..relation.tiles import limit
 from .block_plan import BlockPlan
 from .cuda_sync import require_no_capture
 
@@ -187,12 +187,6 @@ def _side_by_side(sets: list[RowSet], q_tiles: int) -> RowSet:
     for before, begin, end in zip(first[1:], ends[1:], ends[2:], strict=False):
         row[begin:end] += before * q_tiles
     return RowSet(row, col, mask_id, int(first[-1]))
-
-
-def limit(tiles: int) -> None:
-    """Raise PatternError if the number of tiles does not fit in 32 bits."""
-    if tiles >= 2**31:
-        raise PatternError("pattern", f"{tiles} tiles", "fewer than 2**31", "Use larger tiles or less.")
 
 
 def _offsets(place: Int64, sets: int, lines: int) -> Int64:

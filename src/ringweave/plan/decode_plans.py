@@ -24,7 +24,7 @@ from ..patterns.algebra import join
 from ..patterns.base import DistanceProfile
 from ..patterns.batch_axis import rows_of
 from ..patterns.shifted import Offsets, Shifted
-from ..patterns.tiles import Int64
+from ..relation.arrays import Int64
 from .block_plan import BlockPlan, Extent
 from .csr import RowSet, assemble
 from .cuda_sync import require_no_capture

@@ -21,12 +21,15 @@ from torch import Tensor
 
 from ..cache import process_cache
 from ..patterns import And, Full, Pattern
+from ..patterns.located import Located, located
 from ..patterns.selected import Selected
-from ..patterns.tiles import Int64, Tiles
 from ..patterns.within import check_bounds
+from ..relation.arrays import Int64
+from ..relation.node import ELEMENT_BITS
+from ..relation.tiles import EMPTY_TILE, FULL_TILE, Masks, limit, numbered
 from .block_plan import BlockPlan, Extent, pack_masks
-from .csr import RowSet, assemble, limit
-from .from_pattern import MaskIndex, classified, distinct
+from .csr import RowSet, assemble
+from .from_pattern import distinct
 from .from_table import of_sets
 
 # bools of the union of lists that are made together
@@ -72,7 +75,7 @@ def from_lists(lists: Selected, relation: Pattern, extent: Extent) -> BlockPlan:
         extent: The extent of the plan.
     """
     sets, row_set = _sets(lists, relation, extent)
-    found, masks, whole = [], MaskIndex(extent.tile), _whole_tiles(extent)
+    found, masks, whole = [], Masks(extent.tile), _whole_tiles(extent)
     for each in sets:
         row, col, mask_id = list[Int64](), list[Int64](), list[NDArray[np.int32]]()
         for first, union in _unions(each, lists.block_size[1], lists.blocks.key_blocks, extent):
@@ -82,13 +85,13 @@ def from_lists(lists: Selected, relation: Pattern, extent: Extent) -> BlockPlan:
             chosen = union[part_row, part_col]
             cut = (part_row + first == extent.tiles[0] - 1).astype(int), (part_col == extent.tiles[1] - 1).astype(int)
             mixed = (chosen != whole[cut]).any((1, 2))
-            numbers = np.full(len(chosen), MaskIndex.FULL, np.int32)
+            numbers = np.full(len(chosen), FULL_TILE, np.int32)
             numbers[mixed] = masks.numbers(chosen[mixed])
             mask_id.append(numbers)
         found.append(RowSet(np.concatenate(row), np.concatenate(col), np.concatenate(mask_id)))
     limit(sum(len(each.row) for each in found))
     sizes = extent.nq, extent.nk, extent.q_offset, extent.tile, extent.device
-    return assemble(found, row_set, masks.packed(), *sizes)
+    return assemble(found, row_set, masks.bank(), *sizes)
 
 
 def by_query(lists: Selected, relation: Pattern, extent: Extent, group: int) -> BlockPlan:
@@ -103,22 +106,26 @@ def by_query(lists: Selected, relation: Pattern, extent: Extent, group: int) -> 
         A plan for ``group * nq`` queries: query i of head h is row ``group * i + h`` of a key head.
     """
     sets, row_set = _sets(lists, relation, extent)
-    masks, side = MaskIndex(extent.tile), extent.tile[1]
+    masks, side = Masks(extent.tile), extent.tile[1]
     found = []
-    for blocks, part, start in sets:
+    for blocks, filter_ in sets:
         parts = lists.block_size[1] // side
         row, place = (blocks < lists.blocks.key_blocks).nonzero()
         col = blocks[row, place].astype(np.int64)
         if parts > 1:
             row, col = np.repeat(row, parts), (col[:, None] * parts + np.arange(parts)).reshape(-1)
-        k_lo = col * side
-        inside = k_lo < extent.nk
+        inside = col * side < extent.nk
         if not inside.all():
-            row, col, k_lo = row[inside], col[inside], k_lo[inside]
-        q, k_hi = row + (extent.q_offset + start), np.minimum(k_lo + side, extent.nk)
-        found.append(classified(part, row, col, Tiles(q, q + 1, k_lo + start, k_hi + start), masks, 1))
+            row, col = row[inside], col[inside]
+        numbers = np.full(len(row), FULL_TILE, np.int32)
+        if filter_ is not None:
+            frame = filter_.strips(extent.nq, extent.nk, extent.tile, q_offset=extent.q_offset)
+            numbers = numbered(filter_.node, frame.tiles(row * frame.width + col), masks).astype(np.int32)
+            kept = numbers != EMPTY_TILE
+            row, col, numbers = row[kept], col[kept], numbers[kept]
+        found.append(RowSet(row, col, numbers))
     sizes = extent.nq, extent.nk, extent.q_offset, extent.tile, extent.device
-    return _grouped(assemble(found, row_set, masks.packed(), *sizes), group)
+    return _grouped(assemble(found, row_set, masks.bank(), *sizes), group)
 
 
 def packed(lists: Selected, relation: Pattern, extent: Extent, group: int) -> PackedPlan:
@@ -150,7 +157,7 @@ def packed(lists: Selected, relation: Pattern, extent: Extent, group: int) -> Pa
         places[np.arange(len(row)) + ((ends - used) * side - np.cumsum(counts) + counts)[row]] = key
         keys.append(places)
         # mask n of the plan has the first n + 1 keys of a tile
-        mask_id.append(np.full(int(ends[-1]), MaskIndex.FULL, np.int32))
+        mask_id.append(np.full(int(ends[-1]), FULL_TILE, np.int32))
         rest = counts % side
         mask_id[-1][ends[rest > 0] - 1] = rest[rest > 0] - 1
     chosen = np.concatenate(keys) if tiles else np.zeros(side, np.int32)
@@ -200,12 +207,11 @@ def _grouped(plan: P, group: int) -> P:
 class _Set(NamedTuple):
     """The lists of some heads or batch elements, (Nq, n), ascending with fillers at the end, and their relation.
 
-    Positions of the relation begin at ``start``, on the axis of all batch elements.
+    The relation is that of one batch element; None if it keeps all listed keys.
     """
 
     blocks: NDArray[np.int32]
-    relation: Pattern
-    start: int
+    relation: Located | None
 
 
 def _sets(lists: Selected, relation: Pattern, extent: Extent) -> tuple[list[_Set], NDArray[np.int32]]:
@@ -216,11 +222,14 @@ def _sets(lists: Selected, relation: Pattern, extent: Extent) -> tuple[list[_Set
     found, of_relation = distinct(relation, extent)
     for each, _ in found:
         check_bounds(each, extent.nq, extent.nk, extent.q_offset)
-    relations = [(each, start) for each, starts in found for start in starts.tolist()]
+    relations: list[Located | None] = []
+    for each, starts in found:
+        here = located(each, extent.q_offset + extent.nq, extent.nk, starts >> ELEMENT_BITS)
+        relations += [None if isinstance(each, Full) else here.one(number) for number in range(len(starts))]
     joint, row_set = np.unique(of_lists * len(relations) + of_relation, return_inverse=True)
     rows = slice(extent.q_offset, extent.q_offset + extent.nq) if table.shape[-2] > 1 else slice(None)
     each_list = table.reshape(-1, *table.shape[-2:])[:, rows]
-    sets = [_Set(each_list[n // len(relations)], *relations[n % len(relations)]) for n in joint.tolist()]
+    sets = [_Set(each_list[n // len(relations)], relations[n % len(relations)]) for n in joint.tolist()]
     return sets, row_set.reshape(of_lists.shape).astype(np.int32)
 
 
@@ -233,10 +242,10 @@ def _pairs(each: _Set, size: int, filler: int, extent: Extent, rows: range) -> t
         keys = (keys[:, :, None] * size + np.arange(size)).reshape(len(keys), -1)
     allowed = keys < extent.nk
     # no function is called with no pairs, which torch.vmap could not map
-    if allowed.any() and not isinstance(each.relation, Full):
-        q = torch.arange(rows.start, rows.stop, device="cpu")[:, None] + (extent.q_offset + each.start)
+    if each.relation is not None and allowed.any():
+        q = torch.arange(rows.start, rows.stop, device="cpu")[:, None] + extent.q_offset
         # a function may index tables by the keys, so those that do not exist are clamped
-        k = torch.from_numpy(np.where(allowed, keys, 0) + each.start)
+        k = torch.from_numpy(np.where(allowed, keys, 0))
         allowed &= each.relation.allows(q, k).expand(k.shape).numpy()
     row = np.repeat(np.arange(len(keys)), allowed.sum(1))
     return row, keys[allowed]

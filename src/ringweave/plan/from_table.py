@@ -21,7 +21,7 @@ from torch import Tensor
 from ..patterns import BlockTable, Full, Pattern
 from ..patterns.algebra import leaves, replace
 from ..patterns.block_sets import BlockSet
-from ..patterns.tiles import Int64
+from ..relation.arrays import Int64
 from .block_plan import BlockPlan, Extent
 from .csr import TileList, to_csr
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from .arrays import Bool, Int64, Words, combine_ids
 from .lines import Line, complement, meet, union
@@ -134,8 +135,8 @@ class Node(ABC):
         """Evaluate tiles of at most ``size`` by token: (tiles, rows, words); bits outside of a tile are arbitrary."""
 
     @abstractmethod
-    def contains(self, q: Int64, k: Int64, origin: Origin) -> Bool:
-        """Evaluate pairs of positions, arrays of one shape, in a batch element."""
+    def contains(self, q: Tensor, k: Tensor, origin: Origin) -> Tensor:
+        """Evaluate pairs of positions in a batch element: int64 that broadcast, on any device; bool."""
 
 
 class _Joined(Node):
@@ -188,7 +189,7 @@ class And(_Joined):
             out &= part.words(tiles, size)
         return out
 
-    def contains(self, q: Int64, k: Int64, origin: Origin) -> Bool:
+    def contains(self, q: Tensor, k: Tensor, origin: Origin) -> Tensor:
         out = self.parts[0].contains(q, k, origin)
         for part in self.parts[1:]:
             out = out & part.contains(q, k, origin)
@@ -212,7 +213,7 @@ class Or(_Joined):
             out |= part.words(tiles, size)
         return out
 
-    def contains(self, q: Int64, k: Int64, origin: Origin) -> Bool:
+    def contains(self, q: Tensor, k: Tensor, origin: Origin) -> Tensor:
         out = self.parts[0].contains(q, k, origin)
         for part in self.parts[1:]:
             out = out | part.contains(q, k, origin)
@@ -238,7 +239,7 @@ class Not(Node):
     def words(self, tiles: Tiles, size: tuple[int, int]) -> Words:
         return ~self.part.words(tiles, size)
 
-    def contains(self, q: Int64, k: Int64, origin: Origin) -> Bool:
+    def contains(self, q: Tensor, k: Tensor, origin: Origin) -> Tensor:
         return ~self.part.contains(q, k, origin)
 
 
@@ -271,5 +272,5 @@ class Places(Node):
     def words(self, tiles: Tiles, size: tuple[int, int]) -> Words:
         return self.part.words(self._tiles(tiles), size)
 
-    def contains(self, q: Int64, k: Int64, origin: Origin) -> Bool:
+    def contains(self, q: Tensor, k: Tensor, origin: Origin) -> Tensor:
         return self.part.contains(q - origin.q, k - origin.k, Origin(origin.element))

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from .arrays import Bool, Int64, Words, combine_ids, packed
+from .arrays import Int64, Words, combine_ids, packed
 from .lines import NONE, Line
 from .node import Frame, Node, Origin, Tiles
 
-#: A function of positions of queries and keys, and of their batch elements; int64 arrays that broadcast.
-Evaluate = Callable[[Int64, Int64, Int64], Bool]
+#: A function of positions of queries and keys, and of their batch elements: int64 that broadcast; it returns bool.
+Evaluate = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Opaque(Node):
@@ -30,15 +32,13 @@ class Opaque(Node):
         return combine_ids(tiles.q.lo[tiles.qi], tiles.k.lo[tiles.ki], tiles.q.element[tiles.qi])
 
     def words(self, tiles: Tiles, size: tuple[int, int]) -> Words:
-        (q, q_end, element), (k, k_end, _) = (
-            (sides.lo[i], sides.hi[i] - 1, sides.element[i]) for sides, i in ((tiles.q, tiles.qi), (tiles.k, tiles.ki))
-        )
         # positions past the ends are clamped, since a function may index tables by them
-        rows = np.minimum(q[:, None] + np.arange(size[0]), q_end[:, None])
-        columns = np.minimum(k[:, None] + np.arange(size[1]), k_end[:, None])
-        allowed = self.evaluate(rows[:, :, None], columns[:, None], element[:, None, None])
-        return packed(np.broadcast_to(allowed, (len(q), *size)))
+        rows = np.minimum(tiles.q.lo[tiles.qi, None] + np.arange(size[0]), tiles.q.hi[tiles.qi, None] - 1)
+        columns = np.minimum(tiles.k.lo[tiles.ki, None] + np.arange(size[1]), tiles.k.hi[tiles.ki, None] - 1)
+        sides = rows[:, :, None], columns[:, None], tiles.q.element[tiles.qi, None, None]
+        allowed = self.evaluate(*map(torch.from_numpy, sides))
+        return packed(allowed.expand(len(rows), *size).numpy())
 
-    def contains(self, q: Int64, k: Int64, origin: Origin) -> Bool:
-        shape = np.broadcast_shapes(q.shape, k.shape)
-        return np.broadcast_to(self.evaluate(q, k, np.full(1, origin.element, np.int64)), shape)
+    def contains(self, q: Tensor, k: Tensor, origin: Origin) -> Tensor:
+        element = torch.full((), origin.element, device=q.device)
+        return self.evaluate(q, k, element).expand(torch.broadcast_shapes(q.shape, k.shape))

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from .arrays import Bool, Int64, Words, combine_ids, packed, unpacked
+from .arrays import Int64, Words, combine_ids, packed, unpacked
 from .lines import NONE, Line
 from .node import ELEMENT, EMPTY, FULL, Frame, Node, Origin, Sides, Tiles
 from .zones import Zones, several
@@ -76,13 +78,15 @@ class Placed(Node):
             out[number, row : row + h, column : column + w] = dense[i, :h, :w]
         return packed(out)
 
-    def contains(self, q: Int64, k: Int64, origin: Origin) -> Bool:
+    def contains(self, q: Tensor, k: Tensor, origin: Origin) -> Tensor:
         zones, first = self.documents
+        inside = zones.contains(q, k, origin)
         base = origin.element * ELEMENT if zones.each else 0
-        shape = np.broadcast_shapes(q.shape, k.shape)
-        q, k = (np.broadcast_to(side + base, shape).ravel() for side in (q, k))
-        pair, document, _ = zones.overlaps(q, q + 1, k, k + 1)
-        out = np.zeros(len(q), np.bool_)
-        at = q[pair] - first[document], k[pair] - zones.k0[document]
-        out[pair] = self.leaf.contains(*at, Origin(origin.element)) if len(pair) else False
-        return out.reshape(shape)
+        document = torch.searchsorted(torch.tensor(zones.q1, device=q.device), (q + base).contiguous(), right=True)
+        document.clamp_(max=max(zones.groups - 1, 0))
+        if not zones.groups:
+            return inside
+        of_q, of_k = (torch.tensor(side - base, device=q.device)[document] for side in (first, zones.k0))
+        # a function may index tables by positions, so those of pairs outside of documents are 0
+        mine, theirs = torch.where(inside, q - of_q, 0), torch.where(inside, k - of_k, 0)
+        return inside & self.leaf.contains(mine, theirs, Origin(origin.element))

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import PatternError
 from .arrays import Int64, Words, distinct, packed
 from .lines import complement, meet
-from .node import FULL, Frame, Node, Sides, Tiles
+from .node import EMPTY, FULL, Frame, Node, Sides, Tiles
 
 #: Mask numbers of tiles without a mask.
 FULL_TILE, EMPTY_TILE = -1, -2
@@ -22,12 +23,12 @@ def strips(
     nq: int,
     nk: int,
     tile: tuple[int, int],
-    *,
     elements: Int64 = _ZERO,
     q_first: Int64 = _ZERO,
     k_first: Int64 = _ZERO,
+    *,
     q_offset: int = 0,
-    part: slice = slice(None),
+    part: slice | Int64 = slice(None),
 ) -> Frame:
     """Return the strips of some batch elements.
 
@@ -39,10 +40,10 @@ def strips(
         q_first: (n,) position of the query at place 0 of each.
         k_first: (n,) position of the key at place 0 of each.
         q_offset: Place of the first query.
-        part: The strips of each element to return.
+        part: The strips of each element to return, by number.
     """
 
-    def sides(length: int, side: int, first: Int64, part: slice, offset: int = 0) -> Sides:
+    def sides(length: int, side: int, first: Int64, part: slice | Int64, offset: int = 0) -> Sides:
         low = np.arange(0, length, side, dtype=np.int64)[part]
         high = np.minimum(low + side, length) + offset
         low += offset
@@ -56,6 +57,12 @@ def strips(
     q, k = sides(nq, tile[0], q_first, part, q_offset), sides(nk, tile[1], k_first, slice(None))
     first = np.repeat(k_first, len(q.lo) // len(elements))
     return Frame(q, k, Sides(first, first + nk, q.element, first), tile, -(-nk // tile[1]))
+
+
+def limit(tiles: int) -> None:
+    """Raise PatternError if the number of tiles does not fit in 32 bits."""
+    if tiles >= 2**31:
+        raise PatternError("pattern", f"{tiles} tiles", "fewer than 2**31", "Use larger tiles or less.")
 
 
 class Tiling(NamedTuple):
@@ -123,6 +130,13 @@ class Masks:
         return words
 
 
+def estimated(node: Node, frame: Frame) -> int:
+    """Count the tiles of a frame that are not known to be empty; masks are not evaluated."""
+    every = node.filled(frame)
+    place = meet(node.touched(frame), complement(every, frame.length)).places()
+    return int((every.stop - every.start).sum()) + int((node.classes(frame.tiles(place)) != EMPTY).sum())
+
+
 def numbered(node: Node, tiles: Tiles, masks: Masks) -> Int64:
     """Return the number of each tile's mask, FULL_TILE or EMPTY_TILE; one tile of each class is evaluated by token."""
     codes = node.classes(tiles)
@@ -142,7 +156,9 @@ def numbered(node: Node, tiles: Tiles, masks: Masks) -> Int64:
 def tiling(node: Node, frame: Frame, masks: Masks) -> Tiling:
     """Return the non-empty tiles of a frame; new masks are added to ``masks``."""
     every = node.filled(frame)
-    open_ = meet(node.touched(frame), complement(every, frame.length)).places()
+    undecided = meet(node.touched(frame), complement(every, frame.length))
+    limit(sum(int((line.stop - line.start).sum()) for line in (every, undecided)))
+    open_ = undecided.places()
     mask = np.empty(len(open_), np.int64)
     for begin in range(0, len(open_), _TILES_AT_ONCE):
         part = slice(begin, begin + _TILES_AT_ONCE)

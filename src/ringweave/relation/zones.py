@@ -15,7 +15,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
+from torch import Tensor
 
 from .arrays import Bool, Int64, Words, combine_ids, distinct, listed, number_rows, packed, padded
 from .lines import NONE, Line, union
@@ -277,19 +279,52 @@ class Zones(Node):
             out &= ((rows, columns, columns - rows)[axis] - phase[:, :, None]) % m < width
         return out
 
-    def contains(self, q: Int64, k: Int64, origin: Origin) -> Bool:
-        base = origin.element * ELEMENT if self.each else 0
-        shape = np.broadcast_shapes(q.shape, k.shape)
-        q, k = (np.broadcast_to(side + base, shape).ravel() for side in (q, k))
-        pair, group, _ = self.overlaps(q, q + 1, k, k + 1)
-        distance = k[pair] - q[pair]
-        allowed = (distance >= self.d0[group]) & (distance < self.d1[group])
+    def contains(self, q: Tensor, k: Tensor, origin: Origin) -> Tensor:
+        if self.each:
+            q, k = q + origin.element * ELEMENT, k + origin.element * ELEMENT
+        if not self.groups or not len(self.k0):
+            return torch.zeros(torch.broadcast_shapes(q.shape, k.shape), dtype=torch.bool, device=q.device)
+        if self.groups == 1 and self.ptr is None:
+            bounds = (int(side[0]) for side in (self.q0, self.q1, self.k0, self.k1, self.d0, self.d1, self.phase))
+            return self._allowed(q, k, *bounds)
+
+        def on_device(array: Int64) -> Tensor:
+            return torch.tensor(array, device=q.device)
+
+        # a query is in at most one group, and a key in at most one of its runs
+        group = torch.searchsorted(on_device(self.q1), q.contiguous(), right=True).clamp_(max=self.groups - 1)
+        run = group
+        if self.ptr is not None:
+            base, _, stop = map(on_device, self._order)
+            at = (k - base[group]).clamp_(0, (1 << 34) - 1) + (group << 34)
+            run = torch.searchsorted(stop, at, right=True).clamp_(max=len(self.k0) - 1)
+        q0, q1, d0, d1, phase = (on_device(side)[group] for side in (self.q0, self.q1, self.d0, self.d1, self.phase))
+        k0, k1 = (on_device(side)[run] for side in (self.k0, self.k1))
+        allowed = self._allowed(q, k, q0, q1, k0, k1, d0, d1, phase)
+        if self.ptr is None:
+            return allowed
+        first = on_device(self.ptr)
+        return allowed & (run >= first[group]) & (run < first[group + 1])
+
+    def _allowed(
+        self,
+        q: Tensor,
+        k: Tensor,
+        q0: int | Tensor,
+        q1: int | Tensor,
+        k0: int | Tensor,
+        k1: int | Tensor,
+        d0: int | Tensor,
+        d1: int | Tensor,
+        phase: int | Tensor,
+    ) -> Tensor:
+        """Evaluate pairs by the bounds of their zones."""
+        distance = k - q
+        allowed = (q >= q0) & (q < q1) & (k >= k0) & (k < k1) & (distance >= d0) & (distance < d1)
         if self.residue is not None:
             axis, m, width = self.residue
-            allowed &= ((q[pair], k[pair], distance)[axis] - self.phase[group]) % m < width
-        out = np.zeros(len(q), np.bool_)
-        out[pair[allowed]] = True
-        return out.reshape(shape)
+            allowed &= ((q, k, distance)[axis] - phase) % m < width
+        return allowed
 
 
 def _tight(q0: Int64, q1: Int64, k0: Int64, k1: Int64, d0: Int64, d1: Int64) -> tuple[Int64, ...]:

@@ -1,7 +1,7 @@
 """Count the pairs that a pattern allows in cells (squares of tokens), without evaluating every pair.
 
-Cells are classified like the tiles of a plan, level by level. ``tile_classes`` finds the empty and the full cells, and
-one cell represents all others of its class. The remaining cells are divided further or, if small, evaluated by token.
+Cells are classified like the tiles of a plan, level by level. Empty and full cells are counted by their areas, and one
+cell represents all others of its class. The remaining cells are divided further or, if small, evaluated by token.
 A million tokens therefore cost about as much as a thousand. If a pattern is opaque (a mask function) and too large for
 this, the remaining cells are sampled, and the count is marked as not exact.
 """
@@ -20,9 +20,11 @@ from ..checks import whole
 from ..errors import ShapeError
 from ..patterns import Causal, Full, LongNet, Pattern
 from ..patterns.fitting import fitting, refuse
-from ..patterns.tiles import EMPTY, FULL, Int64, Tiles, combine_ids
+from ..patterns.located import located
 from ..plan.branches import branches
 from ..plan.causality import causality
+from ..relation.arrays import Int64, combine_ids, distinct, unpacked
+from ..relation.node import FULL, Node, Origin, Sides, Tiles
 from ..units import count, percent
 
 Shares = NDArray[np.float64]
@@ -32,7 +34,7 @@ _FINE = 128  # maximum number of cells along a side where smaller ones show a ra
 PANELS = 8
 
 _EVALUATED = 2**24  # maximum number of pairs evaluated by token at one level
-_TILES = 2**21  # maximum number of cells classified at one level
+_CELLS = 2**21  # maximum number of cells classified at one level
 _CUT = 16  # smaller cells along a side of a divided cell
 _PLANNED = 2**20  # maximum number of tiles that a caption counts
 
@@ -128,12 +130,16 @@ def _planned(
     pattern: Pattern, groups: Collection[tuple[Layer, ...]], tokens: int, heads: int, batch: int | None
 ) -> list[str]:
     """Return the caption's texts on tiles and causality, if planning for them takes no longer than drawing."""
-    rows = np.arange(0, tokens, 128, dtype=np.int64)
-    stops = np.minimum(rows + 128, tokens)
-    # the relations that planning would evaluate tile by tile
+    # the relations that planning would look at tile by tile
     parts = {part.pattern for each in groups for part in each}
+
+    def tiles(part: Pattern) -> int:
+        here = located(part, tokens, tokens)
+        line = here.node.touched(here.strips(tokens, tokens, (128, 128)))
+        return int((line.stop - line.start).sum())
+
     texts = []
-    if batch is None and sum(part.key_ranges(rows, stops, tokens).cost() / 128 for part in parts) <= _PLANNED:
+    if batch is None and sum(map(tiles, parts)) <= _PLANNED:
         views = branches(pattern, tokens, tokens, heads=heads)
         plans = [view.plan() for view in views]
         sides = sorted({(plan.q_tile, plan.kv_tile) for plan in plans}, reverse=True)
@@ -142,7 +148,7 @@ def _planned(
         strided = f" in {count(len(plans), 'strided view')}" if any(view.rate > 1 for view in views) else ""
         texts.append(f"{count(number, 'tile')} of {sizes}{strided}")
     after = [part & ~Causal() for part in parts if part != Full()]
-    if sum(part.key_ranges(rows, stops, tokens).cost() / 128 for part in after) <= _PLANNED:
+    if sum(map(tiles, after)) <= _PLANNED:
         texts.append(str(causality(pattern, tokens, heads=heads, batch=batch or 1)))
     return texts
 
@@ -182,86 +188,90 @@ def allowed_pairs(parts: tuple[Layer, ...], tokens: int, side: int) -> tuple[Sha
     row, col = (index.reshape(-1) for index in np.indices((len(lo), len(lo))))
     total, exact = np.zeros((len(lo), len(lo))), True
     for pattern, rate, first in parts:
-        counter = _Counter(pattern, -(-(tokens - first) // rate))
+        length = -(-(tokens - first) // rate)
+        counter = _Counter(located(pattern, length, length).node)
         a, b = -((first - lo) // rate), -((first - hi) // rate)
-        total += counter.pairs(Tiles(a[row], b[row], a[col], b[col])).reshape(total.shape)
+        total += counter.pairs(_Cells(a[row], b[row], a[col], b[col])).reshape(total.shape)
         exact &= counter.exact
     return total, exact
 
 
-class _Counter:
-    """A counter of the pairs that one relation, of one batch element and head, allows in tiles of any size."""
+class _Cells(NamedTuple):
+    """Cells as ranges of queries [q_lo, q_hi) and keys [k_lo, k_hi)."""
 
-    def __init__(self, pattern: Pattern, nk: int):
-        self.pattern, self.nk, self.exact = pattern, nk, True
+    q_lo: Int64
+    q_hi: Int64
+    k_lo: Int64
+    k_hi: Int64
+
+    def some(self, chosen: Int64) -> _Cells:
+        return _Cells(*(side[chosen] for side in self))
+
+    def sizes(self) -> tuple[Int64, Int64]:
+        return self.q_hi - self.q_lo, self.k_hi - self.k_lo
+
+    def tiles(self) -> Tiles:
+        return Tiles.of(Sides.of(self.q_lo, self.q_hi), Sides.of(self.k_lo, self.k_hi))
+
+
+class _Counter:
+    """A counter of the pairs that one relation, of one batch element and head, allows in cells of any size."""
+
+    def __init__(self, node: Node):
+        self.node, self.exact = node, True
         self.random = torch.Generator("cpu").manual_seed(0)
 
-    def pairs(self, tiles: Tiles) -> Shares:
-        """Return the allowed pairs of each tile; ``exact`` becomes False if some are estimates."""
-        height, width = tiles.q_hi - tiles.q_lo, tiles.k_hi - tiles.k_lo
+    def pairs(self, cells: _Cells) -> Shares:
+        """Return the allowed pairs of each cell; ``exact`` becomes False if some are estimates."""
+        height, width = cells.sizes()
         result = np.zeros(len(height))
-        cells = np.flatnonzero((height > 0) & (width > 0))
-        cells = cells[self._reached(_take(tiles, cells))]
-        if not cells.size:
-            return result
-        keys = self.pattern.tile_classes(_take(tiles, cells))
-        result[cells] = np.where(keys == FULL, height[cells] * width[cells], 0.0)
-        cells = cells[open_ := (keys != FULL) & (keys != EMPTY)]
-        if cells.size:
-            # tiles of one class and size have the same mask, so one of them is counted
-            label = combine_ids(keys[open_], height[cells], width[cells])
-            _, first, inverse = np.unique(label, return_index=True, return_inverse=True)
-            result[cells] = self._open(_take(tiles, cells[first]))[inverse.reshape(-1)]
+        used = np.flatnonzero((height > 0) & (width > 0))
+        codes = self.node.classes(cells.some(used).tiles())
+        result[used] = np.where(codes == FULL, height[used] * width[used], 0.0)
+        open_ = codes > FULL
+        used = used[open_]
+        if used.size:
+            # cells of one class and size have the same mask, so one of them is counted
+            first, like = distinct(combine_ids(codes[open_], height[used], width[used]))
+            result[used] = self._open(cells.some(used[first]))[like]
         return result
 
-    def _reached(self, tiles: Tiles) -> NDArray[np.bool_]:
-        reached: NDArray[np.bool_] = np.ones(len(tiles.q_lo), np.bool_)
-        rows, inverse = np.unique(np.stack([tiles.q_lo, tiles.q_hi]), axis=1, return_inverse=True)
-        ranges = self.pattern.key_ranges(rows[0], rows[1], self.nk)
-        if ranges.start.shape[1] <= _CUT and reached.size:
-            start, stop = ranges.start[inverse.reshape(-1)], ranges.stop[inverse.reshape(-1)]
-            overlap = np.minimum(stop, tiles.k_hi[:, None]) > np.maximum(start, tiles.k_lo[:, None])
-            return np.asarray(overlap.any(1))
-        return reached
-
-    def _open(self, tiles: Tiles) -> Shares:
-        height, width = tiles.q_hi - tiles.q_lo, tiles.k_hi - tiles.k_lo
+    def _open(self, cells: _Cells) -> Shares:
+        height, width = cells.sizes()
         number = len(height)
         if float((height * width).sum()) <= _EVALUATED:
-            return self._by_token(tiles, int(height.max()), int(width.max()))
-        if number * _CUT**2 > _TILES:
+            return self._by_token(cells, int(height.max()), int(width.max()))
+        if number * _CUT**2 > _CELLS:
             self.exact = False
-            return self._sampled(tiles)
+            return self._sampled(cells)
         part = np.tile(np.arange(_CUT**2), number)
         parent = np.repeat(np.arange(number), _CUT**2)
         down, along = (-(-int(side.max()) // _CUT) for side in (height, width))
-        q_lo, k_lo = tiles.q_lo[parent] + part // _CUT * down, tiles.k_lo[parent] + part % _CUT * along
-        q_hi, k_hi = np.minimum(q_lo + down, tiles.q_hi[parent]), np.minimum(k_lo + along, tiles.k_hi[parent])
-        finer = self.pairs(Tiles(q_lo, q_hi, k_lo, k_hi)).reshape(number, -1)
+        q_lo, k_lo = cells.q_lo[parent] + part // _CUT * down, cells.k_lo[parent] + part % _CUT * along
+        q_hi, k_hi = np.minimum(q_lo + down, cells.q_hi[parent]), np.minimum(k_lo + along, cells.k_hi[parent])
+        finer = self.pairs(_Cells(q_lo, q_hi, k_lo, k_hi)).reshape(number, -1)
         return np.asarray(finer.sum(1))
 
-    def _by_token(self, tiles: Tiles, height: int, width: int) -> Shares:
-        result = np.zeros(len(tiles.q_lo))
+    def _by_token(self, cells: _Cells, height: int, width: int) -> Shares:
+        tiles, high, wide = cells.tiles(), *cells.sizes()
+        result = np.zeros(len(high))
         step = max(1, _EVALUATED // 4 // (height * width))
         for begin in range(0, len(result), step):
-            q_lo, q_hi, k_lo, k_hi = (torch.from_numpy(side[begin : begin + step])[:, None, None] for side in tiles)
-            q = q_lo + torch.arange(height, device="cpu")[:, None]
-            k = k_lo + torch.arange(width, device="cpu")
-            # positions past the ends are clamped, since a mask function may index tables by them
-            allowed = self.pattern.allows(torch.minimum(q, q_hi - 1), torch.minimum(k, k_hi - 1))
-            result[begin : begin + step] = (allowed & (q < q_hi) & (k < k_hi)).sum((1, 2)).numpy()
+            part = slice(begin, begin + step)
+            allowed = unpacked(self.node.words(tiles.some(part), (height, width)), width)
+            rows, columns = np.arange(height) < high[part, None], np.arange(width) < wide[part, None]
+            result[part] = (allowed & rows[:, :, None] & columns[:, None]).sum((1, 2))
         return result
 
-    def _sampled(self, tiles: Tiles) -> Shares:
-        number = len(tiles.q_lo)
+    def _sampled(self, cells: _Cells) -> Shares:
+        number = len(cells.q_lo)
         points = max(1, int((_EVALUATED / number) ** 0.5))
         result = np.zeros(number)
         step = max(1, _EVALUATED // 4 // points**2)
         for begin in range(0, number, step):
-            q_lo, q_hi, k_lo, k_hi = (torch.from_numpy(side[begin : begin + step]) for side in tiles)
-            allowed = self.pattern.allows(
-                self._spread(q_lo, q_hi, points)[:, :, None], self._spread(k_lo, k_hi, points)[:, None]
-            )
+            q_lo, q_hi, k_lo, k_hi = (torch.from_numpy(side[begin : begin + step]) for side in cells)
+            q, k = self._spread(q_lo, q_hi, points), self._spread(k_lo, k_hi, points)
+            allowed = self.node.contains(q[:, :, None], k[:, None], Origin())
             share = allowed.double().mean((1, 2))
             result[begin : begin + step] = (share * (q_hi - q_lo) * (k_hi - k_lo)).numpy()
         return result
@@ -271,7 +281,3 @@ class _Counter:
         jitter = torch.rand(len(lo), points, generator=self.random, device="cpu")
         place = (torch.arange(points, device="cpu") + jitter) / points
         return torch.minimum(lo[:, None] + (place * (hi - lo)[:, None]).long(), hi[:, None] - 1)
-
-
-def _take(tiles: Tiles, chosen: Int64) -> Tiles:
-    return Tiles(*(side[chosen] for side in tiles))
