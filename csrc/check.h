@@ -5,8 +5,10 @@
 #include <nanobind/ndarray.h>
 
 #include <initializer_list>
+#include <limits>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "problem.h"
 
@@ -14,6 +16,7 @@ namespace ringweave {
 
 namespace nb = nanobind;
 typedef nb::ndarray<nb::device::cpu> Array;
+typedef nb::ndarray<nb::ro, nb::device::cpu> ReadArray;  // also one that may not be written
 
 // An error of the class `kind` in ringweave.errors; module.cpp raises it in Python.
 struct Refusal : std::runtime_error {
@@ -73,16 +76,20 @@ inline void same_dtype(const char *name, Dtype got, Dtype wanted) {
   if (got != wanted) refuse(name, "wanted the dtype of q");
 }
 
-inline void check_compact(const char *name, const Array &a) {
+template <class A>
+void check_compact(const char *name, const A &a) {
   int64_t expected = 1;
   for (size_t j = a.ndim(); j-- > 0; expected *= (int64_t)a.shape(j))
     if (a.shape(j) > 1 && a.stride(j) != expected && a.size() > 0) refuse(name, "wanted a contiguous array");
 }
 
-// The data of a contiguous int32 array; -1 in the shape accepts any size.
-inline const int32_t *ints(const char *name, const Array &a, std::initializer_list<int64_t> shape) {
+// The data of a contiguous array of integers; -1 in the shape accepts any size.
+template <class Int = int32_t, class A>
+const Int *ints(const char *name, const A &a, std::initializer_list<int64_t> shape) {
   const nb::dlpack::dtype t = a.dtype();
-  if (t.lanes != 1 || t.code != (uint8_t)nb::dlpack::dtype_code::Int || t.bits != 32) refuse(name, "wanted int32");
+  constexpr auto code = std::is_signed<Int>::value ? nb::dlpack::dtype_code::Int : nb::dlpack::dtype_code::UInt;
+  if (t.lanes != 1 || t.code != (uint8_t)code || t.bits != 8 * sizeof(Int))
+    refuse(name, std::string("wanted ") + (std::is_signed<Int>::value ? "int" : "uint") + std::to_string(8 * sizeof(Int)));
   if (a.ndim() != shape.size())
     refuse(name, "wanted " + std::to_string(shape.size()) + " dimensions, got " + std::to_string(a.ndim()));
   size_t i = 0;
@@ -93,7 +100,7 @@ inline const int32_t *ints(const char *name, const Array &a, std::initializer_li
     ++i;
   }
   check_compact(name, a);
-  return (const int32_t *)a.data();
+  return (const Int *)a.data();
 }
 
 // Whether the values ascend strictly, without duplicates.
@@ -104,8 +111,9 @@ inline bool ascends(const int32_t *x, int64_t n) {
 }
 
 // Checks that every element is in [low, high).
-inline void check_range(const char *name, const int32_t *x, int64_t n, int64_t low, int64_t high) {
-  int32_t least = INT32_MAX, most = INT32_MIN;
+template <class Int>
+void check_range(const char *name, const Int *x, int64_t n, int64_t low, int64_t high) {
+  Int least = std::numeric_limits<Int>::max(), most = std::numeric_limits<Int>::min();
   for (int64_t i = 0; i < n; ++i) {
     least = x[i] < least ? x[i] : least;
     most = x[i] > most ? x[i] : most;

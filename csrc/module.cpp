@@ -4,10 +4,12 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
 #include "check.h"
+#include "paint.h"
 #include "run.h"
 
 namespace ringweave {
@@ -628,6 +630,96 @@ class Prepared {
   int64_t stored = 0, size = 0, columns_of_table = 0;  // number of pages, tokens per page, and columns of the table
 };
 
+// Checks that half-open ranges ascend and share nothing.
+void check_disjoint(const char *name, const int64_t *start, const int64_t *stop, int64_t n) {
+  bool wrong = false;
+  for (int64_t i = 0; i < n; ++i) wrong |= stop[i] < start[i] || (i && start[i] < stop[i - 1]);
+  if (wrong) refuse(name, "wanted ranges that ascend and do not overlap");
+}
+
+// Zones are copies, so that what was checked cannot change.
+Zones zones_of(Arguments &given) {
+  Zones z;
+  const auto numbers = [&](const char *name, int64_t wanted) {
+    const ReadArray a = given.get<ReadArray>(name);
+    const int64_t *x = ints<int64_t>(name, a, {wanted}), n = (int64_t)a.shape(0);
+    check_range(name, x, n, -kFarthest, kFarthest + 1);
+    return std::vector<int64_t>(x, x + n);
+  };
+  z.q0 = numbers("q0", -1);
+  const int64_t groups = (int64_t)z.q0.size();
+  z.q1 = numbers("q1", groups), z.d0 = numbers("d0", groups), z.d1 = numbers("d1", groups);
+  z.phase = numbers("phase", groups);
+  const auto ptr = given.get<std::optional<ReadArray>>("ptr", {});
+  z.k0 = numbers("k0", ptr ? -1 : groups);
+  const int64_t runs = (int64_t)z.k0.size();
+  z.k1 = numbers("k1", runs);
+  check_disjoint("q0, q1", z.q0.data(), z.q1.data(), groups);
+  if (ptr) {
+    const int64_t *x = ints<int64_t>("ptr", *ptr, {groups + 1});
+    z.ptr.assign(x, x + groups + 1);
+    check_range("ptr", z.ptr.data(), groups + 1, 0, runs + 1);
+    if (z.ptr[0] != 0 || z.ptr[groups] != runs || !std::is_sorted(z.ptr.begin(), z.ptr.end()))
+      refuse("ptr", "wanted numbers that ascend from 0 to the number of runs, " + std::to_string(runs));
+  }
+  for (int64_t g = 0; g < groups; ++g) {
+    const int64_t first = ptr ? z.ptr[g] : g, stop = ptr ? z.ptr[g + 1] : g + 1;
+    check_disjoint("k0, k1", z.k0.data() + first, z.k1.data() + first, stop - first);
+  }
+  const auto residue = given.get<std::optional<std::tuple<int64_t, int64_t, int64_t>>>("residue", {});
+  given.end();
+  if (!residue) return z;
+  const auto [axis, m, width] = *residue;
+  if (axis < 0 || axis > 2 || m < 1 || m > kFarthest || width < 0 || width > m)
+    refuse("residue", "wanted (axis of 0 to 2, m >= 1, width of 0 to m)");
+  z.axis = (Zones::Axis)axis, z.m = m, z.width = width;
+  for (int64_t i = 0; i < 64 && m <= kMostRepeated; ++i) z.repeated |= (uint64_t)(i % m < width) << i;
+  return z;
+}
+
+void bind_paint(const Zones &zones, const ReadArray &q_lo, const ReadArray &q_hi, const ReadArray &k_lo,
+                const ReadArray &k_hi, const Array &out, int threads) {
+  check_threads(threads);
+  uint32_t *to = const_cast<uint32_t *>(ints<uint32_t>("out", out, {-1, -1, -1}));
+  Tiles tiles = {};
+  tiles.count = (int64_t)out.shape(0), tiles.rows = (int64_t)out.shape(1), tiles.words = (int64_t)out.shape(2);
+  const auto sides = [&](const char *name, const ReadArray &a) {
+    const int64_t *x = ints<int64_t>(name, a, {tiles.count});
+    check_range(name, x, tiles.count, -kFarthest, kFarthest + 1);
+    return x;
+  };
+  tiles.q_lo = sides("q_lo", q_lo), tiles.q_hi = sides("q_hi", q_hi);
+  tiles.k_lo = sides("k_lo", k_lo), tiles.k_hi = sides("k_hi", k_hi);
+  const auto check_sizes = [&](const char *name, const int64_t *lo, const int64_t *hi, int64_t most) {
+    bool wrong = false;
+    for (int64_t i = 0; i < tiles.count; ++i) wrong |= hi[i] < lo[i] || hi[i] - lo[i] > most;
+    if (wrong) refuse(name, "wanted tiles of 0 to " + std::to_string(most) + ", which \"out\" has room for");
+  };
+  check_sizes("q_lo, q_hi", tiles.q_lo, tiles.q_hi, tiles.rows);
+  check_sizes("k_lo, k_hi", tiles.k_lo, tiles.k_hi, 32 * tiles.words);
+  nb::gil_scoped_release release;
+  paint(zones, tiles, to, threads);
+}
+
+int64_t bind_row(const std::vector<const Zones *> &leaves, const std::string &tree, const std::vector<int64_t> &q,
+                 const std::vector<int64_t> &k, int64_t keys, int64_t tile, const Array &row, const Array &states) {
+  const size_t n = leaves.size();
+  if (q.size() != n || k.size() != n) refuse("q, k", "wanted a position for each of " + std::to_string(n) + " leaves");
+  if (!depth_of(tree, n)) refuse("tree", "wanted a tree of " + std::to_string(n) + " leaves, got \"" + tree + "\"");
+  check_range("q", q.data(), n, -kFarthest, kFarthest + 1);
+  check_range("k", k.data(), n, -kFarthest, kFarthest + 1);
+  if (keys < 0 || keys > INT32_MAX) refuse("keys", "wanted 0 to 2147483647, got " + std::to_string(keys));
+  if (tile < 1 || tile > kMostTile) refuse("tile", "wanted 1 to 256, got " + std::to_string(tile));
+  uint32_t *bits = const_cast<uint32_t *>(ints<uint32_t>("row", row, {(keys + 31) / 32}));
+  uint8_t *to = const_cast<uint8_t *>(ints<uint8_t>("states", states, {(keys + tile - 1) / tile}));
+  std::vector<Leaf> placed(n);
+  for (size_t i = 0; i < n; ++i) {
+    if (!leaves[i]) refuse("leaves", "has None");
+    placed[i] = {leaves[i], q[i], k[i]};
+  }
+  return paint_row(placed, tree, keys, tile, bits, to);
+}
+
 std::vector<std::string> variants() {
   std::vector<std::string> names;
   for (const Kernel *k : found()) names.push_back(k->name);
@@ -668,4 +760,15 @@ NB_MODULE(_cpu, m) {
            "lse"_a, "keys"_a, "first"_a, "threads"_a, "table"_a = 0, "lengths"_a = 0, "k_scale"_a = 0, "v_scale"_a = 0)
       .def("backward", &Prepared::backward, "dout"_a, "dout_strides"_a, "q"_a, "q_strides"_a, "k"_a, "k_strides"_a,
            "v"_a, "v_strides"_a, "out"_a, "lse"_a, "dlse"_a, "dq"_a, "dk"_a, "dv"_a, "threads"_a);
+  nb::class_<Zones>(m, "Zones", "Zones of a pattern, checked and copied (see csrc/paint.h).")
+      .def("__init__",
+           [](Zones *zones, const nb::kwargs &named) {
+             Arguments given(named);
+             new (zones) Zones(zones_of(given));
+           })
+      .def("paint", &bind_paint, "q_lo"_a, "q_hi"_a, "k_lo"_a, "k_hi"_a, "out"_a, "threads"_a,
+           "Write the words of tiles: out (tiles, rows, words) is overwritten, and bits outside of a tile are 0.")
+      .def_static("row", &bind_row, "leaves"_a, "tree"_a, "q"_a, "k"_a, "keys"_a, "tile"_a, "row"_a, "states"_a,
+                  "Write the keys that a query attends as bits, and the state of each tile: 0 empty, 1 full, 2 partial. "
+                  "Returns the number of tiles that are not empty.");
 }

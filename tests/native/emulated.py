@@ -204,6 +204,8 @@ def module(program: Program, like: ModuleType) -> ModuleType:
             setattr(made, name, function(name, one.__nb_signature__[0]))
     # prepared calls pass addresses, which are invalid in another process
     made.Prepared = like.Prepared  # type: ignore[attr-defined]
+    # masks are painted by code that is the same for every processor, and plans hold the zones
+    made.Zones = like.Zones  # type: ignore[attr-defined]
     return made
 
 

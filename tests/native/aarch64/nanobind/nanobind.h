@@ -28,6 +28,7 @@ namespace nanobind {
 namespace device {
 struct cpu {};
 }
+struct ro {};
 namespace dlpack {
 struct dtype {
   uint8_t code, bits;
@@ -277,6 +278,10 @@ struct class_ {
   class_(module_ &, const char *, const char *) {}
   template <class... Ts>
   class_ &def(Ts &&...) {
+    return *this;
+  }
+  template <class... Ts>
+  class_ &def_static(Ts &&...) {
     return *this;
   }
 };
