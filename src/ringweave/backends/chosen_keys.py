@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..call import Call
 from ..patterns import Pattern
+from ..patterns.located import located
 from ..patterns.within import by_head
 from ..plan import Branch
 from ..plan.from_lists import listed, serves
@@ -53,15 +54,17 @@ class ChosenKeys:
         """Evaluate the relation at listed keys (B or 1, Hkv or 1, L, R, n)."""
         # the relation is the same for all heads, and a function may read the batch element
         if self.relation.select(0, 0) is self.relation:
-            return _allowed(self.relation, at, keys)
-        each = [_allowed(self.relation.select(b, 0), at, keys[b if len(keys) > 1 else 0]) for b in range(self.batch)]
+            return self._allowed(self.relation, at, keys)
+        each = [
+            self._allowed(self.relation.select(b, 0), at, keys[b if len(keys) > 1 else 0]) for b in range(self.batch)
+        ]
         return torch.stack(each)
 
-
-def _allowed(relation: Pattern, at: Tensor, keys: Tensor) -> Tensor:
-    """Evaluate a relation at listed keys (..., R, n), with one side for all leading ones: a function takes four."""
-    flat = keys.flatten(0, -3)
-    return relation.allows(at, flat).expand(flat.shape).reshape(keys.shape)
+    def _allowed(self, relation: Pattern, at: Tensor, keys: Tensor) -> Tensor:
+        """Evaluate a relation at listed keys (..., R, n), with one side for all leading ones: a function takes four."""
+        branch, flat = self.branch, keys.flatten(0, -3)
+        here = located(relation, branch.q_offset + branch.nq, branch.nk)
+        return here.allows(at, flat).expand(flat.shape).reshape(keys.shape)
 
 
 def unsupported_reason(call: Call, branch: Branch) -> str | None:

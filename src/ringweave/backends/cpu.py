@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..cache import process_cache
 from ..call import Call, Operands
 from ..environment import CPU_VARIANT
 from ..errors import ShapeError, UnsupportedError
 from ..merge import merge_into as merge_with_torch
+from ..native import module as module
 from ..plan import BlockPlan, Branch, Spacing
 from ..precision import STORED, Scales
 from ..terms import KINDS, Term
@@ -33,15 +31,6 @@ if TYPE_CHECKING:
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # kMostChannels in csrc/problem.h
 _MOST_CHANNELS = 640
-
-
-@process_cache
-def module() -> ModuleType | None:
-    """Return the extension module, or None if the package was built without a compiler."""
-    try:
-        return importlib.import_module("ringweave._cpu")
-    except ImportError:
-        return None
 
 
 def variant() -> str:

@@ -12,13 +12,14 @@ Yi 2004, section 4).
 from __future__ import annotations
 
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from ..native import module
 from .arrays import Bool, Int64, Words, combine_ids, distinct, listed, number_rows, packed, padded
 from .lines import NONE, Line, union
 from .node import ELEMENT, EMPTY, FAR, FULL, Frame, Node, Origin, Sides, Tiles
@@ -252,7 +253,23 @@ class Zones(Node):
     # ---- tokens ------------------------------------------------------------------------------------------------------
 
     def words(self, tiles: Tiles, size: tuple[int, int]) -> Words:
-        return packed(self._bits(*self.sides(tiles), size))
+        sides = self.sides(tiles)
+        painter = self._painter
+        if painter is None:
+            return packed(self._bits(*sides, size))
+        words = np.empty((len(sides[0]), size[0], -(-size[1] // 32)), np.uint32)
+        painter.paint(*sides, words, torch.get_num_threads())
+        return words
+
+    @cached_property
+    def _painter(self) -> Any:
+        """The zones as compiled code reads them; None without it."""
+        native = module()
+        if native is None:
+            return None
+        names = ("q0", "q1", "d0", "d1", "phase", "k0", "k1")
+        sides = {name: np.ascontiguousarray(getattr(self, name)) for name in names}
+        return native.Zones(**sides, ptr=self.ptr, residue=self.residue)
 
     def _bits(self, q_lo: Int64, q_hi: Int64, k_lo: Int64, k_hi: Int64, size: tuple[int, int]) -> Bool:
         """Evaluate tiles by token: (tiles, *size), False outside of the tiles."""
