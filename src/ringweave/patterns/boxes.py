@@ -19,6 +19,7 @@ from torch import Tensor
 from ..cache import PATTERNS
 from ..checks import LONGEST, integers, whole
 from ..errors import PatternError, ShapeError, shown
+from ..relation.grid import Order, axis_parts
 from .tiles import Int64, combine_ids
 
 # Tokens of a default box. In the native kernel a pair in a tile of 32 takes 1.08 times as long as in a tile of 64, and
@@ -176,8 +177,12 @@ class Grid:
     @property
     def _ends(self) -> list[list[tuple[int, int, int]]]:
         """For each axis the whole boxes and the smaller one at the end, as (first coordinate, boxes, side)."""
-        sides = list(zip(self.shape, self.tile, strict=True))
-        return [[(0, n // side, side)] + [(n // side * side, 1, n % side)] * (n % side > 0) for n, side in sides]
+        return [axis_parts(n, side) for n, side in zip(self.shape, self.tile, strict=True)]
+
+    @property
+    def order(self) -> Order:
+        """The order of tokens."""
+        return Order(self.shape, self.tile)
 
 
 def _boxes(grid: Grid) -> _Boxes:

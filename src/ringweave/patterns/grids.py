@@ -18,7 +18,10 @@ from torch import Tensor
 
 from ..checks import flag
 from ..errors import PatternError, shown
+from ..relation.grid import Product
 from ..relation.node import Node
+from ..relation.shapes import neighborhood, segments
+from ..relation.zones import Zones
 from .base import Pattern
 from .boxes import Grid, Pieces, axes_text, coordinates, per_axis, token_runs
 from .declared import declare
@@ -35,6 +38,10 @@ class OnGrid(Pattern):
     grid: Grid
     dilation: tuple[int, ...]
     reach: tuple[int, ...]
+
+    @abstractmethod
+    def _along(self, axis: int) -> Zones:
+        """Return the zones of an axis, over coordinates."""
 
     @abstractmethod
     def _first(self, axis: int, q: Tensor) -> Tensor:
@@ -73,9 +80,9 @@ class OnGrid(Pattern):
         return self._all_pairs() if nq == nk == self.grid.tokens else None
 
     def zones(self, n: int) -> Node:
-        from ..relation.opaque import Opaque
-
-        return Opaque(lambda q, k, element: self.allows(q, k))
+        axes = [self._along(axis) for axis in range(len(self.grid.shape))]
+        # on one axis the boxes follow one another, so tokens stand by their coordinate
+        return Product(self.grid.order, axes) if len(axes) > 1 else axes[0]
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         allowed = torch.ones((), dtype=torch.bool, device=q.device)
@@ -208,6 +215,9 @@ class GridNeighborhood(OnGrid):
         causal = f", causal={axes_text(self.causal)}" if any(self.causal) else ""
         return f"GridNeighborhood({self.grid.__repr__()}, {axes_text(self.window)}{dilated}{causal})"
 
+    def _along(self, axis: int) -> Zones:
+        return neighborhood(self.window[axis], self.dilation[axis], self.grid.shape[axis], self.causal[axis])
+
     def _first(self, axis: int, q: Tensor) -> Tensor:
         n, window, rate = self.grid.shape[axis], self.window[axis], self.dilation[axis]
         if self.causal[axis]:
@@ -283,6 +293,9 @@ class GridWindows(OnGrid):
     def _text(self) -> str:
         shift = f", shift={axes_text(self.shift)}" if any(self.shift) else ""
         return f"GridWindows({self.grid.__repr__()}, {axes_text(self.size)}{shift})"
+
+    def _along(self, axis: int) -> Zones:
+        return segments(self.size[axis], self.grid.shape[axis], self.shift[axis])
 
     def _first(self, axis: int, q: Tensor) -> Tensor:
         return q - (q - self.shift[axis]) % self.size[axis]
