@@ -84,7 +84,7 @@ CLASSES_ELSEWHERE = {"ContextParallel"}
 RECORDS = {"AttentionOutput", "BlockPlan", "BlockWeights"}
 #: Methods by which patterns answer plans: internal, called with arrays.
 PROTOCOL = {
-    "allows", "key_ranges", "excluded_ranges", "tile_classes", "extents", "select", "check", "restride", "remade", "spans", "fits", "bound_ids", "read", "readable", "own", "either", "value", "views", "of", "key", "write", "parts_within",
+    "allows", "zones", "extents", "select", "check", "restride", "remade", "spans", "fits", "bound_ids", "read", "readable", "own", "either", "value", "views", "of", "key", "write", "parts_within",
     "distance_profile", "apply", "gradient", "total", "bound", "over", "slope", "entry", "share", "example", "stays_equal",
 }  # fmt: skip
 

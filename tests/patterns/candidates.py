@@ -14,6 +14,9 @@ from ringweave.patterns.base import Pattern
 from ringweave.patterns.declared import Declared
 from ringweave.plan import from_pattern
 from ringweave.plan.branches import Branch, branches
+from ringweave.relation.lines import union
+from ringweave.relation.node import Frame, Node
+from ringweave.relation.tiles import Masks, Tiling
 
 LENGTHS = (2**11, 2**13, 2**15)
 #: Most candidate tiles for each tile of a plan, and for each row of tiles.
@@ -24,12 +27,12 @@ MOST = 4
 def counted() -> Iterator[list[int]]:
     """Collect the number of candidate tiles of each plan that is made inside."""
     found: list[int] = []
-    candidates, context = from_pattern._candidates, from_pattern._new_context
+    tiling, context = from_pattern.tiling, from_pattern._new_context
 
-    def spy(*args: Any) -> Any:
-        row, col = candidates(*args)
-        found.append(len(row))
-        return row, col
+    def spy(node: Node, frame: Frame, masks: Masks) -> Tiling:
+        line = union(node.touched(frame), node.filled(frame))
+        found.append(int((line.stop - line.start).sum()))
+        return tiling(node, frame, masks)
 
     def around_a_table(*args: Any) -> Any:
         # all tiles around a table are planned once, if they are few, and serve every other table
@@ -39,7 +42,7 @@ def counted() -> Iterator[list[int]]:
         return planned
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(from_pattern, "_candidates", spy)
+        patched.setattr(from_pattern, "tiling", spy)
         patched.setattr(from_pattern, "_new_context", around_a_table)
         yield found
 

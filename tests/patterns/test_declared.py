@@ -9,6 +9,7 @@ import inspect
 import pkgutil
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 import ringweave as rw
@@ -18,15 +19,17 @@ from ringweave.patterns.base import Composite, Derived, Pattern
 from ringweave.patterns.declared import DECLARED, declare
 from ringweave.patterns.dilated import Strided
 from ringweave.patterns.reader import names
-from ringweave.patterns.tiles import Int64, Ranges
+from ringweave.relation.lines import Line
+from ringweave.relation.node import Frame, Node
+from ringweave.relation.zones import Zones
 
 from .. import cases
 from ..fuzz import kinds
 from . import candidates
 
 #: The methods that a pattern may define, as the docstring of Pattern lists them.
-REQUIRED = {"_text", "allows", "key_ranges", "tile_classes"}
-OPTIONAL = {"excluded_ranges", "extents", "select", "bound", "check", "restride", "distance_profile"}
+REQUIRED = {"_text", "zones"}
+OPTIONAL = {"extents", "select", "bound", "check", "restride", "distance_profile"}
 SAID = {"tables", "residue_rate", "tile_size", "by_place"}
 #: The methods that identify a function mask by the values it reads and bounds by their contents, and those of a mixture.
 BESIDES = {
@@ -65,7 +68,7 @@ def test_patterns_define_no_other_method(kind: type[Pattern]) -> None:
 
 
 #: Classes that operators and calls create; users do not write these names.
-MADE = {"And", "Or", "Not", "Combined", "Shared", "Shifted", "Offsets", "Composite", "Derived"}
+MADE = {"And", "Or", "Not", "Combined", "Shifted", "Offsets", "Composite", "Derived"}
 
 
 def test_every_pattern_is_declared_and_exported() -> None:
@@ -106,11 +109,20 @@ def test_plans_look_at_few_more_tiles_than_they_contain(name: str) -> None:
     candidates.check_declared(known)
 
 
-class Spread(Strided):
-    """Multiples of a stride, with all keys as its ranges: Strided once listed too many tiles in this way."""
+class Everywhere(Zones):
+    """Zones that may be in any tile, as far as they say."""
 
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        return Ranges.of((0, nk), rows=len(q_lo)) if nk <= self.stride else super().key_ranges(q_lo, q_hi, nk)
+    def touched(self, frame: Frame, within: Line | None = None) -> Line:
+        return Line(np.zeros(1, np.int64), np.full(1, frame.length))
+
+
+class Spread(Strided):
+    """Multiples of a stride that may be in any tile: Strided once listed too many tiles in this way."""
+
+    def zones(self, n: int | None) -> Node:
+        found = super().zones(n)
+        assert isinstance(found, Zones)
+        return Everywhere(residue=found.residue) if n is not None and n <= self.stride else found
 
 
 def test_a_quadratic_plan_is_found() -> None:

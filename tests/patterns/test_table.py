@@ -16,6 +16,7 @@ import ringweave as rw
 from ringweave.errors import PatternError
 from ringweave.patterns import rebuild
 from ringweave.patterns.block_sets import ListedBlocks, MaskBlocks
+from ringweave.relation.tiles import strips
 
 LEADS = [(), (1,), (3,), (2, 1), (2, 3)]
 
@@ -86,25 +87,26 @@ def test_a_table_of_lists_is_a_value(drawn: tuple[rw.BlockTable, Tensor]) -> Non
 
 @settings(max_examples=100)
 @given(listed((3, 5)), st.data())
-def test_ranges_and_tiles_of_lists_and_masks_agree(drawn: tuple[rw.BlockTable, Tensor], data: st.DataObject) -> None:
-    """Lists and masks have equal ranges and tiles, for tile sizes below and above the block's."""
+def test_tiles_of_lists_and_masks_agree(drawn: tuple[rw.BlockTable, Tensor], data: st.DataObject) -> None:
+    """Lists and masks reach equal tiles, for tile sizes below and above the block's, and no tile without a pair."""
     table, mask = drawn
     one = table.select(0, 0)
     other = rw.BlockTable(mask, (3, 5)).select(0, 0)
     nq, nk = mask.shape[-2] * 3, mask.shape[-1] * 5 - data.draw(st.integers(0, 4))
     side = data.draw(st.integers(1, 20))
-    lo = np.arange(0, nq, side)
-    hi = np.minimum(lo + side, nq)
-    for a, b in zip(one.key_ranges(lo, hi, nk), other.key_ranges(lo, hi, nk), strict=True):
+    frame = strips(nq, nk, (side, side))
+    lines = [each.zones(max(nq, nk)).touched(frame) for each in (one, other)]
+    for a, b in zip(*lines, strict=True):
         assert np.array_equal(a, b)
+    row, col = np.divmod(lines[0].places(), frame.width)
+    reached = {*zip(row.tolist(), col.tolist(), strict=True)}
     dense = one.to_dense(nq, nk)[0, 0]
-    covered = torch.zeros_like(dense)
-    for begin, end, starts, stops in zip(lo, hi, *one.key_ranges(lo, hi, nk), strict=True):
-        for start, stop in zip(starts, stops, strict=True):
-            covered[begin:end, start:stop] = True
-            # no range contains a key without a query, at its ends or between
-            assert dense[begin:end, start:stop].any(0).all()
-    assert not (dense & ~covered).any()
+    filled = {
+        (i, j)
+        for i, j in np.ndindex(-(-nq // side), frame.width)
+        if dense[i * side : (i + 1) * side, j * side : (j + 1) * side].any()
+    }
+    assert reached == filled
 
 
 @pytest.mark.parametrize("form", ["mask", "lists"])

@@ -63,7 +63,7 @@ class ChosenKeys:
     def _allowed(self, relation: Pattern, at: Tensor, keys: Tensor) -> Tensor:
         """Evaluate a relation at listed keys (..., R, n), with one side for all leading ones: a function takes four."""
         branch, flat = self.branch, keys.flatten(0, -3)
-        here = located(relation, branch.q_offset + branch.nq, branch.nk)
+        here = located(relation, (branch.q_offset + branch.nq, branch.nk))
         return here.allows(at, flat).expand(flat.shape).reshape(keys.shape)
 
 

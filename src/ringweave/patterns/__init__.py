@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .dilated import Dilated as Dilated
     from .dilated import LongNet as LongNet
     from .dilated import Strided as Strided
+    from .dilated import StridedView as StridedView
     from .documents import Documents as Documents
     from .fitting import check_extents as check_extents
     from .function import MaskMod as MaskMod
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from .reader import rebuild as rebuild
     from .selected import Selected as Selected
     from .table import BlockTable as BlockTable
-    from .tiles import StridedView as StridedView
     from .within import Within as Within
 
 #: Public names by module.
@@ -56,7 +56,7 @@ MODULES = {
     "algebra": ("And", "Not", "Or", "PerHead"),
     "base": ("Full", "Pattern"),
     "boxes": ("Grid",),
-    "dilated": ("Dilated", "LongNet", "Strided"),
+    "dilated": ("Dilated", "LongNet", "Strided", "StridedView"),
     "documents": ("Documents",),
     "fitting": ("check_extents",),
     "function": ("MaskMod", "TokenMask", "from_mask_mod"),
@@ -76,7 +76,6 @@ MODULES = {
         "variable",
     ),
     "selected": ("Selected",),
-    "tiles": ("StridedView",),
     "table": ("BlockTable",),
     "within": ("Within",),
 }

@@ -82,7 +82,7 @@ class And(Combined):
 
     sign: ClassVar[str] = " & "
 
-    def zones(self, n: int) -> Node:
+    def zones(self, n: int | None) -> Node:
         return relation.And([part.zones(n) for part in self.parts])
 
     @property
@@ -101,7 +101,7 @@ class Or(Combined):
 
     sign: ClassVar[str] = " | "
 
-    def zones(self, n: int) -> Node:
+    def zones(self, n: int | None) -> Node:
         return relation.Or([part.zones(n) for part in self.parts])
 
     def distance_profile(self) -> DistanceProfile | None:
@@ -129,7 +129,7 @@ class Not(_Operator):
     def remade(self, parts: Sequence[Pattern]) -> Pattern:
         return ~parts[0]
 
-    def zones(self, n: int) -> Node:
+    def zones(self, n: int | None) -> Node:
         return relation.Not(self.part.zones(n))
 
     def distance_profile(self) -> DistanceProfile | None:
@@ -286,7 +286,7 @@ class PerHead(_Operator):
         rates = {pattern.residue_rate for pattern in self.patterns}
         return rates.pop() if len(rates) == 1 else 1
 
-    def zones(self, n: int) -> Node:
+    def zones(self, n: int | None) -> Node:
         return self._only().zones(n)
 
     def _only(self) -> Pattern:

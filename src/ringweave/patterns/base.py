@@ -117,11 +117,12 @@ class Pattern(ABC):
         """Return the text of ``spec``."""
 
     @abstractmethod
-    def zones(self, n: int) -> Node:
+    def zones(self, n: int | None) -> Node:
         """Return the relation of one batch element and head, or of all elements on their axis.
 
         Args:
-            n: End of all positions: no query or key of the call has a position from there on.
+            n: End of all positions: no query or key has a position from there on. None if it is unknown; the relation
+                is then asked for pairs only.
         """
 
     # ---- methods that a pattern may add ------------------------------------------------------------------------------
@@ -416,18 +417,17 @@ class Pattern(ABC):
         k = torch.arange(nk, device="cpu")[None, :]
         dense = torch.zeros(batch, heads, nq, nk, dtype=torch.bool, device="cpu")
         if pattern.select(0, 0) is pattern:
-            return dense.copy_(located(pattern, q_offset + nq, nk).allows(q, k))
+            return dense.copy_(located(pattern, (q_offset + nq, nk)).allows(q, k))
         for b in range(batch):
             for h in range(heads):
-                dense[b, h] = located(pattern.select(b, h), q_offset + nq, nk).allows(q, k)
+                dense[b, h] = located(pattern.select(b, h), (q_offset + nq, nk)).allows(q, k)
         return dense
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         """Evaluate the relation of one batch element and head on int64 positions that broadcast: bool."""
         from .located import located
 
-        n = 1 + max((int(side.max()) for side in (q, k) if side.numel()), default=0)
-        return located(self, n, n).allows(q, k)
+        return located(self, None).allows(q, k)
 
     def plan(
         self,
@@ -582,7 +582,7 @@ class Full(Pattern):
     def _text(self) -> str:
         return "Full()"
 
-    def zones(self, n: int) -> Node:
+    def zones(self, n: int | None) -> Node:
         return Zones()
 
     def restride(self, rate: int, offset: int) -> Pattern:
@@ -600,7 +600,7 @@ class Derived(Pattern):
     def definition(self) -> Pattern:
         """The pattern that the name denotes."""
 
-    def zones(self, n: int) -> Node:
+    def zones(self, n: int | None) -> Node:
         return self.definition.zones(n)
 
     @property

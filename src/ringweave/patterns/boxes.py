@@ -1,7 +1,7 @@
 """An order of the tokens of an image or a video in which the tokens of a tile form a compact box.
 
-A box is an interval along every axis. ``Pieces`` converts ranges of tokens to boxes, and ``token_runs`` converts boxes
-to ranges of tokens.
+A box is an interval along every axis. The order itself, and the boxes of a run of tokens, are those of a relation on a
+grid: :mod:`ringweave.relation.grid`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,14 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..cache import PATTERNS
 from ..checks import LONGEST, integers, whole
 from ..errors import PatternError, ShapeError, shown
 from ..relation.grid import Order, axis_parts
-from .tiles import Int64, combine_ids
 
 # Tokens of a default box. In the native kernel a pair in a tile of 32 takes 1.08 times as long as in a tile of 64, and
 # 1.16 times as long as in one of 128; but boxes of 64 and 128 tokens compute 1.1 to 2.8 times as many pairs (windows
@@ -45,22 +42,6 @@ def axes_text(values: tuple[int, ...]) -> str:
     """Write a tuple as text, number by number, so that torch.compile can keep changing sizes symbolic."""
     said = ", ".join([f"{value}" for value in values])
     return f"({said},)" if len(values) == 1 else f"({said})"
-
-
-class _Boxes(NamedTuple):
-    """The boxes of a grid in its order.
-
-    Attributes:
-        first: (boxes + 1,), the first token of each box; the last entry is the number of tokens.
-        corner: (boxes, axes), the least coordinates of each box.
-        side: (boxes, axes), tokens along each axis.
-        number: Number of the box at each place, with one axis per axis of the grid.
-    """
-
-    first: Int64
-    corner: Int64
-    side: Int64
-    number: Int64
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -108,7 +89,7 @@ class Grid:
     @property
     def positions(self) -> Tensor:
         """Coordinates of all tokens in this order, int64 (tokens, axes)."""
-        return torch.stack(coordinates(self, torch.arange(self.tokens, device="cpu")), 1)
+        return torch.stack(self.order.coordinates(torch.arange(self.tokens, device="cpu")), 1)
 
     def flatten(self, x: Tensor, dim: int) -> Tensor:
         """Flatten the grid's axes to one axis of tokens, in this order.
@@ -185,39 +166,6 @@ class Grid:
         return Order(self.shape, self.tile)
 
 
-def _boxes(grid: Grid) -> _Boxes:
-    boxes: _Boxes | None = PATTERNS.get(("boxes", grid))
-    if boxes is None:
-        boxes = _made(grid)
-        PATTERNS.put(("boxes", grid), boxes, sum(part.nbytes for part in boxes))
-    return boxes
-
-
-def _made(grid: Grid) -> _Boxes:
-    # numpy, since modes of torch (fake tensors, default devices) would change torch's tensors
-    axes = [np.arange(0, n, side) for n, side in zip(grid.shape, grid.tile, strict=True)]
-    corner = np.stack(np.meshgrid(*axes, indexing="ij"), -1).reshape(-1, len(axes))
-    side = np.minimum(np.array(grid.shape) - corner, np.array(grid.tile))
-    # the smaller boxes at the end of the first axis come last
-    left = (side < np.array(grid.tile)) @ (1 << np.arange(len(axes))[::-1])
-    order = np.argsort(left, kind="stable")
-    corner, side = corner[order], side[order]
-    first = np.append(0, side.prod(1).cumsum())
-    return _Boxes(first, corner, side, np.argsort(order).reshape([len(each) for each in axes]))
-
-
-def coordinates(grid: Grid, position: Tensor) -> list[Tensor]:
-    """Return the coordinates of tokens along each axis."""
-    first, corner, side = (torch.from_numpy(part).to(position.device) for part in _boxes(grid)[:3])
-    box = torch.searchsorted(first, position.contiguous(), right=True) - 1
-    inner = position - first[box]
-    found = []
-    for axis in reversed(range(len(grid.shape))):
-        found.append(corner[:, axis][box] + inner % side[:, axis][box])
-        inner = inner // side[:, axis][box]
-    return found[::-1]
-
-
 def _sizes(shape: object) -> list[int]:
     sizes = [] if isinstance(shape, (set, frozenset)) else integers("shape", shape, 1)
     if not 1 <= len(sizes) <= 3:
@@ -255,91 +203,3 @@ def _axis(x: object, dim: object) -> int:
     if not x.ndim:
         raise ShapeError("x", "a tensor without axes", "the grid's axes", "Pass a tensor of tokens.")
     return number % x.ndim
-
-
-class Pieces(NamedTuple):
-    """Distinct ranges of tokens, cut into pieces that are boxes.
-
-    A piece is a box of the grid, a part of one at an end of the range, or several equal boxes in a row.
-
-    Attributes:
-        given: Number of the distinct range of each given range.
-        number: (ranges,), number of pieces of each range.
-        begin: (ranges,), first piece of each range.
-        first: (pieces, axes), least coordinates.
-        last: (pieces, axes), largest coordinates; for a part of a box, first and last may bound more than the part.
-        layout: (ranges,), equal numbers for ranges that differ only by a translation.
-    """
-
-    given: Int64
-    number: Int64
-    begin: Int64
-    first: Int64
-    last: Int64
-    layout: Int64
-
-    @staticmethod
-    def of(grid: Grid, lo: Int64, hi: Int64) -> Pieces:
-        bounds, _, sides, _ = _boxes(grid)
-        ranges, given = np.unique(lo * 2**31 + hi, return_inverse=True)
-        lo, hi = ranges >> 31, ranges & (2**31 - 1)
-        box, end = np.searchsorted(bounds, lo, side="right") - 1, np.searchsorted(bounds, hi)
-        cut, number = lo - bounds[box], end - box
-        row = np.repeat(np.arange(len(lo)), number)
-        box = np.arange(len(row)) + (box - np.cumsum(number) + number)[row]
-        begin, end = np.maximum(bounds[box], lo[row]), np.minimum(bounds[box + 1], hi[row])
-        side, uncut = sides[box], end - begin == np.diff(bounds)[box]
-        first, last = _between(grid, box, begin, end - 1)
-        # boxes of one shape that follow each other along one axis are one piece
-        moved = first[1:] != first[:-1]
-        joined = (row[1:] == row[:-1]) & uncut[1:] & uncut[:-1] & (side[1:] == side[:-1]).all(1)
-        joined &= (moved.sum(1) == 1) & (~moved | (first[1:] == last[:-1] + 1)).all(1)
-        heads = np.flatnonzero(np.append(np.ones(min(len(row), 1), np.bool_), ~joined))
-        first, last = first[heads], last[np.append(heads[1:], len(row)) - 1] if len(row) else last
-        number = np.bincount(row[heads], minlength=len(lo))
-        start = np.cumsum(number) - number
-        layout = combine_ids(hi - lo, cut, number)
-        for place in range(int(number.max(initial=0))):
-            each, here = np.minimum(start + place, len(heads) - 1), place < number
-            shape = (*side[heads[each]].T, *(last - first)[each].T)
-            layout = combine_ids(layout, *(np.where(here, along, -1) for along in shape))
-        return Pieces(given.reshape(-1), number, start, first, last, layout)
-
-
-def _between(grid: Grid, box: Int64, begin: Int64, end: Int64) -> tuple[Int64, Int64]:
-    """Return bounds of the coordinates of tokens begin..end of a box."""
-    corner, side = (part[box] for part in _boxes(grid)[1:3])
-    low, high = corner.copy(), corner + side - 1
-    alike = np.ones(len(box), np.bool_)
-    ends = (coordinates(grid, torch.from_numpy(each)) for each in (begin, end))
-    for axis, (from_, to) in enumerate(zip(*ends, strict=True)):
-        # a run of tokens covers an axis completely if its ends differ along an axis before it
-        low[alike, axis], high[alike, axis] = from_.numpy()[alike], to.numpy()[alike]
-        alike &= (from_ == to).numpy()
-    return low, high
-
-
-def token_runs(grid: Grid, first: list[Int64], last: list[Int64]) -> tuple[Int64, Int64, Int64]:
-    """Return runs of tokens that contain all tokens from coordinates first to last, as (number, begin, end)."""
-    table, axes = _boxes(grid), len(first)
-
-    def along(values: Int64, axis: int) -> Int64:
-        return values.reshape([-1 if each == axis else 1 for each in range(axes + 1)])
-
-    begin, end = ([along(c // side, 0) for c, side in zip(each, grid.tile, strict=True)] for each in (first, last))
-    real = np.ones((), np.bool_)
-    places = []
-    for axis in range(axes - 1):
-        place = begin[axis] + along(np.arange(int((end[axis] - begin[axis]).max(initial=0)) + 1), axis + 1)
-        real = real & (place <= end[axis])
-        places.append(place)
-    # along the last axis the whole boxes are one run, and the smaller box at its end is another
-    whole_boxes = grid.shape[-1] // grid.tile[-1]
-    left = along(np.arange(len(grid._ends[-1])), axes)
-    low = np.where(left, np.maximum(begin[-1], whole_boxes), begin[-1])
-    high = np.where(left, end[-1], np.minimum(end[-1], whole_boxes - 1))
-    real = real & (low <= high)
-    shape, bounds = real.shape, table.first
-    used = real.nonzero()
-    *places, low, high = (np.broadcast_to(each, shape)[used] for each in (*places, low, high))
-    return used[0], bounds[table.number[(*places, low)]], bounds[table.number[(*places, high)] + 1]

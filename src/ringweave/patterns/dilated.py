@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NoReturn
+from typing import ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from .base import Derived, DistanceProfile, Full, Pattern
 from .declared import declare
 from .fitting import fitting
 from .local import Causal, Segments, SlidingWindow
-from .tiles import StridedView
 
 
 @declare("Strided(8)", "By residue", tokens=64, hostile="Strided(2**30)")
@@ -49,7 +48,7 @@ class Strided(Pattern):
     def _text(self) -> str:
         return f"Strided({self.stride})"
 
-    def zones(self, n: int) -> Node:
+    def zones(self, n: int | None) -> Node:
         return Zones(residue=Residue(D, self.stride, 1))
 
     @property
@@ -108,6 +107,14 @@ class Dilated(Derived):
     def distance_profile(self) -> DistanceProfile:
         reach = self.window * self.rate
         return DistanceProfile(0, reach, self.window if self.rate == 1 else 0, False, reach)
+
+
+class StridedView(NamedTuple):
+    """Heads (start, stop, step), and the positions congruent to ``offset`` modulo ``rate``."""
+
+    heads: tuple[int, int, int]
+    rate: int
+    offset: int
 
 
 @declare(
@@ -261,7 +268,7 @@ class LongNet(Pattern):
             "A LongNet is a mixture of branches: use attention or explain, or plan the relation of one branch.",
         )
 
-    def zones(self, n: int) -> Node:
+    def zones(self, n: int | None) -> Node:
         self._refuse()
 
     def __invert__(self) -> Pattern:

@@ -164,7 +164,7 @@ class Documents(Bounds):
             )
         return spans
 
-    def zones(self, n: int) -> Node:
+    def zones(self, n: int | None) -> Node:
         packed: _Packed = self._now
         if packed.spans is not None:
             return packed.spans.documents().zones

@@ -589,7 +589,7 @@ class TokenMask(Pattern):
         count = heads // ranks
         return PerHead([self._chosen(self._batch, head) for head in range(rank * count, (rank + 1) * count)])
 
-    def zones(self, n: int) -> Node:
+    def zones(self, n: int | None) -> Node:
         return Opaque(self._evaluate)
 
     def _evaluate(self, q: Tensor, k: Tensor, element: Tensor) -> Tensor:

@@ -133,7 +133,7 @@ class Sinks(Bounds):
             got, remedy = f"a mask of {self._mask.shape[-1]} tokens for {nk} keys", "Mark the tokens of this length."
             raise PatternError("Sinks", got, f"a mask of {nk} tokens", remedy)
 
-    def zones(self, n: int) -> Node:
+    def zones(self, n: int | None) -> Node:
         base, first, stop, ptr = self._chosen_runs()
         each = len(base) > 1
         # each batch element has its own tokens
@@ -207,7 +207,7 @@ class Global(Sinks):
             remedy = "Mark the tokens of this length; Sinks(mask) marks keys alone."
             raise PatternError("Global", got, wanted, remedy)
 
-    def zones(self, n: int) -> Node:
+    def zones(self, n: int | None) -> Node:
         base, first, stop, ptr = self._chosen_runs()
         keys = super().zones(n)
         element = np.repeat(base, np.diff(ptr))
@@ -279,5 +279,5 @@ class Periodic(Pattern):
     def _text(self) -> str:
         return f"Periodic({self.period}, {self.start}, {self.stop})"
 
-    def zones(self, n: int) -> Node:
+    def zones(self, n: int | None) -> Node:
         return Zones(residue=Residue(K, self.period, self.stop - self.start), phase=self.start)

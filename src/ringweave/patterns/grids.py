@@ -1,8 +1,7 @@
 """Patterns of nearby tokens in an image or a video, in the token order of a grid.
 
-Along an axis a query attends an interval, the keys ``first(q) + j * dilation`` for j = 0, 1, ... below ``width``. A
-pattern is the product of its axes, and so are its bounds for a box of queries and the class of a pair of boxes. The
-pairs that two boxes allow depend on the distance of the boxes and, near a border, on the place of the queries' box.
+A pattern is the product of its axes: a query attends a key if it does so along every axis. Along an axis the relation
+is a few zones of coordinates.
 """
 
 from __future__ import annotations
@@ -12,10 +11,6 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from ..checks import flag
 from ..errors import PatternError, shown
 from ..relation.grid import Product
@@ -23,41 +18,25 @@ from ..relation.node import Node
 from ..relation.shapes import neighborhood, segments
 from ..relation.zones import Zones
 from .base import Pattern
-from .boxes import Grid, Pieces, axes_text, coordinates, per_axis, token_runs
+from .boxes import Grid, axes_text, per_axis
 from .declared import declare
-from .tiles import EMPTY, FULL, Int64, Ranges, Tiles, number_classes
 
 _SMALLEST, _LARGEST = 32, 128  # tile sizes
-_COMPARED = 256  # pairs of boxes that a tile may have; a tile with more gets a class of its own
 
 
 class OnGrid(Pattern):
-    """A product over the axes of a grid, each with keys ``first(q) + j * dilation`` below ``first(q) + reach``."""
+    """A product over the axes of a grid."""
 
     looks_up: ClassVar[bool] = True
     grid: Grid
-    dilation: tuple[int, ...]
-    reach: tuple[int, ...]
 
     @abstractmethod
     def _along(self, axis: int) -> Zones:
         """Return the zones of an axis, over coordinates."""
 
     @abstractmethod
-    def _first(self, axis: int, q: Tensor) -> Tensor:
-        """Return the least coordinate that each query attends; it may be negative."""
-
-    @abstractmethod
-    def _bound(self, axis: int, q: Int64) -> Int64:
-        """Return a bound b(q): ``_first(p) >= b(q)`` for p >= q, and ``_first(p) < b(q) + dilation`` for p <= q."""
-
-    @abstractmethod
     def _all_pairs(self) -> int:
         """Count all allowed pairs, as the product over the axes."""
-
-    @abstractmethod
-    def _anchor(self, axis: int, first: Int64, last: Int64) -> Int64:
-        """Number the relations of queries in [first, last]: equal numbers and equal distances allow the same keys."""
 
     def check(self, nq: int, nk: int, q_offset: int) -> None:
         tokens = self.grid.tokens
@@ -79,83 +58,10 @@ class OnGrid(Pattern):
         """Return the number of allowed pairs of all tokens by a formula; None for fewer queries, which are counted."""
         return self._all_pairs() if nq == nk == self.grid.tokens else None
 
-    def zones(self, n: int) -> Node:
+    def zones(self, n: int | None) -> Node:
         axes = [self._along(axis) for axis in range(len(self.grid.shape))]
         # on one axis the boxes follow one another, so tokens stand by their coordinate
         return Product(self.grid.order, axes) if len(axes) > 1 else axes[0]
-
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        allowed = torch.ones((), dtype=torch.bool, device=q.device)
-        for axis, (query, key) in enumerate(zip(coordinates(self.grid, q), coordinates(self.grid, k), strict=True)):
-            step = key - self._first(axis, query)
-            allowed = allowed & (step >= 0) & (step < self.reach[axis])
-            if self.dilation[axis] > 1:
-                allowed = allowed & (step % self.dilation[axis] == 0)
-        return allowed
-
-    def key_ranges(self, q_lo: Int64, q_hi: Int64, nk: int) -> Ranges:
-        pieces = Pieces.of(self.grid, q_lo, q_hi)
-        first, last = [], []
-        for axis, n in enumerate(self.grid.shape):
-            first.append(np.clip(self._bound(axis, pieces.first[:, axis]), 0, n))
-            last.append(np.clip(self._bound(axis, pieces.last[:, axis]) + self.reach[axis], first[-1], n) - 1)
-        piece, begin, end = token_runs(self.grid, first, last)
-        # a padded list of runs for each range
-        line = np.repeat(np.arange(len(pieces.number)), pieces.number)[piece]
-        counts = np.bincount(line, minlength=len(pieces.number))
-        slot = np.arange(len(line)) - np.repeat(np.cumsum(counts) - counts, counts)
-        padded = np.zeros((2, len(counts), int(counts.max(initial=1))), np.int64)
-        padded[0, line, slot], padded[1, line, slot] = begin, end
-        return Ranges(*padded[:, pieces.given])
-
-    def tile_classes(self, tiles: Tiles) -> Int64:
-        q, k = Pieces.of(self.grid, tiles.q_lo, tiles.q_hi), Pieces.of(self.grid, tiles.k_lo, tiles.k_hi)
-        # along each axis, for every piece of queries: the bounds of its first and its last query, and the anchor
-        reached = [
-            (self._bound(axis, low), self._bound(axis, high), self._anchor(axis, low, high))
-            for axis, (low, high) in enumerate(zip(q.first.T, q.last.T, strict=True))
-        ]
-        keys = np.zeros(len(q.given), np.int64)
-        # tiles with equal numbers of pieces are classified together
-        number = q.number[q.given] << 31 | k.number[k.given]
-        used = 0
-        for each in np.unique(number):
-            here = np.flatnonzero(number == each)
-            mine, theirs = q.given[here], k.given[here]
-            q_pieces, k_pieces = range(each >> 31), range(each & (2**31 - 1))
-            if len(q_pieces) * len(k_pieces) > _COMPARED:
-                never = np.zeros(len(here), np.bool_)
-                found = number_classes(never, never, mine, theirs)
-            else:
-                pairs = [
-                    self._pair(reached, q, q.begin[mine] + i, k, k.begin[theirs] + j)
-                    for i in q_pieces
-                    for j in k_pieces
-                ]
-                empty, full = (np.logical_and.reduce([pair == kind for pair in pairs]) for kind in (EMPTY, FULL))
-                found = number_classes(empty, full, q.layout[mine], k.layout[theirs], *pairs)
-            keys[here] = np.where(found > FULL, found + used, found)
-            used = int(keys.max())
-        return keys
-
-    def _pair(
-        self, reached: list[tuple[Int64, Int64, Int64]], queries: Pieces, q: Int64, keys: Pieces, k: Int64
-    ) -> Int64:
-        """Classify pairs of pieces without regard to their layout."""
-        empty, full = np.zeros(len(q), np.bool_), np.ones(len(q), np.bool_)
-        parts = []
-        for axis, (reach, dilation) in enumerate(zip(self.reach, self.dilation, strict=True)):
-            before, after, anchor = (part[q] for part in reached[axis])
-            low, high, first = keys.first[k, axis], keys.last[k, axis], queries.first[q, axis]
-            empty |= (high < before) | (low >= after + reach)
-            if dilation > 1:
-                # empty if no difference of coordinates is a multiple of the dilation
-                empty |= (high - first) // dilation * dilation < low - queries.last[q, axis]
-                full[:] = False
-            else:
-                full &= (after <= low) & (before + reach > high)
-            parts += [anchor, low - first]
-        return number_classes(empty, full, *parts)
 
 
 @declare("GridNeighborhood(Grid((32, 32)), 7)", "On a grid", hostile="GridNeighborhood(Grid((n // 64, 64)), 7, (4, 9))")
@@ -203,8 +109,7 @@ class GridNeighborhood(OnGrid):
         if len(self.causal) != axes:
             wanted = f"one bool, or one for each of {axes} axes"
             raise PatternError("causal", shown(self.causal), wanted, "Pass causal for the grid's axes.")
-        self.reach = tuple(w * d for w, d in zip(self.window, self.dilation, strict=True))
-        if any(reach > n for reach, n in zip(self.reach, grid.shape, strict=True)):
+        if any(w * d > n for w, d, n in zip(self.window, self.dilation, grid.shape, strict=True)):
             got = f"{self.window} times {self.dilation} on a grid of {grid.shape}"
             remedy = "Lower one of them, or use a larger grid."
             raise PatternError("window, dilation", got, "at most the grid's size along each axis", remedy)
@@ -217,27 +122,6 @@ class GridNeighborhood(OnGrid):
 
     def _along(self, axis: int) -> Zones:
         return neighborhood(self.window[axis], self.dilation[axis], self.grid.shape[axis], self.causal[axis])
-
-    def _first(self, axis: int, q: Tensor) -> Tensor:
-        n, window, rate = self.grid.shape[axis], self.window[axis], self.dilation[axis]
-        if self.causal[axis]:
-            return q - (window - 1) * rate
-        residue = q % rate
-        members = (n - residue + rate - 1) // rate
-        return torch.minimum((q // rate - window // 2).clamp(min=0), members - window) * rate + residue
-
-    def _bound(self, axis: int, q: Int64) -> Int64:
-        n, window, rate = self.grid.shape[axis], self.window[axis], self.dilation[axis]
-        if self.causal[axis]:
-            return q - (window - 1) * rate
-        return np.clip(q - window // 2 * rate, 0, n - self.reach[axis])
-
-    def _anchor(self, axis: int, first: Int64, last: Int64) -> Int64:
-        if self.causal[axis]:
-            return np.zeros_like(first)
-        before = self.window[axis] // 2 * self.dilation[axis]
-        inner = (first >= before) & (last - before <= self.grid.shape[axis] - self.reach[axis])
-        return np.where(inner, -1, first)
 
     @property
     def residue_rate(self) -> int:
@@ -287,7 +171,6 @@ class GridWindows(OnGrid):
         if any(shift >= size for shift, size in zip(self.shift, self.size, strict=True)):
             got = f"{self.shift} for windows of {self.size}"
             raise PatternError("shift", got, "less than the size", "Pass shift % size.")
-        self.dilation, self.reach = (1,) * axes, self.size
         self.__post_init__()
 
     def _text(self) -> str:
@@ -296,15 +179,6 @@ class GridWindows(OnGrid):
 
     def _along(self, axis: int) -> Zones:
         return segments(self.size[axis], self.grid.shape[axis], self.shift[axis])
-
-    def _first(self, axis: int, q: Tensor) -> Tensor:
-        return q - (q - self.shift[axis]) % self.size[axis]
-
-    def _bound(self, axis: int, q: Int64) -> Int64:
-        return q - self._anchor(axis, q, q)
-
-    def _anchor(self, axis: int, first: Int64, last: Int64) -> Int64:
-        return (first - self.shift[axis]) % self.size[axis]
 
     def _all_pairs(self) -> int:
         def along(n: int, size: int, shift: int) -> int:

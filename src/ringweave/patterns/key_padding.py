@@ -110,7 +110,7 @@ class KeyPadding(Bounds):
         element = position >> ELEMENT_BITS if self._rows > 1 else np.zeros_like(position)
         return start[element], stop[element]
 
-    def zones(self, n: int) -> Node:
+    def zones(self, n: int | None) -> Node:
         start, stop = self._now
         if self._rows == 1:
             return Zones(k=(start, stop))

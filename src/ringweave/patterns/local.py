@@ -38,7 +38,7 @@ class Causal(Pattern):
     def _text(self) -> str:
         return "Causal()"
 
-    def zones(self, n: int) -> Node:
+    def zones(self, n: int | None) -> Node:
         return Zones(d=(-ELEMENT, 1))
 
     def restride(self, rate: int, offset: int) -> Pattern:
@@ -86,7 +86,7 @@ class SlidingWindow(Pattern):
     def _text(self) -> str:
         return f"SlidingWindow({self.left}, {self.right})" if self.right else f"SlidingWindow({self.left})"
 
-    def zones(self, n: int) -> Node:
+    def zones(self, n: int | None) -> Node:
         return Zones(d=(-self.left, self.right + 1))
 
     def restride(self, rate: int, offset: int) -> Pattern:
@@ -121,9 +121,8 @@ class Segments(Pattern):
     def _text(self) -> str:
         return f"Segments({self.length})"
 
-    def zones(self, n: int) -> Node:
-        number = -(-n // self.length)
-        if number > MOST_ZONES:
+    def zones(self, n: int | None) -> Node:
+        if n is None or n // self.length > MOST_ZONES:
             return Opaque(lambda q, k, element: q // self.length == k // self.length)
         return segments(self.length, n)
 
@@ -163,7 +162,7 @@ class Neighborhood(Pattern):
                 f"Build it with tokens={nk}.",
             )
 
-    def zones(self, n: int) -> Node:
+    def zones(self, n: int | None) -> Node:
         return neighborhood(self.window, self.dilation, self.tokens)
 
     def _bound(self, q: Int64) -> Int64:

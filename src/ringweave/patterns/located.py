@@ -55,28 +55,28 @@ class Located(NamedTuple):
         return self.node.contains(q + first.q, k + first.k, first)
 
 
-def located(pattern: Pattern, queries: int, keys: int, elements: Int64 | None = None) -> Located:
+def located(pattern: Pattern, ends: tuple[int, int] | None, elements: Int64 | None = None) -> Located:
     """Return the relation of a pattern of one head.
 
     Args:
         pattern: A pattern that is the same for all batch elements, or from :func:`ringweave.patterns.within.batched`.
-        queries: End of the places of queries.
-        keys: End of the places of keys.
+        ends: Ends of the places of queries and of keys; None if they are unknown, for pairs only.
         elements: (n,) batch elements; by default the first one.
     """
     elements = np.zeros(1, np.int64) if elements is None else elements
     moved = parts_of(pattern, Shifted)
     if not moved:
         zero = np.zeros_like(elements)
-        return Located(simplified(pattern.zones(max(queries, keys))), elements, zero, zero)
+        return Located(simplified(pattern.zones(None if ends is None else max(ends))), elements, zero, zero)
     # the offsets of a call, which all shifted parts have
     q, k = moved[0].offsets._now
-    node = _by_position(pattern, max(queries + int(q.max()), keys + int(k.max())))
+    n = None if ends is None else max(ends[0] + int(q.max()), ends[1] + int(k.max()))
+    node = _by_position(pattern, n)
     q, k = (side[elements] if len(side) > 1 else np.broadcast_to(side, elements.shape) for side in (q, k))
     return Located(simplified(node), elements, q, k)
 
 
-def _by_position(pattern: Pattern, n: int) -> Node:
+def _by_position(pattern: Pattern, n: int | None) -> Node:
     """Return the relation of positions; parts that are not shifted count by places."""
     if isinstance(pattern, Shifted):
         return pattern.zones(n)

@@ -139,7 +139,7 @@ class Shifted(Composite):
     def tile_size(self) -> int | None:
         return self.pattern.tile_size
 
-    def zones(self, n: int) -> Node:
+    def zones(self, n: int | None) -> Node:
         return self.pattern.zones(n)
 
 

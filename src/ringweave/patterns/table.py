@@ -181,7 +181,7 @@ class BlockTable(Pattern):
     def tile_size(self) -> int | None:
         return self.block_size[0] if self.block_size[0] == self.block_size[1] else None
 
-    def zones(self, n: int) -> Node:
+    def zones(self, n: int | None) -> Node:
         number, block = (side.numpy() for side in self.blocks.lines())
         row = np.repeat(np.arange(len(number)), number)
         new = np.flatnonzero((np.diff(row, prepend=-1) != 0) | (np.diff(block, prepend=-2) != 1))

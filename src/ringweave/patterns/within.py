@@ -110,7 +110,7 @@ class Within(Composite):
             for length in {int(lengths[lengths > 0].min()), int(lengths.max())}:
                 self.pattern.check(length, length, 0)
 
-    def zones(self, n: int) -> Node:
+    def zones(self, n: int | None) -> Node:
         return placed(self.pattern.zones(n), self.bounds.spans().documents())
 
 

@@ -24,8 +24,8 @@ from ..cache import PROGRAMS
 from ..errors import PatternError
 from ..patterns import And, Causal, Full, Or, Pattern
 from ..patterns.base import store_of
+from ..patterns.dilated import StridedView
 from ..patterns.shifted import Shifted
-from ..patterns.tiles import StridedView
 from ..patterns.within import Within
 from .block_plan import BlockPlan
 from .cached_plans import plan_cache

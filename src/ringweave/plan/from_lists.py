@@ -224,7 +224,7 @@ def _sets(lists: Selected, relation: Pattern, extent: Extent) -> tuple[list[_Set
         check_bounds(each, extent.nq, extent.nk, extent.q_offset)
     relations: list[Located | None] = []
     for each, starts in found:
-        here = located(each, extent.q_offset + extent.nq, extent.nk, starts >> ELEMENT_BITS)
+        here = located(each, (extent.q_offset + extent.nq, extent.nk), starts >> ELEMENT_BITS)
         relations += [None if isinstance(each, Full) else here.one(number) for number in range(len(starts))]
     joint, row_set = np.unique(of_lists * len(relations) + of_relation, return_inverse=True)
     rows = slice(extent.q_offset, extent.q_offset + extent.nq) if table.shape[-2] > 1 else slice(None)

@@ -232,7 +232,7 @@ def _rows(
     part: slice = slice(None),
 ) -> RowSet:
     """Return the row sets of distinct batch elements, which begin at ``starts`` on the pattern's axis."""
-    here = located(pattern, q_offset + nq, nk, starts >> ELEMENT_BITS)
+    here = located(pattern, (q_offset + nq, nk), starts >> ELEMENT_BITS)
     frame = here.strips(nq, nk, tile, q_offset=q_offset, part=part)
     tiles = tiling(here.node, frame, masks)
     row = tiles.place // frame.width
@@ -255,7 +255,7 @@ def estimate_tiles(pattern: Pattern, nq: int, nk: int, *, heads: int = 1, q_offs
         each = pattern.select(0, head)
         key = each.value()
         if key not in counts:
-            here = located(each, q_offset + nq, nk)
+            here = located(each, (q_offset + nq, nk))
             frame = here.strips(nq, nk, (q_tile, kv_tile), q_offset=q_offset, part=some)
             counts[key] = estimated(here.node, frame) / len(some) * rows
         total += counts[key]

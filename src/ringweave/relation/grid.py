@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from .arrays import Bool, Int64, Words, combine_ids, distinct, listed, number_rows, packed, padded
 from .lines import NONE, Line, by_strip, union
@@ -49,18 +51,24 @@ class Order:
         self._first = np.append(0, np.cumsum(places[:, -1]))
         self._unit = np.append(places[:, -2::-1], np.ones((len(regions), 1), np.int64), axis=1)
 
-    def coordinates(self, token: Int64) -> list[Int64]:
+    def coordinates(self, token: Tensor) -> list[Tensor]:
         """Return the coordinates of tokens along each axis."""
-        region: Int64 | int = 0
-        if len(self._corner) > 1:
-            region = np.searchsorted(self._first, token, "right") - 1
-        place, axes = token - self._first[region], len(self.shape)
+        first, corner, side, digits, unit = (
+            torch.from_numpy(part).to(token.device)
+            for part in (self._first, self._corner, self._side, self._digits, self._unit)
+        )
+        region = torch.searchsorted(first, token.contiguous(), right=True) - 1 if len(corner) > 1 else 0
+        place, axes = token - first[region], len(self.shape)
         found = []
         for axis in range(axes):
-            box = place // self._unit[region, axis] % self._digits[region, axis]
-            inner = place // self._unit[region, axes + axis] % self._digits[region, axes + axis]
-            found.append(self._corner[region, axis] + box * self._side[region, axis] + inner)
+            box = place // unit[region, axis] % digits[region, axis]
+            inner = place // unit[region, axes + axis] % digits[region, axes + axis]
+            found.append(corner[region, axis] + box * side[region, axis] + inner)
         return found
+
+    def on_host(self, token: Int64) -> list[Int64]:
+        """Return the coordinates of tokens along each axis as arrays."""
+        return [each.numpy() for each in self.coordinates(torch.from_numpy(token))]
 
     def pieces(self, sides: Sides) -> Pieces:
         """Cut the sides of tiles to pieces; positions that are no tokens of the grid are left out."""
@@ -78,7 +86,7 @@ class Order:
         at, slot = np.nonzero(cuts[:, :-1] < cuts[:, 1:])
         side = side[at]
         begin, end = cuts[at, slot] + base[at], cuts[at, slot + 1] + base[at]
-        low, last = (np.stack(self.coordinates(token), 1) for token in (begin, end - 1))
+        low, last = (np.stack(self.on_host(token), 1) for token in (begin, end - 1))
         high = last + 1
         # the extent of a piece says how its tokens stand: its boxes are as long as those of the grid, or as the piece
         shape = combine_ids(begin - sides.lo[side], *(high - low).T)
@@ -273,14 +281,14 @@ class Product(Node):
         sides, like = _distinct(sides, number)
         token = np.minimum(sides.lo[:, None] + np.arange(length), sides.hi[:, None] - 1)
         real = (token >= 0) & (token < self.order.tokens)
-        return self.order.coordinates(np.clip(token, 0, self.order.tokens - 1)), real, like
+        return self.order.on_host(np.clip(token, 0, self.order.tokens - 1)), real, like
 
-    def contains(self, q: Int64, k: Int64, origin: Origin) -> Bool:
+    def contains(self, q: Tensor, k: Tensor, origin: Origin) -> Tensor:
         last = self.order.tokens - 1
-        allowed: Bool = (q >= 0) & (q <= last) & ((k >= 0) & (k <= last))
-        ends = (self.order.coordinates(np.clip(side, 0, last)) for side in (q, k))
+        allowed = (q >= 0) & (q <= last) & (k >= 0) & (k <= last)
+        ends = (self.order.coordinates(side.clamp(0, last)) for side in (q, k))
         for axis, mine, theirs in zip(self.axes, *ends, strict=True):
-            allowed &= _looked_up(axis, mine, theirs)
+            allowed &= axis.contains(mine, theirs, Origin())
         return allowed
 
 
@@ -296,6 +304,7 @@ def _looked_up(axis: Node, q: Int64, k: Int64) -> Bool:
     """Evaluate pairs of coordinates; if they have few distinct values, in a table of those."""
     (q_first, q_like), (k_first, k_like) = distinct(q.ravel()), distinct(k.ravel())
     if len(q_first) * len(k_first) > math.prod(np.broadcast_shapes(q.shape, k.shape)):
-        return axis.contains(q, k, Origin())
-    table = axis.contains(q.ravel()[q_first][:, None], k.ravel()[k_first], Origin())
+        return axis.contains(torch.from_numpy(q), torch.from_numpy(k), Origin()).numpy()
+    ends = torch.from_numpy(q.ravel()[q_first][:, None]), torch.from_numpy(k.ravel()[k_first])
+    table: Bool = axis.contains(*ends, Origin()).numpy()
     return table[q_like.reshape(q.shape), k_like.reshape(k.shape)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .node import ELEMENT
+from .node import ELEMENT, FAR
 from .zones import D, Residue, Zones
 
 #: More zones than this are not listed: the relation is evaluated by token instead.
@@ -23,11 +23,11 @@ def neighborhood(window: int, dilation: int, n: int, causal: bool = False) -> Zo
     # residues of one period would leave every pair
     residue = Residue(D, dilation, 1) if dilation > 1 else None
     if causal:
-        return Zones((0, n), (0, n), (dilation - reach, 1), residue=residue)
+        return Zones(d=(dilation - reach, 1), residue=residue)
     if reach >= n:
-        return Zones((0, n), (0, n), residue=residue)
+        return Zones(k=(0, n), residue=residue)
     # The last keys of every residue class, as many as the window has, are among the last ``reach`` keys.
-    q = np.array([0, before, n - after, n])
+    q = np.array([-FAR, before, n - after, FAR])
     k0, k1 = np.array([0, 0, n - reach]), np.array([reach, n, n])
     d0, d1 = np.array([-ELEMENT, -before, -ELEMENT]), np.array([ELEMENT, after + 1, ELEMENT])
     some = q[:-1] < q[1:]

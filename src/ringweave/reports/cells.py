@@ -134,7 +134,7 @@ def _planned(
     parts = {part.pattern for each in groups for part in each}
 
     def tiles(part: Pattern) -> int:
-        here = located(part, tokens, tokens)
+        here = located(part, (tokens, tokens))
         line = here.node.touched(here.strips(tokens, tokens, (128, 128)))
         return int((line.stop - line.start).sum())
 
@@ -189,7 +189,7 @@ def allowed_pairs(parts: tuple[Layer, ...], tokens: int, side: int) -> tuple[Sha
     total, exact = np.zeros((len(lo), len(lo))), True
     for pattern, rate, first in parts:
         length = -(-(tokens - first) // rate)
-        counter = _Counter(located(pattern, length, length).node)
+        counter = _Counter(located(pattern, (length, length)).node)
         a, b = -((first - lo) // rate), -((first - hi) // rate)
         total += counter.pairs(_Cells(a[row], b[row], a[col], b[col])).reshape(total.shape)
         exact &= counter.exact
