@@ -21,6 +21,7 @@ from . import (
     memory,
     models,
     modules,
+    planning,
     prior_tables,
     quality,
     ring,
@@ -69,9 +70,7 @@ CASES: dict[str, BenchCase] = {
             "kernels", "share of the processor's peak over densities, sizes and types; overheads", _kernels,
             lambda options: not _on_a_gpu(options),
         ),
-        BenchCase(
-            "planning", "cold plans from 16K to 1M tokens: time and bytes per non-empty tile", attention.planning
-        ),
+        BenchCase("planning", "cold plans of many patterns: time and bytes per non-empty tile", planning.measure),
         BenchCase("backends", "every backend that runs here, torch's sparse matrices too", attention.backends),
         BenchCase("memory", "peaks of a window, to 4M tokens; scratch reused; what long runs hold", memory.measure),
         BenchCase("decode", "one query over a long cache: share of memory's speed, errors by policy", decoding.measure),

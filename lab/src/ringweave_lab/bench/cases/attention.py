@@ -1,4 +1,4 @@
-"""Cases of a few patterns: ``attention``, ``backends``, ``planning``, ``dilated``, ``crossover`` and others."""
+"""Cases of a few patterns: ``attention``, ``backends``, ``dilated``, ``crossover`` and others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from ringweave.backends import BACKENDS, cpu
 from ringweave.call import Operands
 from ringweave.errors import UnsupportedError
 from ringweave.plan.branches import Branch
-from ringweave.plan.from_pattern import build
 from ringweave.plan.subplan import CutBranch
 from ringweave.program import candidates
 
@@ -26,7 +25,7 @@ from ...tune.search import Candidate, whole
 from ...tune.session import Say
 from ..compare import Comparison, outcomes
 from ..peers import peers
-from ..record import Measuring, Options, Outcome, PlanCost, Target
+from ..record import Measuring, Options, Outcome, Target
 
 
 def window_with_sinks(window: int, sinks: int) -> rw.Pattern:
@@ -122,34 +121,6 @@ def _crossing(records: Sequence[Outcome], direction: str) -> str:
     if not points:
         return "nothing was measured."
     return "ringweave is faster at every density." if points[-1][1] > 0 else "dense SDPA is faster at every density."
-
-
-def planning(options: Options, say: Say) -> Measuring:
-    """Time uncached plans of a window at many lengths, and of a random table."""
-    lengths = [options.tokens] if options.tokens else [2**n for n in range(14, 17 if options.quick else 21)]
-    table = options.tokens or (8192 if options.quick else 65536)
-    problems = [Problem("window + sinks", window_with_sinks(4096, 64), n) for n in lengths]
-    linear: list[PlanCost] = []
-    for problem in (*problems, Problem("random 10%", RandomBlocks(0.1), table)):
-        name, pattern, tokens = problem.name, problem.pattern, problem.tokens
-        say(f"planning {name}, {tokens} tokens")
-
-        def cold(pattern: rw.Pattern = pattern, tokens: int = tokens) -> object:
-            return build(pattern, tokens, tokens, tile=(128, 128), device=options.device)
-
-        timing = interleaved({"plan": cold}, rounds=options.rounds or 5, device=options.device)["plan"]
-        plan = build(pattern, tokens, tokens, tile=(128, 128), device=options.device)
-        cost = PlanCost(name, repr(pattern), tokens, plan.nnz, timing, plan.nbytes)
-        linear += [cost] if problem in problems else []
-        yield cost
-        if tokens == 2**20:
-            yield Target("cold plan of window + sinks", f"{tokens:,} tokens", timing.median * 1e3, 50.0, False, "ms")
-    first, last = linear[0], linear[-1]
-    return (
-        f"From {first.tokens:,} to {last.tokens:,} tokens: {last.tiles / first.tiles:.1f} x the tiles, "
-        f"{last.timing.median / first.timing.median:.1f} x the time, {last.nbytes / first.nbytes:.1f} x the bytes; "
-        f"N squared would be {(last.tokens / first.tokens) ** 2:.0f} x."
-    )
 
 
 def ordering(options: Options, say: Say) -> Measuring:
