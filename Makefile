@@ -128,12 +128,13 @@ gate: $(VENV)/.dev
 
 # cases with goals, at their own sizes; of those that take half an hour each, what was kept of them; the page has all goals,
 # and after it counts what failed
-GOALS := kernels planning terms decode memory ring
+GOALS := kernels packed terms decode memory ring
 KEPT := $(addprefix lab/results/cpu-,models.jsonl quality.jsonl tiles.jsonl)
 bench: $(VENV)/.dev
 	rm -f ringweave-bench.jsonl
 	failed=0; \
 	for case in $(GOALS); do $(BIN)/ringweave bench $$case --rounds 3 --out ringweave-bench.jsonl || failed=1; done; \
+	$(BIN)/ringweave bench planning --threads 1 --rounds 3 --out ringweave-bench.jsonl || failed=1; \
 	$(BIN)/ringweave bench module --out ringweave-bench.jsonl || failed=1; \
 	$(BIN)/ringweave bench page ringweave-bench.jsonl $(KEPT) --out ringweave-bench.html && exit $$failed
 

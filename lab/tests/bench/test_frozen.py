@@ -26,6 +26,7 @@ OUTCOME = [
     "timing", "over_first", "gflops", "peak", "accuracy", "limit", "setup_seconds", "peak_share", "memory_share", "reason",
 ]  # fmt: skip
 PLAN = ["workload", "pattern", "tokens", "tiles", "timing", "nbytes"]
+STEP = ["tokens", "documents", "window", "heads", "head_dim", "dtype", "same", "new", "plan"]
 TARGET = ["what", "size", "figure", "bound", "at_least", "unit", "reason"]
 SCORE = ["part", "method", "tokens", "seed", "steps", "unit", "density", "value", "curve"]
 RESULTS = Path(__file__).parents[2] / "results"
@@ -71,6 +72,22 @@ def test_a_line_of_a_plan_and_its_table(tmp_path: Path) -> None:
     assert f"{len(lines(out))} lines added to" in found.output
 
 
+def test_a_line_of_a_packed_step_and_its_table(tmp_path: Path) -> None:
+    out = tmp_path / "figures.jsonl"
+    found = run("bench", "packed", "--quick", "--rounds", "1", "--tokens", "256", "--out", str(out), columns=80)
+    assert found.exit_code == 0, found.output
+    assert all(list(line) == HEAD + STEP for line in lines(out))
+    assert all(list(line[name]) == ["seconds"] for line in lines(out) for name in ("same", "new", "plan"))
+    assert "tokens documents window same ms new ms ratio plan ms of step" in " ".join(found.output.split())
+
+
+def test_a_narrow_table_of_plans_has_whole_names() -> None:
+    found = run("bench", "planning", "--quick", "--rounds", "1", "--tokens", "1024", columns=80)
+    assert found.exit_code == 0, found.output
+    assert "pattern tokens tiles ms ns/tile B/tile" in " ".join(found.output.split())
+    assert "…" not in found.output
+
+
 def test_the_heads_of_tables(tmp_path: Path) -> None:
     out = tmp_path / "figures.jsonl"
     found = run(
@@ -100,7 +117,7 @@ def test_committed_lines_have_the_fields_of_records(path: Path) -> None:
             continue
         fields = [name for name in line if name not in HEAD]
         older = [name for name in OUTCOME if name != "memory_share"]
-        assert fields in (OUTCOME, older, PLAN, TARGET, SCORE)
+        assert fields in (OUTCOME, older, PLAN, STEP, TARGET, SCORE)
         assert set(line["environment"]) <= set(ENVIRONMENT)
         assert list(line["options"]) == OPTIONS[: len(line["options"])]
 
@@ -162,6 +179,7 @@ def test_names_are_frozen() -> None:
         "attention",
         "kernels",
         "planning",
+        "packed",
         "backends",
         "memory",
         "decode",

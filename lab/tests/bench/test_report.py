@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from ringweave.cli.app import app
 from ringweave.errors import ShapeError
 from ringweave_lab.bench.peak import Peak
-from ringweave_lab.bench.record import Outcome, PlanCost, Published, Record, Score, Target, plain
+from ringweave_lab.bench.record import Outcome, PlanCost, Published, Record, Score, StepCost, Target, plain
 from ringweave_lab.bench.report import case_pages, read_lines, record_of, write_figures
 from ringweave_lab.tune.measure import Ratio, Timing
 from ringweave_lab.tune.problem import FORWARD
@@ -42,6 +42,7 @@ RECORDS = (
     Score("recall", "dense", 4096, 0, 10, "share", 0.1, 0.5, (1.0, 2.0)),
     Published("speed", "4 x", "8 tokens", 3.0, "x", "note"),
     PlanCost("causal", "Causal()", 1024, 36, Timing((0.001, 0.002, 0.003)), 2048),
+    StepCost(1024, 8, None, 4, 64, "float32", Timing((0.2, 0.4)), Timing((0.3, 0.6)), Timing((0.03, 0.06))),
 )
 
 
@@ -91,6 +92,7 @@ def test_a_page(tmp_path: Path) -> None:
     assert "a &lt;b&gt; figure" in text
     assert "<script>" not in text
     assert "&ge; 70.0%" in text
+    assert "<td>none</td><td>300</td><td>450</td><td>1.50</td><td>45.0</td><td>10" in text
     for caption in ("Time against length", "Time against density", "Memory at the peak", "Roofline", "over seeds"):
         assert caption in text
     assert text.count("<svg") == 5

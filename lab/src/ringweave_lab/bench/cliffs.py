@@ -19,7 +19,9 @@ import ringweave as rw
 from ringweave.plan.from_pattern import build
 
 from ..tune.measure import Runnable
+from ..tune.problem import Problem
 from ..tune.session import Say
+from .cases import packed
 from .gate import Headline
 
 _SMALL = 16
@@ -82,6 +84,11 @@ def _plans(*patterns: Callable[[], rw.patterns.Pattern]) -> Callable[[Say], tupl
     return pair
 
 
+def _packed(say: Say) -> tuple[Runnable, Runnable]:
+    tokens = 2**14
+    return packed.steps(Problem("packed", rw.Causal(), tokens, 4), packed.packings(tokens, 40))
+
+
 def _channels(say: Say) -> tuple[Runnable, Runnable]:
     def step(dim: int) -> Runnable:
         q, k = _drawn(1, 4, dim), _drawn(1024, 1, dim)
@@ -110,5 +117,6 @@ CLIFFS = (
     Headline("documents", "a plan of 16 documents in one row, over one of a causal window",
              _plans(lambda: rw.Causal().within(rw.Documents(_LENGTHS)), lambda: rw.SlidingWindow(512) & rw.Causal()),
              6.0),
+    Headline("packed", "a training step with new packed documents, over one with the same", _packed, 1.6),
     Headline("channels", "a decoding step with heads of 576 channels, over one with 512", _channels, 2.0),
 )  # fmt: skip

@@ -26,6 +26,7 @@ from .record import (
     Published,
     Record,
     Score,
+    StepCost,
     Target,
     environment,
     plain,
@@ -46,7 +47,7 @@ def bench(
     device: Annotated[str, typer.Option(help="Device: cpu or cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="Number of torch threads.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Number of timed rounds; default: the case's.")] = None,
-    full: Annotated[bool, typer.Option("--full", help="Measure all sizes of the kernels case; takes hours.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Measure all sizes; kernels takes hours.")] = False,
     folder: Annotated[
         Path | None, typer.Option(help="Folder for the results of quality; a later run continues from it.")
     ] = None,
@@ -122,13 +123,14 @@ def _print_list(console: Console) -> None:
 
 
 _LEFT = ("method", "peer", "pattern", "note", "what", "size", "tokens, direction", "")
-_WRAPPED = ("note", "what", "size")
+_WRAPPED = ("note", "what", "size", "pattern")
 
 
 def print_result(console: Console, result: CaseResult) -> bool:
     """Print a case's tables and conclusion, and return whether any peer was wrong."""
     outcomes = [record for record in result.records if isinstance(record, Outcome)]
     _print_plans(console, [record for record in result.records if isinstance(record, PlanCost)])
+    _print_steps(console, [record for record in result.records if isinstance(record, StepCost)])
     (_print_grid if result.grid else _print_outcomes)(console, outcomes)
     _print_scores(console, [record for record in result.records if isinstance(record, Score)])
     _print_targets(console, [record for record in result.records if isinstance(record, Target)])
@@ -146,12 +148,34 @@ def print_result(console: Console, result: CaseResult) -> bool:
 def _print_plans(console: Console, plans: list[PlanCost]) -> None:
     if not plans:
         return
-    table = new_table("Cold plans", "pattern", "tokens", "tiles", "ms", "min", "max", "ns/tile", "B/tile")
+    # a narrow terminal has room for names of patterns or for the spread
+    spread_out = console.width >= 100
+    columns = ("min", "max") if spread_out else ()
+    table = new_table("Cold plans", "pattern", "tokens", "tiles", "ms", *columns, "ns/tile", "B/tile")
     for plan in plans:
-        times = (f"{s * 1e3:.2f}" for s in (plan.timing.median, plan.timing.min, plan.timing.max))
+        seconds = (plan.timing.median, *((plan.timing.min, plan.timing.max) if spread_out else ()))
+        times = (f"{each * 1e3:.2f}" for each in seconds)
         each = (f"{plan.nanoseconds_per_tile:.0f}", f"{plan.bytes_per_tile:.1f}")
         table.add_row(plan.workload, f"{plan.tokens:,}", f"{plan.tiles:,}", *times, *each)
     console.print(table)
+
+
+def _print_steps(console: Console, steps: list[StepCost]) -> None:
+    if not steps:
+        return
+    heads = f"{steps[0].heads} heads, D = {steps[0].head_dim}, {steps[0].dtype}"
+    title = f"Training steps on packed documents: {heads}"
+    table = new_table(title, "tokens", "documents", "window", "same ms", "new ms", "ratio", "plan ms", "of step")
+    for step in steps:
+        window = "none" if step.window is None else f"{step.window:,}"
+        same, new, plan = (f"{timing.median * 1e3:.1f}" for timing in (step.same, step.new, step.plan))
+        figures = (same, new, f"{step.over_same:.2f}", plan, f"{step.plan_share:.1%}")
+        table.add_row(f"{step.tokens:,}", f"{step.documents:,}", window, *figures)
+    console.print(table)
+    console.print(
+        "[dim]ms: medians of forward + backward, with the documents of the step before and with new ones, and of a "
+        "plan of new ones. ratio: new over same; of step: plan over new; medians of the ratios within rounds.[/dim]"
+    )
 
 
 def _print_outcomes(console: Console, outcomes: list[Outcome]) -> None:

@@ -21,7 +21,7 @@ from ringweave.backends import cpu
 from ringweave.backends.tuning_keys import processor
 from ringweave.errors import UnsupportedError
 
-from ..tune.measure import Ratio, Timing
+from ..tune.measure import Ratio, Timing, ratio
 from ..tune.oracle import Accuracy, Limit
 from ..tune.problem import Problem
 from .peak import Peak
@@ -38,7 +38,7 @@ class Options:
         dtype: Type of the inputs; None means float32, or every type that the case measures.
         device: Device of the inputs.
         rounds: Number of timed rounds.
-        full: Whether to measure every size of a case with a grid of sizes, which takes hours.
+        full: Whether to measure every size of a case with many sizes, which takes minutes or hours.
         part: Name of one part of a case that has parts; None means all.
         folder: Folder in which a long case stores its figures and from which it continues; None stores nothing.
     """
@@ -102,6 +102,43 @@ class PlanCost:
     def bytes_per_tile(self) -> float:
         """Bytes per tile."""
         return self.nbytes / self.tiles
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """The cost of a training step on packed documents, if they are those of the step before and if they are new.
+
+    Attributes:
+        tokens: Tokens of all documents.
+        documents: Number of documents.
+        window: Width of the causal window inside each document; None if every earlier key is attended.
+        heads: Query heads.
+        head_dim: Channels of a head.
+        dtype: Type of the inputs.
+        same: Seconds of a step with the same documents as the step before.
+        new: Seconds of a step with documents that no earlier step had.
+        plan: Seconds to build a plan of new documents.
+    """
+
+    tokens: int
+    documents: int
+    window: int | None
+    heads: int
+    head_dim: int
+    dtype: str
+    same: Timing
+    new: Timing
+    plan: Timing
+
+    @property
+    def over_same(self) -> float:
+        """Median over rounds of the ratio of a step with new documents to one with the same."""
+        return ratio(self.new, self.same).paired
+
+    @property
+    def plan_share(self) -> float:
+        """Share of the plan in a step with new documents."""
+        return ratio(self.plan, self.new).paired
 
 
 @dataclass(frozen=True)
@@ -306,7 +343,7 @@ def over_first(outcome: Outcome) -> float | None:
     return None if outcome.over_first is None else outcome.over_first.medians
 
 
-Record: TypeAlias = Outcome | PlanCost | Published | Score | Target
+Record: TypeAlias = Outcome | PlanCost | Published | Score | StepCost | Target
 #: A running case: it yields records as they are measured, and returns a conclusion in words.
 Measuring: TypeAlias = Generator[Record, None, str]
 #: A function that receives progress messages.

@@ -19,14 +19,24 @@ from ringweave.units import nbytes, percent
 from ..tune.measure import Ratio, Timing
 from . import plots
 from .peak import Peak
-from .record import Environment, Outcome, PlanCost, Published, Record, Score, Target, plain
+from .record import Environment, Outcome, PlanCost, Published, Record, Score, StepCost, Target, plain
 
 #: The key that identifies each kind of record in a JSON line.
 _KINDS: tuple[tuple[str, type[Any]], ...] = (
     ("peer", Outcome), ("published", Published), ("bound", Target), ("method", Score), ("tiles", PlanCost),
+    ("documents", StepCost),
 )  # fmt: skip
+
+
+def _timing(of: Mapping[str, Any]) -> Timing:
+    return Timing(tuple(of["seconds"]))
+
+
 _PARTS: dict[str, Callable[[Any], Any]] = {
-    "timing": lambda of: Timing(tuple(of["seconds"])),
+    "timing": _timing,
+    "same": _timing,
+    "new": _timing,
+    "plan": _timing,
     "over_first": lambda of: Ratio(**of),
     "peak": lambda of: Peak(**of),
     "curve": tuple,
@@ -184,7 +194,7 @@ def _same(record: Record) -> object:
     """Return a key that is equal for two records of the same quantity."""
     results = {
         "timing", "over_first", "gflops", "peak", "accuracy", "limit", "setup_seconds", "peak_share", "memory_share",
-        "reason", "figure", "value", "curve", "nbytes", "how", "density",
+        "reason", "figure", "value", "curve", "nbytes", "how", "density", "same", "new", "plan",
     }  # fmt: skip
     fields = ((field.name, getattr(record, field.name)) for field in dataclasses.fields(record))
     density = round(record.density, 2) if isinstance(record, (Outcome, Score)) else 0
