@@ -159,5 +159,15 @@ def test_base_imports_no_pattern() -> None:
     late = {id(node) for method in methods for node in ast.walk(method)}
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and id(node) not in late]
     found = {node.module for node in nodes if node.level}
-    assert found == {"cache", "checks", "errors", "types", "cache_key", "declared", "tiles", "plan.block_plan"}
+    assert found == {
+        "cache",
+        "checks",
+        "errors",
+        "types",
+        "cache_key",
+        "declared",
+        "plan.block_plan",
+        "relation.node",
+        "relation.zones",
+    }
     assert issubclass(Derived, Pattern)

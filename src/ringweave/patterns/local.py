@@ -10,7 +10,7 @@ import numpy as np
 from ..checks import whole, whole_fields
 from ..errors import PatternError, shown
 from ..relation.arrays import Int64
-from ..relation.node import ELEMENT, Node
+from ..relation.node import ELEMENT, FAR, Node
 from ..relation.opaque import Opaque
 from ..relation.shapes import MOST_ZONES, neighborhood, segments
 from ..relation.zones import Zones
@@ -163,7 +163,7 @@ class Neighborhood(Pattern):
             )
 
     def zones(self, n: int | None) -> Node:
-        return neighborhood(self.window, self.dilation, self.tokens)
+        return neighborhood(self.window, self.dilation, self.tokens, queries=(-FAR, FAR))
 
     def _bound(self, q: Int64) -> Int64:
         """Return b(q): the first key of a query p is at least b(q) for p >= q, and below b(q) + dilation for p <= q."""

@@ -106,6 +106,9 @@ class Zones(Node):
         self._by_queries = every_d and every_k and axis in (None, Q)
         self._by_distance = every_q and every_k and axis in (None, D)
         self.few = ptr is None and residue is None
+        # the bounds and the phase of a single zone, as numbers: compiled code can trace them
+        bounds = (self.q0, self.q1, self.k0, self.k1, self.d0, self.d1, self.phase)
+        self._single = tuple(int(side[0]) for side in bounds) if self.groups == 1 and ptr is None else None
 
     def _on_axis(self, sides: Sides) -> tuple[Int64, Int64]:
         """Return the bounds of sides as these zones count positions."""
@@ -301,9 +304,8 @@ class Zones(Node):
             q, k = q + origin.element * ELEMENT, k + origin.element * ELEMENT
         if not self.groups or not len(self.k0):
             return torch.zeros(torch.broadcast_shapes(q.shape, k.shape), dtype=torch.bool, device=q.device)
-        if self.groups == 1 and self.ptr is None:
-            bounds = (int(side[0]) for side in (self.q0, self.q1, self.k0, self.k1, self.d0, self.d1, self.phase))
-            return self._allowed(q, k, *bounds)
+        if self._single is not None:
+            return self._allowed(q, k, *self._single)
 
         def on_device(array: Int64) -> Tensor:
             return torch.tensor(array, device=q.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import ringweave as rw
 from ringweave.backends import BACKENDS
 from ringweave.errors import RingweaveError, UnsupportedError
-from ringweave.patterns import BlockTable, LongNet
+from ringweave.patterns import BlockTable, LongNet, Pattern
+from ringweave.patterns.located import located
 from ringweave.plan import BlockPlan, branches, unpack_masks
 from ringweave.program import PREFERENCE, compiled, describe
 
@@ -140,6 +141,24 @@ def _masked_refusal(problem: Problem, backward: bool) -> str | None:
     return None
 
 
+def _indexed(pattern: BlockTable) -> Callable[..., Tensor]:
+    mask, (high, wide) = pattern.mask, pattern.block_size
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return mask[q // high, k // wide]
+
+    return mask_mod
+
+
+def _traced(pattern: Pattern) -> Callable[..., Tensor]:
+    relation = located(pattern, None)
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return relation.allows(q, k)
+
+    return mask_mod
+
+
 def _flex(problem: Problem, inputs: Sample, **options: bool) -> Built:
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -151,10 +170,7 @@ def _flex(problem: Problem, inputs: Sample, **options: bool) -> Built:
     if batch is None and heads is None:
         # FlexAttention's usual form: the compiler inlines the relation, and all heads share one list of blocks. For a
         # table that is the mask, which is indexed, while lists would be searched.
-        relation = BlockTable(pattern.mask, pattern.block_size) if isinstance(pattern, BlockTable) else pattern
-
-        def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return relation.allows(q, k)
+        mask_mod = _indexed(pattern) if isinstance(pattern, BlockTable) else _traced(pattern)
 
         def shared(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[:1, :1].contiguous()
