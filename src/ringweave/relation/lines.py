@@ -10,7 +10,7 @@ from .arrays import Int64, listed
 
 
 class Line(NamedTuple):
-    """Ascending intervals [start, stop) that neither overlap nor touch."""
+    """Ascending intervals [start, stop) that do not overlap."""
 
     start: Int64
     stop: Int64
@@ -32,6 +32,7 @@ class Line(NamedTuple):
         return np.where(used, low, 0), np.where(used, high, 0)
 
 
+_ZERO = np.zeros(1, np.int64)
 NONE = Line(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
@@ -45,13 +46,15 @@ def union(*lines: Line) -> Line:
         order = np.argsort(start, kind="stable")
         start, stop = start[order], stop[order]
     stop = np.maximum.accumulate(stop)
-    new = np.append(True, start[1:] > stop[:-1])
-    return Line(start[new], stop[np.append(np.flatnonzero(new)[1:], len(start)) - 1])
+    gap = np.flatnonzero(start[1:] > stop[:-1]) + 1
+    if len(gap) == len(start) - 1:
+        return Line(start, stop)
+    return Line(start[np.concatenate([_ZERO, gap])], stop[np.concatenate([gap, [len(start)]]) - 1])
 
 
 def complement(line: Line, length: int) -> Line:
     """Return the places in [0, length) outside of the intervals."""
-    start, stop = np.append(0, line.stop), np.append(line.start, length)
+    start, stop = np.concatenate([_ZERO, line.stop]), np.concatenate([line.start, [length]])
     used = start < stop
     return Line(start[used], stop[used])
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from .arrays import Int64, listed
@@ -81,7 +79,7 @@ def by_place(node: Node) -> Node:
 
 
 def simplified(node: Node) -> Node:
-    """Join single zones under ``&``; the result has the same pairs."""
+    """Join single zones under ``&``, and narrow other lists of zones by their bands; the result has the same pairs."""
     if isinstance(node, Not):
         return Not(simplified(node.part))
     if isinstance(node, Or):
@@ -100,18 +98,31 @@ def simplified(node: Node) -> Node:
     return joined[0] if len(joined) == 1 else And(joined)
 
 
-def _both(a: Node, b: Node) -> Zones | None:
-    """Return the pairs of two single zones as one zone; None if they are none, or have two residues."""
-    for zones in (a, b):
-        if not isinstance(zones, Zones) or zones.each or zones.groups != 1 or len(zones.k0) != 1:
-            return None
-    assert isinstance(a, Zones)
-    assert isinstance(b, Zones)
-    if a.residue is not None and b.residue is not None:
+def _both(a: Node, b: Node) -> Node | None:
+    """Return ``a & b`` as one list of zones, or as a union of lists; None if it is no such thing."""
+    for band, other in ((b, a), (a, b)):
+        if isinstance(band, Zones) and band.is_band:
+            narrowed = _narrowed(other, band)
+            if narrowed is not None:
+                return narrowed
+    return None
+
+
+def _narrowed(node: Node, band: Zones) -> Node | None:
+    """Return the pairs of a relation with distances in a band; None if the relation has a part without zones."""
+    if isinstance(node, Or):
+        parts = [_narrowed(part, band) for part in node.parts]
+        found = [part for part in parts if part is not None]
+        return Or(found) if len(found) == len(parts) else None
+    if not isinstance(node, Zones):
         return None
-    kept = b if a.residue is None else a
-    narrower: list[tuple[Callable[[Int64, Int64], Int64], str]] = [
-        (np.maximum if name.endswith("0") else np.minimum, name) for name in ("q0", "q1", "k0", "k1", "d0", "d1")
-    ]
-    q0, q1, k0, k1, d0, d1 = (choose(getattr(a, name), getattr(b, name)) for choose, name in narrower)
-    return Zones((q0, q1), (k0, k1), (d0, d1), residue=kept.residue, phase=kept.phase)
+    d = np.maximum(node.d0, band.d0), np.minimum(node.d1, band.d1)
+    return Zones(
+        (node.q0, node.q1),
+        (node.k0, node.k1),
+        d,
+        ptr=node.ptr,
+        residue=node.residue,
+        phase=node.phase,
+        each=node.each,
+    )

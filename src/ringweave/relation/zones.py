@@ -30,6 +30,7 @@ Q, K, D = 0, 1, 2
 _COMPARED = 24
 # distances are looked up if a tile has one of few; fewer tiles than this are classified directly
 _FEW_TILES = 64
+_FEW_GROUPS = 8
 
 
 class Residue(NamedTuple):
@@ -55,12 +56,9 @@ class _Local(NamedTuple):
     some: Bool
     every: Bool
 
-    def chosen(self, chosen: Bool) -> _Local:
-        return _Local(tuple(x[chosen] for x in self.bounds), self.phase[chosen], self.some[chosen], self.every[chosen])
-
     def numbers(self) -> Int64:
-        """Return the class of each zone that has a pair."""
-        return np.where(self.every, FULL, combine_ids(*self.bounds, self.phase))
+        """Return the class of each zone."""
+        return np.where(self.every, FULL, np.where(self.some, combine_ids(*self.bounds, self.phase), EMPTY))
 
 
 class Zones(Node):
@@ -88,19 +86,22 @@ class Zones(Node):
         phase: ArrayLike = 0,
         each: bool = False,
     ):
-        self.q0, self.q1, self.k0, self.k1, d0, d1, shift = (
-            np.atleast_1d(np.asarray(side, np.int64)) for side in (*q, *k, *d, phase)
-        )
-        self.groups = len(self.q0)
-        if ptr is None and len(self.k0) != self.groups:
-            self.k0, self.k1 = (np.broadcast_to(side, self.groups) for side in (self.k0, self.k1))
-        self.d0, self.d1, self.phase = (np.broadcast_to(side, self.groups) for side in (d0, d1, shift))
+        sides = [np.array(side, np.int64, ndmin=1, copy=None) for side in (*q, *k, *d, phase)]
+        self.groups = len(sides[0])
+        if ptr is not None and len(ptr) == len(sides[2]) + 1 and bool((np.diff(ptr) == 1).all()):
+            ptr = None
+        for number in (2, 3, 4, 5, 6) if ptr is None else (4, 5, 6):
+            if len(sides[number]) != self.groups:
+                sides[number] = np.broadcast_to(sides[number], self.groups)
+        self.q0, self.q1, self.k0, self.k1, self.d0, self.d1, self.phase = sides
         self.ptr, self.residue, self.each = ptr, residue, each
         axis = None if residue is None else residue.axis
         every_q = not each and self.groups == 1 and bool(self.q0[0] <= -FAR and self.q1[0] >= FAR)
         every_k = not each and ptr is None and bool((self.k0 <= -FAR).all() and (self.k1 >= FAR).all())
         every_d = bool((self.d0 <= -ELEMENT).all() and (self.d1 >= ELEMENT).all())
         every_of_each = each and bool((np.diff(self.q0 >> 32) > 0).all() and (self.q1 - self.q0 >= ELEMENT).all())
+        #: Whether it has every pair with a distance in one band.
+        self.is_band = every_q and every_k and residue is None
         # whether the class of a tile depends on its keys, on its queries, or on its distance only
         self._by_keys = every_d and axis in (None, K) and (every_q or every_of_each)
         self._by_queries = every_d and every_k and axis in (None, Q)
@@ -144,7 +145,9 @@ class Zones(Node):
             met = (begin < end) & (np.maximum(low, self.k0[group]) < np.minimum(high, self.k1[group]))
             return (rect, group, group) if met.all() else (rect[met], group[met], group[met])
         base, start, stop = self._order
-        low, high = (np.clip(side - base[group], 0, (1 << 34) - 1) + (group << 34) for side in (low, high))
+        low, high = (
+            np.minimum(np.maximum(side - base[group], 0), (1 << 34) - 1) + (group << 34) for side in (low, high)
+        )
         first = np.searchsorted(stop, low, "right")
         pair, run = listed(first, np.where(begin < end, np.searchsorted(start, high, "left") - first, 0))
         return rect[pair], group[pair], run
@@ -176,8 +179,14 @@ class Zones(Node):
                 rect, at = rect[pair], from_[pair] + multiple * m
                 low, high = np.maximum(low[pair], at), np.minimum(high[pair], at + wide[pair])
         start, stop = (low - first[rect]) // frame.tile[1], -((first[rect] - high) // frame.tile[1])
-        used = high > low
-        return union(Line((start + rect * frame.width)[used], (stop + rect * frame.width)[used]))
+        return self._line(rect, start, stop, high > low, frame.width)
+
+    def _line(self, strip: Int64, start: Int64, stop: Int64, used: Bool, width: int) -> Line:
+        """Return the columns [start, stop) of strips as intervals; of a single zone they are in order."""
+        if not used.all():
+            strip, start, stop = strip[used], start[used], stop[used]
+        line = Line(start + strip * width, stop + strip * width)
+        return union(line) if self._single is None or self.residue is not None else line
 
     def filled(self, frame: Frame, within: Line | None = None) -> Line:
         if self.residue is not None:
@@ -190,7 +199,7 @@ class Zones(Node):
         start = -((begin - np.maximum(low, begin)) // frame.tile[1])
         stop = np.where(high >= end, frame.width, (high - begin) // frame.tile[1])
         used = (self.q0[group] <= q_lo[rect]) & (self.q1[group] >= q_hi[rect]) & (stop > start)
-        return union(Line((start + rect * frame.width)[used], (stop + rect * frame.width)[used]))
+        return self._line(rect, start, stop, used, frame.width)
 
     # ---- classes of tiles --------------------------------------------------------------------------------------------
 
@@ -198,10 +207,10 @@ class Zones(Node):
         q, k = tiles.q, tiles.k
         if self._by_keys and len(tiles.ki) > len(k.lo):
             one = Tiles.of(Sides(k.first, k.first + 1, k.element, k.first), k)
-            return self.classes(one)[tiles.ki]
+            return compact(self.classes(one))[tiles.ki]
         if self._by_queries and len(tiles.qi) > len(q.lo):
             one = Tiles.of(q, Sides(q.first, q.first + 1, q.element, q.first))
-            return self.classes(one)[tiles.qi]
+            return compact(self.classes(one))[tiles.qi]
         sides = self.sides(tiles)
         if not self._by_distance or len(tiles.qi) <= _FEW_TILES:
             return self._classes(*sides)
@@ -209,7 +218,7 @@ class Zones(Node):
         first, like = distinct(combine_ids(k_lo - q_lo, q_hi - q_lo, k_hi - k_lo))
         if 2 * len(first) >= len(q_lo):
             return self._classes(*sides)
-        return self._classes(*(side[first] for side in sides))[like]
+        return compact(self._classes(*(side[first] for side in sides)))[like]
 
     def _classes(self, q_lo: Int64, q_hi: Int64, k_lo: Int64, k_hi: Int64) -> Int64:
         rect, group, run = self.overlaps(q_lo, q_hi, k_lo, k_hi)
@@ -217,13 +226,27 @@ class Zones(Node):
         if crowded.any():
             keep = ~crowded[rect]
             rect, group, run = rect[keep], group[keep], run[keep]
-        here = self._local(group, run, q_lo[rect], q_hi[rect], k_lo[rect], k_hi[rect])
-        if not here.some.all():
-            rect, here = rect[here.some], here.chosen(here.some)
-        codes = several(rect, here.numbers(), len(q_lo))
+        sides = q_lo[rect], q_hi[rect], k_lo[rect], k_hi[rect]
+        numbers = self._numbers(group, run, *sides)
+        some = numbers != EMPTY
+        codes = several(rect[some], numbers[some], len(q_lo))
         if crowded.any():
             codes[crowded] = combine_ids(q_lo[crowded], k_lo[crowded]) + int(codes.max())
         return codes
+
+    def _numbers(self, group: Int64, run: Int64, q_lo: Int64, q_hi: Int64, k_lo: Int64, k_hi: Int64) -> Int64:
+        """Return the class of each zone in its tile."""
+        if self.groups <= _FEW_GROUPS < len(group) // _FEW_TILES:
+            # inside of the ranges of a zone its class depends on the distance
+            inner = (
+                (self.q0[group] <= q_lo) & (self.q1[group] >= q_hi) & (self.k0[run] <= k_lo) & (self.k1[run] >= k_hi)
+            )
+            place = np.where(inner, -1, np.arange(len(group)))
+            first, like = distinct(combine_ids(group, k_lo - q_lo, q_hi - q_lo, k_hi - k_lo, place))
+            if 2 * len(first) < len(group):
+                some = (side[first] for side in (group, run, q_lo, q_hi, k_lo, k_hi))
+                return compact(self._local(*some).numbers())[like]
+        return self._local(group, run, q_lo, q_hi, k_lo, k_hi).numbers()
 
     def _local(self, group: Int64, run: Int64, q_lo: Int64, q_hi: Int64, k_lo: Int64, k_hi: Int64) -> _Local:
         high, wide, back = q_hi - q_lo, k_hi - k_lo, k_lo - q_lo
@@ -355,6 +378,13 @@ def _tight(q0: Int64, q1: Int64, k0: Int64, k1: Int64, d0: Int64, d1: Int64) -> 
         np.maximum(d0, k0 - q1 + 1),
         np.minimum(d1, k1 - q0),
     )
+
+
+def compact(codes: Int64) -> Int64:
+    """Number the classes of tiles anew, by small numbers: many tiles have few classes."""
+    partial = np.flatnonzero(codes > FULL)
+    codes[partial] = distinct(codes[partial])[1] + 2
+    return codes
 
 
 def several(tile: Int64, number: Int64, tiles: int) -> Int64:
