@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -19,6 +21,15 @@ from ringweave.relation.transforms import placed, simplified
 from ringweave.relation.zones import Zones
 
 from .drawn import Definition, dense, trees, zones
+
+
+@pytest.fixture(autouse=True, params=[0, 64], ids=["every short cut", "as it is"], scope="module")
+def _few_tiles(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tiles are looked up by their distance if they are many; here also if they are few."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("ringweave.relation.zones._FEW_TILES", request.param)
+        yield
+
 
 SIDES = st.sampled_from([(16, 16), (4, 32), (32, 4), (5, 7), (1, 16)])
 FIRST = st.integers(-3, 12)

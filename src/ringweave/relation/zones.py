@@ -30,6 +30,7 @@ Q, K, D = 0, 1, 2
 _COMPARED = 24
 # distances are looked up if a tile has one of few; fewer tiles than this are classified directly
 _FEW_TILES = 64
+# inside of the ranges of few zones, too
 _FEW_GROUPS = 8
 
 
@@ -105,7 +106,8 @@ class Zones(Node):
         # whether the class of a tile depends on its keys, on its queries, or on its distance only
         self._by_keys = every_d and axis in (None, K) and (every_q or every_of_each)
         self._by_queries = every_d and every_k and axis in (None, Q)
-        self._by_distance = every_q and every_k and axis in (None, D)
+        self._moves = axis in (None, D)
+        self._by_distance = every_q and every_k and self._moves
         self.few = ptr is None and residue is None
         # the bounds and the phase of a single zone, as numbers: compiled code can trace them
         bounds = (self.q0, self.q1, self.k0, self.k1, self.d0, self.d1, self.phase)
@@ -236,8 +238,8 @@ class Zones(Node):
 
     def _numbers(self, group: Int64, run: Int64, q_lo: Int64, q_hi: Int64, k_lo: Int64, k_hi: Int64) -> Int64:
         """Return the class of each zone in its tile."""
-        if self.groups <= _FEW_GROUPS < len(group) // _FEW_TILES:
-            # inside of the ranges of a zone its class depends on the distance
+        if self._moves and self.groups <= _FEW_GROUPS and len(group) > _FEW_TILES:
+            # inside of the ranges of a zone, the class of a tile depends on the distance
             inner = (
                 (self.q0[group] <= q_lo) & (self.q1[group] >= q_hi) & (self.k0[run] <= k_lo) & (self.k1[run] >= k_hi)
             )
