@@ -315,6 +315,67 @@ def test_products_may_overflow_where_scores_do_not(backend: str, name: str) -> N
             torch.testing.assert_close(result, want[each], rtol=1e-3, atol=1e-3 * float(want[each].abs().max()))
 
 
+#: Powers of two of queries, keys and scale that together leave the scores as they are. Queries times the scale are not
+#: so small that they lose bits.
+POWERS = [(0, 100, -100), (100, 0, -100), (50, 60, -110), (120, -20, -100), (0, 12, -12), (-10, 100, -90)]
+
+
+def with_powers(x: Inputs, of_q: int, of_k: int) -> Inputs:
+    """Return inputs with queries and keys times powers of two, and gradients that bring their sums out of range."""
+    return Inputs(x.q * 2.0**of_q, x.k * 2.0**of_k, x.v, x.dout * 2.0**35, x.dlse * 2.0**35)
+
+
+def check_powers(got: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], of_q: int, of_k: int) -> None:
+    """Check that powers of two of queries and keys change no other bit of the results."""
+    for name, power in (("out", 0), ("lse", 0), ("dq", of_q), ("dk", of_k), ("dv", 0)):
+        assert torch.equal(got[name].double() * 2.0**power, plain[name].double()), name
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("name", ["causal", "window", "longnet_causal"])
+@pytest.mark.parametrize("powers", POWERS)
+@pytest.mark.parametrize("backend", [*RUNNABLE, "auto"])
+def test_sums_of_gradients_may_overflow_where_gradients_do_not(
+    backend: str, powers: tuple[int, int, int], name: str, dtype: str
+) -> None:
+    """Powers of two move between queries, keys and scale without a change of bits, also where unscaled sums overflow."""
+    if backend == "sdpa" and name != "causal":
+        return
+    if backend == "cpu" and dtype == "fp64":
+        return
+    of_q, of_k, of_scale = powers
+    x, pattern = Inputs.random(70, heads=4, kv_heads=2, dtype=DTYPES[dtype]), EVERYTHING[name](70)
+    plain = run(with_powers(x, 0, 0), pattern, backend, scale=-0.3)
+    got = run(with_powers(x, of_q, of_k), pattern, backend, scale=-0.3 * 2.0**of_scale)
+    check_powers(got, plain, of_q, of_k)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "scale"), [(1, 1e36, 1e-36), (1e36, 1, 1e-36), (1e30, 1e7, 1e-37), (1e-3, 1e37, 1e-34), (1, 8, 1e-30)]
+)
+@pytest.mark.parametrize("backend", RUNNABLE)
+def test_gradients_at_the_ends_of_the_range(backend: str, q: float, k: float, scale: float) -> None:
+    """Gradients are right where a sum is out of range before it is scaled."""
+    x = Inputs.random(70, heads=4, kv_heads=2)
+    x = Inputs(x.q * q, x.k.clamp(-3, 3) * k, x.v, x.dout * 300, x.dlse)
+    got, want = (run(x, rw.Causal(), each, scale=scale) for each in (backend, "reference"))
+    for name, result in got.items():
+        torch.testing.assert_close(result, want[name], rtol=2e-5, atol=1e-6 * float(want[name].abs().max()))
+
+
+@pytest.mark.parametrize("backend", RUNNABLE)
+def test_broken_elements_beside_sums_out_of_range(backend: str) -> None:
+    """A NaN or an infinity in a key does not hide that other keys are large."""
+    x = with_powers(Inputs.random(70), 0, 100)
+    clean = run(x, rw.Causal(), backend, scale=0.3 * 2.0**-100)
+    x.k[:, :, 60, 3], x.k[:, :, 65, 3] = torch.nan, torch.inf
+    x.dout[:, :, 60:] = x.dlse[:, :, 60:] = 0.0
+    got = run(x, rw.Causal(), backend, scale=0.3 * 2.0**-100)
+    assert clean["dq"].isfinite().all()
+    assert torch.equal(got["dq"][:, :, :60], clean["dq"][:, :, :60])
+    assert got["dq"][:, :, 60:].isnan().any()
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("side", ["key", "query"])

@@ -10,7 +10,7 @@ from ringweave.backends import gather
 from ringweave.errors import UnsupportedError
 
 from ..oracle import Inputs
-from ..test_conformance import conforms
+from ..test_conformance import POWERS, check_powers, conforms, run, with_powers
 
 N, HEADS, KV_HEADS = 70, 8, 2
 #: Leading sides of the indices, and the heads that they are for.
@@ -50,6 +50,16 @@ def test_out_lse_and_gradients(lead: tuple[int, ...], heads: str, size: int, rel
 def test_types(dtype: torch.dtype) -> None:
     """Sums of 16-bit inputs are float32, and float64 stays float64."""
     check(Inputs.random(N, batch=2, heads=HEADS, kv_heads=KV_HEADS, dtype=dtype), lists((2,), 1, "kv") & rw.Causal())
+
+
+@pytest.mark.parametrize("powers", POWERS)
+def test_sums_of_gradients_may_overflow_where_gradients_do_not(powers: tuple[int, int, int]) -> None:
+    """Powers of two move between queries, keys and scale without a change of bits, also where unscaled sums overflow."""
+    of_q, of_k, of_scale = powers
+    x, pattern = Inputs.random(N, batch=2, heads=HEADS, kv_heads=KV_HEADS), lists((2,), 1, "kv") & rw.Causal()
+    plain = run(with_powers(x, 0, 0), pattern, "gather", scale=0.3)
+    got = run(with_powers(x, of_q, of_k), pattern, "gather", scale=0.3 * 2.0**of_scale)
+    check_powers(got, plain, of_q, of_k)
 
 
 def test_a_budget_of_one_query(monkeypatch: pytest.MonkeyPatch) -> None:

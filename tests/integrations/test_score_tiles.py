@@ -28,6 +28,7 @@ from ringweave.patterns import Pattern
 from .. import oracle
 from ..cases import PATTERNS
 from ..oracle import Inputs
+from ..test_conformance import POWERS, check_powers, with_powers
 
 # torch warns of its own function without a compiler, and of return_lse
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without", "ignore:return_lse is deprecated")
@@ -473,6 +474,20 @@ def test_nan_at_an_attended_pair_reaches_its_row() -> None:
     assert dk[0, 0, 8:].isfinite().all()
     assert dv[0, 0, 8:].isfinite().all()
     assert dq[0, 0, 8:].isfinite().all()
+
+
+@pytest.mark.parametrize("powers", POWERS)
+@pytest.mark.parametrize("name", ["table", "products"])
+def test_sums_of_gradients_may_overflow_where_gradients_do_not(name: str, powers: tuple[int, int, int]) -> None:
+    """Powers of two move between queries, keys and scale without a change of bits, also where unscaled sums overflow."""
+    of_q, of_k, of_scale = powers
+    x = Inputs.random(70, batch=2, heads=4, kv_heads=2)
+    learned = drawn(CASES[name], x, torch.float32)
+    plain = results(CASES[name], with_powers(x, 0, 0), rw.Causal(), learned, scale=0.3)
+    got = results(CASES[name], with_powers(x, of_q, of_k), rw.Causal(), learned, scale=0.3 * 2.0**of_scale)
+    check_powers(got, plain, of_q, of_k)
+    for each in got.keys() - {"out", "lse", "dq", "dk", "dv"}:
+        assert torch.equal(got[each], plain[each])
 
 
 def test_memory_is_bounded_by_tiles() -> None:

@@ -23,7 +23,7 @@ from ..torch_compat import are_plain_cpu
 from ..types import Pages
 from . import forks
 from .backend import Backend, Part, Prepared, Upstream, readable
-from .overflow import may_overflow, nan_rows_out_of_range
+from .overflow import is_small, may_overflow, nan_rows_out_of_range, sums_in_range
 
 if TYPE_CHECKING:
     from .shared_lists import SharedLists
@@ -143,6 +143,7 @@ def prepared(
     return call
 
 
+@sums_in_range
 def backward(
     upstream: Upstream, operands: Operands, branch: Branch, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -382,6 +383,8 @@ class PreparedCall:
         self._lse = torch.empty(1, dtype=torch.float32, device="cpu").expand(q.shape[:3])
         self._threads, self._first, self._branch = torch.get_num_threads(), first, branch
         self._scored = operands.terms is not None
+        # the general path computes gradients of terms, and looks for sums out of range
+        self._in_general = self._scored or is_small(self.scale)
         self.plans, self._forward = (plan,), prepared(operands, plan, spacing=branch.spacing, dtype=dtype)
         self._backward: Any = None
 
@@ -436,7 +439,7 @@ class PreparedCall:
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Compute (dq, dk, dv); see :class:`Prepared`."""
         q, k, v, out, lse = saved
-        if self._scored:
+        if self._in_general:
             return None
         if (q.shape, k.shape, v.shape) != self.shapes or not out.is_contiguous() or not lse.is_contiguous():
             return None

@@ -22,7 +22,7 @@ from ..terms import Pairs
 from ..types import acc_dtype
 from .attended import attended_product, broken, spread
 from .backend import Backend, Upstream, by_formula, tiled
-from .overflow import may_overflow, nan_rows_out_of_range, sides
+from .overflow import may_overflow, nan_rows_out_of_range, sides, sums_in_range
 
 # Bytes of scores in a batch. Measured: on a CPU a batch should fit the second-level cache and still be large enough to
 # amortise about ten operator calls.
@@ -277,6 +277,7 @@ def tile_mass(operands: Operands, lse: Tensor, plan: BlockPlan, first: Tensor, p
     return values if per_row else values.sum(1)
 
 
+@sums_in_range
 def backward(
     upstream: Upstream, operands: Operands, branch: Branch, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:

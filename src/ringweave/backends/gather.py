@@ -19,7 +19,7 @@ from ..types import acc_dtype
 from .attended import broken
 from .backend import Backend, Upstream
 from .chosen_keys import ChosenKeys, unsupported_reason
-from .overflow import may_overflow, nan_rows_out_of_range, sides
+from .overflow import may_overflow, nan_rows_out_of_range, sides, sums_in_range
 
 # bytes of gathered keys and values in a chunk: fits a CPU's cache, and a bounded part of a GPU's memory
 _CHUNK, _CHUNK_ELSEWHERE = 2**23, 2**28
@@ -108,6 +108,7 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
     return out, lse
 
 
+@sums_in_range
 def backward(
     upstream: Upstream, operands: Operands, branch: Branch, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:

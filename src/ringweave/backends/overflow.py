@@ -8,10 +8,15 @@ A score is in range if the sum of its absolute products, times the scale, is in 
 the side (queries or products) where no product leaves the range first. Kernels handle NaN and +inf themselves. To find
 overflows to -inf, PyTorch computes the tiles once more, but only if an overflow is possible: according to the largest
 elements, or to a flag that the native kernel returns.
+
+Backward multiplies sums of keys (for dq) and of queries (for dk) by the scale last. Where a small scale meets large
+keys or queries, powers of two are moved between them first, so that a sum is in range if the gradient is.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -21,16 +26,72 @@ from ..call import Operands
 from ..plan import Branch, unpack_masks
 from ..precision import STORED, dequantize_rows
 from ..types import Pages, acc_dtype
-from .backend import tiled
+from .backend import Backward, Upstream, tiled
 
 # number of scores computed at a time
 _AT_ONCE = 2**22
 _PAGES_AT_ONCE = 64
+# With a scale of at least this, a sum leaves the range before the gradient only if the gradient is within this factor
+# of the end of the range. Scales of models are larger: 1 / sqrt(D), or 1 / D.
+_SMALL = 2.0**-10
 
 
 def sides(scale: float) -> tuple[float, float]:
     """Split a scale into (factor of the queries, factor of their products with the keys)."""
     return (scale, 1.0) if abs(scale) <= 1 else (1.0, scale)
+
+
+def is_small(scale: float) -> bool:
+    """Return whether backward has to look for large queries and keys, since the scale may bring them into range."""
+    return 0 < abs(scale) < _SMALL
+
+
+def balanced(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor, float, float, float]:
+    """Move powers of two from large queries and keys to a small scale.
+
+    Scores keep their bits, except for parts of queries and keys that are smaller than the largest by all of the range.
+
+    Returns:
+        (queries, keys, scale, factor, factor): the gradients of q and k are those of the returned queries and keys
+        times the factors.
+    """
+    # products of float16 numbers are always in range, and small ones would be rounded
+    if not is_small(scale) or q.dtype == torch.float16:
+        return q, k, scale, 1.0, 1.0
+    # a scale of at least 1 would be applied on the other side, where scores are rounded differently
+    most = -math.frexp(scale)[1]
+    of_q, of_k = (_exponent(x) for x in (q, k))
+    of_k = min(of_k, max(0, (most + of_k - of_q) // 2), most)
+    of_q = min(of_q, most - of_k)
+    return (
+        q * 2.0**-of_q if of_q else q,
+        k * 2.0**-of_k if of_k else k,
+        scale * 2.0 ** (of_q + of_k),
+        2.0**-of_q,
+        2.0**-of_k,
+    )
+
+
+def _exponent(x: Tensor) -> int:
+    """Return the exponent of the power of two above the largest finite element; 0 if no element exceeds 1."""
+    finite = x.detach().nan_to_num(0.0, 0.0, 0.0)
+    return max(0, math.frexp(_largest([finite]) if x.numel() else 0.0)[1])
+
+
+def sums_in_range(backward: Backward) -> Backward:
+    """Decorate a backend's backward, which multiplies sums by the scale last, so that it moves powers of two first."""
+
+    @functools.wraps(backward)
+    def of_balanced(
+        upstream: Upstream, operands: Operands, branch: Branch, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not is_small(operands.scale):
+            return backward(upstream, operands, branch, dtype)
+        q, k, scale, of_q, of_k = balanced(*operands[:2], operands.scale)
+        dq, dk, dv = backward(upstream, operands._replace(q=q, k=k, scale=scale), branch, dtype)
+        return dq * of_q, dk * of_k, dv
+
+    return of_balanced
 
 
 def may_overflow(operands: Operands, branch: Branch) -> bool:

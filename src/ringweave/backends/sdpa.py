@@ -12,7 +12,7 @@ from ..plan import Branch
 from ..torch_compat import aten
 from ..types import acc_dtype
 from .backend import Backend, Upstream, delta_as_channels, per_key_head, per_query_head, with_sign
-from .overflow import may_overflow, nan_rows_out_of_range
+from .overflow import may_overflow, nan_rows_out_of_range, sums_in_range
 
 _forward, _backward = aten("flash_attention_for_cpu"), aten("flash_attention_for_cpu_backward")
 
@@ -60,6 +60,7 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
     return out, lse
 
 
+@sums_in_range
 def backward(
     upstream: Upstream, operands: Operands, branch: Branch, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:

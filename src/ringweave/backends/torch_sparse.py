@@ -17,7 +17,7 @@ from ..call import Call, Operands
 from ..plan import BlockPlan, Branch, unpack_masks
 from ..types import acc_dtype
 from .backend import Backend, Upstream
-from .overflow import may_overflow, nan_rows_out_of_range, sides
+from .overflow import may_overflow, nan_rows_out_of_range, sides, sums_in_range
 
 # number of (query, key) pairs in the tiles that are listed together; one query tile may exceed it
 _PAIRS = 2**20
@@ -126,6 +126,7 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
     return out, lse
 
 
+@sums_in_range
 def backward(
     upstream: Upstream, operands: Operands, branch: Branch, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,7 +8,7 @@ reaches nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from ...backends.attended import attended_product
 from ...backends.backend import delta_in_chunks
 from ...backends.chunk_threads import in_order
 from ...backends.dense_batched import Batch, Layout
-from ...backends.overflow import sides
+from ...backends.overflow import balanced, sides
 from ...call import Operands
 from ...errors import PatternError, UnsupportedError
 from ...merge import merge_into
@@ -192,11 +192,16 @@ class _Work:
         function = Pass(self.function, learns)
         if self.plan is None:
             return *map(torch.zeros_like, inputs), *function.gradients()
-        with torch.autocast(inputs[0].device.type, enabled=False):
-            grads = _Gradients(self, function, inputs, returned)
-            for batch, shares in in_order(grads.shares, grads.layout.batches(), inputs[0].device):
+        q, k, v = inputs
+        q, k, scale, of_q, of_k = balanced(q, k, self.scale)
+        with torch.autocast(q.device.type, enabled=False):
+            grads = _Gradients(replace(self, scale=scale), function, (q, k, v), returned)
+            for batch, shares in in_order(grads.shares, grads.layout.batches(), q.device):
                 grads.add(batch, shares)
-            return *grads.joined(), *function.gradients()
+            dq, dk, dv = grads.joined()
+        if scale != self.scale:
+            dq, dk = dq * of_q, dk * of_k
+        return dq, dk, dv, *function.gradients()
 
 
 class _Returned(NamedTuple):
