@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -39,6 +40,22 @@ def test_chunks_are_in_order_and_each_is_computed_by_one_thread(threads: int) ->
     assert torch.get_num_threads() == threads
     assert threading.active_count() == begun
     assert (threading.get_ident() in places) == (threads == 1)
+
+
+def test_a_result_lives_until_the_consumer_drops_it(threads: int) -> None:
+    """And at most as many others wait, or are computed, as there are threads."""
+    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+
+    def compute(chunk: int) -> Tensor:
+        made = torch.zeros(1)
+        alive.add(made)
+        return made
+
+    for chunk, result in in_order(compute, iter(range(40)), CPU):
+        last = weakref.ref(result)
+        assert len(alive) <= threads + 1, chunk
+        del result
+        assert last() is None
 
 
 def test_one_chunk_needs_no_thread(threads: int) -> None:

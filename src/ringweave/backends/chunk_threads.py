@@ -88,16 +88,20 @@ def in_order(
                 return compute(chunk)
 
         waiting: deque[tuple[Chunk, Future[Result]]] = deque()
+
+        def oldest() -> tuple[Chunk, Result]:
+            # a function, since no variable may hold the result while the consumer waits for the next one
+            chunk, future = waiting.popleft()
+            return chunk, future.result()
+
         pool = ThreadPoolExecutor(threads)
         try:
             for chunk in (*first, *ahead):
                 if len(waiting) == threads:
-                    done, result = waiting.popleft()
-                    yield done, result.result()
+                    yield oldest()
                 waiting.append((chunk, pool.submit(alone, chunk)))
             while waiting:
-                done, result = waiting.popleft()
-                yield done, result.result()
+                yield oldest()
         finally:
             # also after an error, or when the consumer stops: no thread is left behind
             pool.shutdown(cancel_futures=True)

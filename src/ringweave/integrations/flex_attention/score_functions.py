@@ -387,16 +387,20 @@ class Differentiated:
     def __init__(
         self, of: Pass, result: Tensor, scores: Tensor, reads: list[tuple[_Table, tuple[Tensor, ...], Tensor]]
     ):
-        self.result, self.scores, self.token, self.reads = result, scores, of.token, reads
+        self.graph: tuple[Tensor, Tensor] | None = (result, scores)
+        self.token, self.reads = of.token, reads
         self.tables, self.whole = list(of.tables.values()), list[Tensor | None]()
 
     def backward(self, grad: Tensor) -> Tensor | None:
-        """Return the gradient of the scores for that of the result; None if the function does not use them."""
-        if not self.result.requires_grad:
+        """Return the gradient of the scores for that of the result, once; None if the function does not use them."""
+        assert self.graph is not None
+        # results of all pairs are not kept while the gradients wait for those of other chunks
+        (result, scores), self.graph = self.graph, None
+        if not result.requires_grad:
             return None
         assert self.token is not None
-        inputs = [self.scores, self.token, *(table.leaf for table in self.tables)]
-        of_scores, _, *whole = torch.autograd.grad(self.result, inputs, grad, allow_unused=True)
+        inputs = [scores, self.token, *(table.leaf for table in self.tables)]
+        of_scores, _, *whole = torch.autograd.grad(result, inputs, grad, allow_unused=True)
         self.whole = list(whole)
         return of_scores
 

@@ -198,6 +198,7 @@ class _Work:
             grads = _Gradients(replace(self, scale=scale), function, (q, k, v), returned)
             for batch, shares in in_order(grads.shares, grads.layout.batches(), q.device):
                 grads.add(batch, shares)
+                del shares
             dq, dk, dv = grads.joined()
         if scale != self.scale:
             dq, dk = dq * of_q, dk * of_k
