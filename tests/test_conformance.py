@@ -350,6 +350,21 @@ def test_sums_of_gradients_may_overflow_where_gradients_do_not(
     check_powers(got, plain, of_q, of_k)
 
 
+@pytest.mark.parametrize("powers", POWERS)
+def test_sums_of_gradients_of_weights_may_overflow_where_gradients_do_not(powers: tuple[int, int, int]) -> None:
+    """Powers of two move between queries, keys and scale without a change of bits of weights and their gradients."""
+    of_q, of_k, of_scale = powers
+    x = Inputs.random(70, heads=4, kv_heads=2)
+    results = []
+    for a, b, c in ((0, 0, 0), (of_q, of_k, of_scale)):
+        q, k, v = with_powers(x, a, b).leaves()
+        weights = rw.attention_weights(q, k, rw.Causal(), scale=-0.3 * 2.0**c).to_dense()
+        out = weights @ v.repeat_interleave(2, 1)
+        dq, dk = torch.autograd.grad(out, (q, k), x.dout * 2.0**35)
+        results.append((weights, dq * 2.0**a, dk * 2.0**b))
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize(
     ("q", "k", "scale"), [(1, 1e36, 1e-36), (1e36, 1, 1e-36), (1e30, 1e7, 1e-37), (1e-3, 1e37, 1e-34), (1, 8, 1e-30)]
 )

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from .backends.backend import tiled
+from .backends.overflow import balanced, is_small
 from .call import Arguments, Call
 from .errors import PatternError
 from .patterns import LongNet, Pattern
 from .plan import BlockPlan, plan, unpack_masks
+from .torch_compat import no_interception
 from .types import acc_dtype
 from .validate import autocast, checked
 
@@ -111,8 +113,11 @@ def _weights(q: Tensor, k: Tensor, call: Call) -> BlockWeights:
     whole = torch.ones(1, p.q_tile, p.kv_tile, dtype=torch.bool, device=q.device)
     bank = torch.cat([unpack_masks(p.mask_words, p.kv_tile), whole])
     bound = torch.arange(p.kv_tiles * p.kv_tile, device=q.device).view(p.kv_tiles, 1, p.kv_tile) < p.nk
-    q_tiles = tiled(q.to(acc) * scale, p.q_tile)
-    k_tiles = tiled(k.to(acc), p.kv_tile)
+    q, k = q.to(acc), k.to(acc)
+    if is_small(scale) and no_interception():
+        # the largest elements are read, which no trace or transform can do
+        q, k, scale, *_ = balanced(q, k, scale)
+    q_tiles, k_tiles = tiled(q * scale, p.q_tile), tiled(k, p.kv_tile)
     values: list[Tensor] = []
     for b in range(batch):
         for h in range(heads):
