@@ -491,12 +491,12 @@ def test_sums_of_gradients_may_overflow_where_gradients_do_not(name: str, powers
 
 
 def test_memory_is_bounded_by_tiles() -> None:
-    """At 8,192 tokens no operator gives a tensor of an eighth of a byte for each pair, for functions of both kinds.
+    """At 4,096 tokens no operator gives a tensor of a quarter of a byte for each pair, for functions of both kinds.
 
     A thread has a chunk, which is about ten such tensors. Resident memory is no measure of it: the C library keeps what
     each thread has freed.
     """
-    n = 8192
+    n = 4096
     leaves = [torch.randn(1, 1, n, 16, requires_grad=True, device=CPU) for _ in range(3)]
     rows = torch.randn(n, 16, requires_grad=True, device=CPU)
 
@@ -506,12 +506,13 @@ def test_memory_is_bounded_by_tiles() -> None:
     def sine(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return s.sin() * rows[k, 0]
 
-    for pattern, score_mod in ((rw.Causal(), sine), (rw.SlidingWindow(100), products)):
+    # many rows of tiles have the same length, and would be in one chunk without a budget
+    for pattern, score_mod in ((rw.Full(), sine), (rw.SlidingWindow(100), products)):
         with Largest() as seen:
             out, _, _ = attend(*leaves, pattern, score_mod, scale=0.1)
             torch.autograd.grad(out.sum(), [*leaves, rows], allow_unused=True)
-        # the scores of the longest rows of tiles are seen
-        assert 4 * 16 * n <= seen.numel < n * n / 8
+        # scores of a row of tiles are seen
+        assert 4 * 16 * n <= seen.numel < n * n / 4
 
 
 def tensors_in(x: Any, seen: set[int]) -> list[Tensor]:
