@@ -64,6 +64,7 @@ def test_what_is_counted_sees_the_librarys_mask() -> None:
     assert theirs.numel >= n * n
 
 
+@pytest.mark.measures
 @pytest.mark.parametrize("kind", ["padded", "packed", "prefill"])
 def test_32k_tokens_of_a_window_take_less_than_a_mask_of_bytes(kind: str) -> None:
     """This also counts memory that kernels allocate without tensors."""

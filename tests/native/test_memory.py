@@ -66,6 +66,7 @@ def measured(tokens: int, heads: int, kv_heads: int, dim: int, name: str) -> tup
 MIB = 2**20
 
 
+@pytest.mark.measures
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("tokens", "heads", "kv_heads", "dim", "name"),
