@@ -76,7 +76,7 @@ def test_a_dilation_is_visible_or_named() -> None:
 def test_an_opaque_pattern_is_sampled_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     pattern = rw.from_mask_mod(lambda b, h, q, k: (q - k) % 4 == 0)
     monkeypatch.setattr(cells, "_EVALUATED", 2**18)
-    monkeypatch.setattr(cells, "_TILES", 100)
+    monkeypatch.setattr(cells, "_CELLS", 100)
     drawn = picture(pattern, 4096, cells=8)
     assert "density about" in drawn.caption
     np.testing.assert_allclose(drawn.panels[0].shares, 0.25, atol=0.05)

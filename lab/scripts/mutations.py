@@ -48,12 +48,12 @@ BREAKAGES = (
         "words.clamp(max=2**31 - 1)", ("tests/plan/test_build.py", "-k", "packed_and_unpacked"),
     ),
     Breakage(
-        "which tiles are full under the diagonal", "patterns/local.py", "classes(k_lo >= q_hi, k_hi - 1 <= q_lo,",
-        "classes(k_lo >= q_hi, k_hi - 2 <= q_lo,", DENSE,
+        "which tiles are full under the diagonal", "relation/zones.py", "q_lo[rect] + self.d1[group])",
+        "q_lo[rect] + self.d1[group] + 1)", DENSE,
     ),
     Breakage(
-        "how far a window reaches to the right", "patterns/local.py", "np.minimum(q_hi + self.right, nk)",
-        "np.minimum(q_hi, nk)", DENSE,
+        "how far a window reaches to the right", "patterns/local.py", "d=(-self.left, self.right + 1)",
+        "d=(-self.left, self.right)", DENSE,
     ),
     Breakage(
         "the offset of queries in a plan's key", "plan/cached_plans.py", "key = (made_of.value, *sizes)",
