@@ -36,7 +36,7 @@ from .precision import Precision
 from .types import AttentionOutput as AttentionOutput
 
 if TYPE_CHECKING:
-    from . import adaptive, integrations, memory, nn, parallel
+    from . import adaptive, integrations, memory, nn, parallel, trees
     from .hierarchical import hierarchical_attention
     from .kv_cache import PagedCache
     from .parallel import ContextParallel
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
         SlidingWindow,
         Strided,
         TokenMask,
+        Tree,
         from_mask_mod,
     )
     from .patterns import Pattern as Pattern
@@ -100,6 +101,7 @@ __all__ = [
     "Softcap",
     "Strided",
     "TokenMask",
+    "Tree",
     "adaptive",
     "attention",
     "attention_weights",
@@ -117,6 +119,7 @@ __all__ = [
     "parallel",
     "patterns",
     "plan",
+    "trees",
     "varlen_attention",
 ]
 # public names that dir() does not list, because users rarely write them: results, errors, and plans
@@ -136,7 +139,7 @@ _UNLISTED = (
 
 
 # imported when first used, so that importing ringweave stays quick
-_SUBMODULES = ("adaptive", "integrations", "memory", "nn", "parallel")
+_SUBMODULES = ("adaptive", "integrations", "memory", "nn", "parallel", "trees")
 # modules of the distributions ringweave-audit and ringweave-lab
 _ADDED = ("audit", "bench", "tune")
 _ELSEWHERE = {

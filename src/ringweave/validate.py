@@ -22,6 +22,7 @@ from .call import Arguments, Call, pack
 from .errors import ShapeError, UnsupportedError, shown
 from .patterns import Pattern, check_extents
 from .patterns.alignment import END, ends_at_query, first_query, padded_keys
+from .patterns.base import parts_of
 from .patterns.fitting import refuse
 from .patterns.global_tokens import check_places
 from .patterns.shifted import with_offsets
@@ -263,17 +264,24 @@ def check_terms(
     for term in terms:
         term.check(*sizes, device)
     of_distance = {type(term).__name__ for term in terms if term.distances}
-    if of_distance and pattern.tables and _packed_apart(pattern):
-        # queries and keys are then indices of two axes, and their difference is not a distance
-        got = f"{', '.join(sorted(of_distance))} where queries and keys are packed apart"
-        raise UnsupportedError("terms", got, "one packing for both", "Pad the queries, or add a Bias.")
+    if of_distance and pattern.tables:
+        _check_distances(", ".join(sorted(of_distance)), pattern)
 
 
-def _packed_apart(pattern: Pattern) -> bool:
-    # imported where a pattern may contain documents
+def _check_distances(names: str, pattern: Pattern) -> None:
+    """Raise UnsupportedError if the difference of two places is not a distance of tokens."""
+    # imported where a pattern may contain documents or a tree
     from .patterns.documents import packed_apart
+    from .patterns.tree import Tree
 
-    return packed_apart(pattern)
+    if packed_apart(pattern):
+        got = f"{names} where queries and keys are packed apart"
+        raise UnsupportedError("terms", got, "one packing for both", "Pad the queries, or add a Bias.")
+    if trees := parts_of(pattern, Tree):
+        got = f"{names} with {trees[0]!r}, on which tokens that follow each other on a path are apart"
+        wanted = "terms that count no distances"
+        remedy = "Add a Bias of the distances of tree.positions(), or give each path a row."
+        raise UnsupportedError("terms", got, wanted, remedy)
 
 
 def converted(given: Arguments) -> tuple[Arguments, torch.dtype | None]:

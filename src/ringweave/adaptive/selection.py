@@ -232,6 +232,8 @@ def select(
 
 def _in_documents(choose: Callable[..., BlockTable], q: Tensor, k: Tensor, documents: Documents, heads: str) -> Pattern:
     """Choose blocks in each document alone, and list them for each of its queries."""
+    if not isinstance(documents, Documents):
+        raise PatternError("documents", shown(documents), "rw.Documents", "Pass rw.Documents(lengths).")
     documents.fits(q.shape[2], k.shape[2], 0)
     spans = documents.spans()
     longer = [f"{m} queries and {n} keys" for m, n in zip(*spans.lengths(), strict=True) if m > n]

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from ..api import attention
 from ..checks import flag, number, whole
 from ..errors import ShapeError, UnsupportedError, shown
-from ..patterns import Causal, Full, Pattern
+from ..patterns import Causal, Full, Pattern, Tree
 from ..patterns.alignment import first_query
+from ..patterns.base import parts_of
 from ..patterns.fitting import refuse
 from ..precision import NATIVE, Precision, as_precision
 from ..terms import Bias, Term
@@ -187,7 +188,7 @@ class MultiheadAttention(nn.Module):
                 and is not read.
             positions: (tokens,) or (batch, tokens), positions by which queries and keys are rotated. By default keys
                 count from 0 and queries from ``q_offset``; with a context its global positions are used. They need a
-                ``rotary_base``.
+                ``rotary_base``. A pattern with a ``Tree`` has no default: pass ``tree.positions()``.
             q_offset: Position of the first query: an int, an integer tensor () or (batch,), or ``"end"`` for a decode
                 step, as in :func:`ringweave.attention`.
         Returns:
@@ -205,6 +206,9 @@ class MultiheadAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary_base is not None:
+            if positions is None and pattern.tables and parts_of(pattern, Tree):
+                wanted = "the positions of the tokens on their paths: rotary_base is set, and the pattern has a Tree"
+                raise ShapeError("positions", None, wanted, "Pass positions=tree.positions().")
             q, k = self._rotated(q, k, positions, first)
         elif positions is not None:
             wanted = "None: without rotary_base no position is used"

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .reader import rebuild as rebuild
     from .selected import Selected as Selected
     from .table import BlockTable as BlockTable
+    from .tree import Tree as Tree
     from .within import Within as Within
 
 #: Public names by module.
@@ -77,6 +78,7 @@ MODULES = {
     ),
     "selected": ("Selected",),
     "table": ("BlockTable",),
+    "tree": ("Tree",),
     "within": ("Within",),
 }
 _WHERE = {name: module for module, names in MODULES.items() for name in names}

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ..relation import placed as relation
 from ..relation.arrays import Int64
+from ..relation.node import Node
+from ..relation.transforms import placed
 from ..relation.zones import Zones
 from ..torch_compat import outside_transforms, wrapped
 from .base import Pattern, parts_of
@@ -46,7 +48,11 @@ class Spans(NamedTuple):
         """Return the documents that have queries and keys as zones."""
         used = (self.q_first < self.q_stop) & (self.k_first < self.k_stop)
         q, k = (self.q_first[used], self.q_stop[used]), (self.k_first[used], self.k_stop[used])
-        return relation.Documents(Zones(q, k, each=not self.one), self.origin[used])
+        return relation.Documents(Zones(q, k, each=not self.one), self.origin[used], k[0])
+
+    def inside(self, node: Node) -> Node:
+        """Return a relation inside each document, with positions counted from its first key."""
+        return placed(node, self.documents())
 
     def lengths(self) -> tuple[Int64, Int64]:
         """Return the number of queries and of keys of each document."""
@@ -104,6 +110,22 @@ class Bounds(Pattern):
 
     def key(self) -> CacheKey:
         return CacheKey.following(self.spec, self.tables)
+
+
+class Enclosing(Bounds):
+    """Bounds that a pattern may be counted within: ``pattern.within(bounds)``."""
+
+    @abstractmethod
+    def inside(self, node: Node) -> Node:
+        """Return a relation inside these bounds, with positions counted from the first key of each part."""
+
+    @abstractmethod
+    def sizes(self) -> tuple[Int64, Int64]:
+        """Return the number of queries and of keys of each part."""
+
+
+class Packing(Enclosing):
+    """Sequences that share a row of the batch, so that a pattern with it already counts the tokens of whole rows."""
 
 
 def bounds_in(pattern: Pattern) -> list[Bounds]:

@@ -19,7 +19,7 @@ from ..relation.shapes import MOST_ZONES
 from ..relation.zones import Zones
 from ..torch_compat import require
 from .base import Pattern, parts_of
-from .batch_axis import Bounds, Spans, rows_of
+from .batch_axis import Packing, Spans, rows_of
 from .declared import declare
 from .fitting import made_again, made_by
 
@@ -35,7 +35,7 @@ class _Packed(NamedTuple):
 
 
 @declare("Documents([160, 480, 96, 288])", "By position", hostile="Documents([1] * n)")
-class Documents(Bounds):
+class Documents(Packing):
     """Packed variable-length documents: a query attends the keys of its document.
 
     Pass ``lengths``, ``cu_seqlens`` or ``ids``; or pass ``cu_seqlens_q`` with ``cu_seqlens_k`` if queries and keys are
@@ -163,6 +163,12 @@ class Documents(Bounds):
                 "documents", "one in several pieces", "documents of consecutive tokens", "Sort the tokens."
             )
         return spans
+
+    def inside(self, node: Node) -> Node:
+        return self.spans().inside(node)
+
+    def sizes(self) -> tuple[Int64, Int64]:
+        return self.spans().lengths()
 
     def zones(self, n: int | None) -> Node:
         packed: _Packed = self._now

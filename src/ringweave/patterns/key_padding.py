@@ -14,12 +14,12 @@ from ..relation.arrays import Int64
 from ..relation.node import ELEMENT, ELEMENT_BITS, FAR, Node
 from ..relation.zones import Zones
 from .base import Pattern
-from .batch_axis import Bounds, Spans, rows_of
+from .batch_axis import Enclosing, Spans, rows_of
 from .declared import declare
 
 
 @declare("KeyPadding(832, 192)", "By position", hostile="KeyPadding(n, n - 1)")
-class KeyPadding(Bounds):
+class KeyPadding(Enclosing):
     """Every query attends the keys [start, stop) of its batch element, for padding on the right or on the left.
 
     ``Causal() & KeyPadding(lengths)`` is causal attention over a padded batch. Tensors are not copied, and are read
@@ -103,6 +103,12 @@ class KeyPadding(Bounds):
     def spans(self) -> Spans:
         start, stop = (side + np.arange(len(side)) * ELEMENT for side in self._now)
         return Spans(start, stop, start, start, stop, self._rows == 1)
+
+    def inside(self, node: Node) -> Node:
+        return self.spans().inside(node)
+
+    def sizes(self) -> tuple[Int64, Int64]:
+        return self.spans().lengths()
 
     def _of(self, position: Int64) -> tuple[Int64, Int64]:
         """Return the bounds for positions on the axis of all batch elements."""

@@ -9,13 +9,11 @@ import numpy as np
 from ..errors import PatternError, shown
 from ..relation.arrays import Int64, combine_ids, distinct
 from ..relation.node import ELEMENT, Node
-from ..relation.transforms import placed
 from .algebra import Combined, Not, PerHead
 from .base import Composite, Pattern, parts_of
-from .batch_axis import Bounds, bounds_in
+from .batch_axis import Bounds, Enclosing, bounds_in
 from .declared import declare
 from .fitting import called, nest, refuse
-from .key_padding import KeyPadding
 from .shifted import Shifted
 
 
@@ -58,13 +56,12 @@ class Within(Composite):
         if not isinstance(pattern, Pattern):
             refuse(pattern)
         # imported when a pattern is put inside of bounds
-        from .documents import Documents
         from .table import BlockTable
 
-        if not isinstance(bounds, (KeyPadding, Documents)):
+        if not isinstance(bounds, Enclosing):
             got = repr(bounds) if isinstance(bounds, Pattern) else shown(bounds)
             remedy = called(bounds) or "Combine other patterns with &."
-            raise PatternError("bounds", got, "Documents or KeyPadding", remedy)
+            raise PatternError("bounds", got, "Documents, Tree or KeyPadding", remedy)
         if not pattern.combinable:
             remedy = "A LongNet selects tokens by their place in the whole sequence: use Dilated or Segments."
             raise PatternError("pattern", repr(pattern), "a relation", remedy)
@@ -99,7 +96,7 @@ class Within(Composite):
 
     def fits(self) -> None:
         """Raise PatternError if the pattern does not fit the documents' lengths."""
-        queries, lengths = self.bounds.spans().lengths()
+        queries, lengths = self.bounds.sizes()
         longer = np.flatnonzero(queries > lengths)
         if len(longer) and _looks_up(self.pattern):
             got = f"document {longer[0]} of {queries[longer[0]]} queries and {lengths[longer[0]]} keys"
@@ -111,7 +108,7 @@ class Within(Composite):
                 self.pattern.check(length, length, 0)
 
     def zones(self, n: int | None) -> Node:
-        return placed(self.pattern.zones(n), self.bounds.spans().documents())
+        return self.bounds.inside(self.pattern.zones(n))
 
 
 def within(pattern: Pattern, bounds: Pattern) -> Pattern:

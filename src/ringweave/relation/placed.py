@@ -18,13 +18,15 @@ class Documents(NamedTuple):
     """Documents in their order.
 
     Attributes:
-        zones: The queries and keys of each document: one run of keys in each group.
+        zones: The queries and keys of each document: one run of keys in each group, and a band of distances.
         origin: Position of the query that has position 0 in its document. A document with fewer queries than keys
             begins after it, and one with more queries before it.
+        first: Position of the key that has position 0. The keys of a document begin there, or after it.
     """
 
     zones: Zones
     origin: Int64
+    first: Int64
 
 
 class _Parts(NamedTuple):
@@ -42,13 +44,13 @@ class Placed(Node):
         self.leaf, self.documents = leaf, documents
 
     def _parts(self, tiles: Tiles) -> _Parts:
-        zones, origin = self.documents
+        zones, origin, first = self.documents
         q_lo, q_hi, k_lo, k_hi = zones.sides(tiles)
         tile, document, _ = zones.overlaps(q_lo, q_hi, k_lo, k_hi)
         q0, q1 = np.maximum(q_lo[tile], zones.q0[document]), np.minimum(q_hi[tile], zones.q1[document])
         k0, k1 = np.maximum(k_lo[tile], zones.k0[document]), np.minimum(k_hi[tile], zones.k1[document])
         margins = q0 - q_lo[tile], q_hi[tile] - q1, k0 - k_lo[tile], k_hi[tile] - k1
-        q_base, k_base = origin[document], zones.k0[document]
+        q_base, k_base = origin[document], first[document]
         element, zero = tiles.q.element[tiles.qi[tile]], np.zeros(len(tile), np.int64)
         q, k = Sides(q0 - q_base, q1 - q_base, element, zero), Sides(k0 - k_base, k1 - k_base, element, zero)
         return _Parts(tile, Tiles.of(q, k), margins)
@@ -79,14 +81,14 @@ class Placed(Node):
         return packed(out)
 
     def contains(self, q: Tensor, k: Tensor, origin: Origin) -> Tensor:
-        zones, first = self.documents
+        zones, q_first, k_first = self.documents
         inside = zones.contains(q, k, origin)
         base = origin.element * ELEMENT if zones.each else 0
         document = torch.searchsorted(torch.tensor(zones.q1, device=q.device), (q + base).contiguous(), right=True)
         document.clamp_(max=max(zones.groups - 1, 0))
         if not zones.groups:
             return inside
-        of_q, of_k = (torch.tensor(side - base, device=q.device)[document] for side in (first, zones.k0))
+        of_q, of_k = (torch.tensor(side - base, device=q.device)[document] for side in (q_first, k_first))
         # a function may index tables by positions, so those of pairs outside of documents are 0
         mine, theirs = torch.where(inside, q - of_q, 0), torch.where(inside, k - of_k, 0)
         return inside & self.leaf.contains(mine, theirs, Origin(origin.element))

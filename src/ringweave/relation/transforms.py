@@ -11,19 +11,23 @@ from .zones import Zones
 
 
 def placed(node: Node, documents: Documents) -> Node:
-    """Return a relation inside each document, with positions counted from its first key."""
+    """Return a relation inside each document, on the document's positions."""
     if isinstance(node, Not):
         return And((documents.zones, Not(placed(node.part, documents))))
     if isinstance(node, (And, Or)):
         return type(node)([placed(part, documents) for part in node.parts])
-    return _in_documents(node, documents) if isinstance(node, Zones) else Placed(node, documents)
+    if isinstance(node, Zones):
+        return _in_documents(node, documents)
+    inside = Placed(node, documents)
+    # which cuts tiles at queries and keys, but not at distances
+    return And((documents.zones, inside)) if documents.zones.banded else inside
 
 
 def _in_documents(zones: Zones, documents: Documents) -> Node:
-    bounds, origin = documents
     if zones.each:
-        bounds, origin = _of_each(bounds, origin, 1 + int(_element(zones.q0).max(initial=0)))
-    # positions of the first query and key, and of the end of the queries, as the zones count them
+        documents = _of_each(documents, 1 + int(_element(zones.q0).max(initial=0)))
+    bounds, origin, first_key = documents
+    # positions of the first query and of the end of the queries, as the zones count them
     base = _element(bounds.k0) * ELEMENT if zones.each else np.zeros(bounds.groups, np.int64)
     begin, end = bounds.q0 - origin + base, bounds.q1 - origin + base
     first = np.searchsorted(zones.q1, begin, "right")
@@ -32,26 +36,27 @@ def _in_documents(zones: Zones, documents: Documents) -> Node:
         of, run = np.arange(len(document)), group
     else:
         of, run = listed(zones.ptr[:-1][group], np.diff(zones.ptr)[group])
+    # what positions of queries, of keys, and distances grow by
+    moved = q_moved, k_moved, d_moved = origin - base, first_key - base, first_key - origin
+    d0 = np.maximum(zones.d0[group] + d_moved[document], bounds.d0[document])
+    d1 = np.minimum(zones.d1[group] + d_moved[document], bounds.d1[document])
     at = document[of]
-    low = np.maximum(zones.k0[run] + (bounds.k0 - base)[at], bounds.k0[at])
-    high = np.minimum(zones.k1[run] + (bounds.k0 - base)[at], bounds.k1[at])
-    used = low < high
+    low = np.maximum(zones.k0[run] + k_moved[at], bounds.k0[at])
+    high = np.minimum(zones.k1[run] + k_moved[at], bounds.k1[at])
+    used = (low < high) & (d0 < d1)[of]
     count = np.bincount(of[used], minlength=len(document))
     kept = np.flatnonzero(count)
     document, group, count = document[kept], group[kept], count[kept]
-    # what positions of queries, of keys, and distances grow by
-    moved = origin - base, bounds.k0 - base, bounds.k0 - origin
     phase = zones.phase[group]
     if zones.residue is not None:
         phase = phase + moved[zones.residue.axis][document]
-    q_moved, _, d_moved = moved
     return Zones(
         (
             np.maximum(zones.q0[group] + q_moved[document], bounds.q0[document]),
             np.minimum(zones.q1[group] + q_moved[document], bounds.q1[document]),
         ),
         (low[used], high[used]),
-        (zones.d0[group] + d_moved[document], zones.d1[group] + d_moved[document]),
+        (d0[kept], d1[kept]),
         ptr=None if (count == 1).all() else np.append(0, np.cumsum(count)),
         residue=zones.residue,
         phase=phase,
@@ -64,13 +69,16 @@ def _element(position: Int64) -> Int64:
     return (position + FAR) >> 32
 
 
-def _of_each(bounds: Zones, origin: Int64, elements: int) -> Documents:
+def _of_each(documents: Documents, elements: int) -> Documents:
     """Repeat documents that are the same for all batch elements for each of them."""
+    bounds, origin, first = documents
     if bounds.each:
-        return Documents(bounds, origin)
+        return documents
     base = (np.arange(elements) * ELEMENT)[:, None]
-    q0, q1, k0, k1, first = ((base + side).reshape(-1) for side in (bounds.q0, bounds.q1, bounds.k0, bounds.k1, origin))
-    return Documents(Zones((q0, q1), (k0, k1), each=True), first)
+    sides = bounds.q0, bounds.q1, bounds.k0, bounds.k1, origin, first
+    q0, q1, k0, k1, origin, first = ((base + side).reshape(-1) for side in sides)
+    band = np.tile(bounds.d0, elements), np.tile(bounds.d1, elements)
+    return Documents(Zones((q0, q1), (k0, k1), band, each=True), origin, first)
 
 
 def by_place(node: Node) -> Node:

@@ -109,6 +109,8 @@ class Zones(Node):
         self._moves = axis in (None, D)
         self._by_distance = every_q and every_k and self._moves
         self.few = ptr is None and residue is None
+        #: Whether a band restricts the distances of a group.
+        self.banded = not every_d
         # the bounds and the phase of a single zone, as numbers: compiled code can trace them
         bounds = (self.q0, self.q1, self.k0, self.k1, self.d0, self.d1, self.phase)
         self._single = tuple(int(side[0]) for side in bounds) if self.groups == 1 and ptr is None else None

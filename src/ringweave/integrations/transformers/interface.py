@@ -14,8 +14,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from ...api import attention, paged_attention
 from ...errors import PatternError, ShapeError, UnsupportedError, shown, warn_once
-from ...patterns import Causal, Documents, Full, Pattern, Selected, SlidingWindow, parse
+from ...patterns import And, Causal, Documents, Full, KeyPadding, Pattern, Selected, SlidingWindow, Tree, parse
 from ...patterns.base import parts_of
+from ...patterns.batch_axis import Packing
 from ...patterns.fitting import refuse
 from ...patterns.global_tokens import within_length
 from ...terms import Bias, Softcap, Term
@@ -305,6 +306,7 @@ class LayerCall:
         if not mask.q_offset:
             # a layer's pattern is for texts of every length, so it may list tokens that this one does not have
             own = within_length(own, self.nk if mask.context is None else mask.context.seq_len)
+        _check_tree(pattern, own, type(self.module).__name__)
         return pattern & own, mask.q_offset if mask.row is None else mask.row
 
     def chosen(self, mask: PatternMask, keys: Tensor | None, blocks: Tensor | None) -> Pattern:
@@ -353,7 +355,19 @@ class LayerCall:
 
 def _of_the_batch(pattern: Pattern) -> bool:
     """Whether a pattern holds the documents of a batch, so that it already counts the tokens of whole rows."""
-    return bool(parts_of(pattern, Documents))
+    return bool(parts_of(pattern, Packing))  # type: ignore[type-abstract]
+
+
+def _check_tree(pattern: Pattern, own: Pattern, kind: str) -> None:
+    """Raise UnsupportedError if a layer's pattern has a tree, and the mask counts distances, or separates documents."""
+    parts = pattern.parts if isinstance(pattern, And) else (pattern,)
+    if parts_of(own, Tree) and not all(isinstance(part, Causal | Full | KeyPadding) for part in parts):
+        got = f"a Tree in {kind}, beside a mask that counts places in the row, {pattern}"
+        remedy = (
+            "With position_ids=tree.positions(), pass an attention_mask of ones too: without it transformers takes "
+            "positions that restart for packed documents. A model with windows has no call with a Tree."
+        )
+        raise UnsupportedError("pattern", got, "a mask of padding and causality", remedy)
 
 
 def _weights(query: Tensor, key: Tensor, pattern: Pattern, options: dict[str, Any]) -> Tensor:
