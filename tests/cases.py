@@ -28,6 +28,12 @@ def _documents(n: int) -> Pattern:
     return rw.Documents(lengths)
 
 
+def _tree(n: int) -> Pattern:
+    """Return a tree with an empty node, a chain, and children that do not follow their parents."""
+    parents, lengths = [-1, 0, 0, 1, 2, 2, -1], [n // 3, n // 9, 0, n // 9, n // 5, n // 7]
+    return rw.Tree(parents, [*lengths, n - sum(lengths)])
+
+
 def _image(n: int) -> rw.Grid:
     """Return a grid as square as the number of tokens allows, with boxes that do not divide it."""
     height = max(h for h in range(1, math.isqrt(n) + 1) if n % h == 0)
@@ -60,6 +66,8 @@ PATTERNS: dict[str, Callable[[int], Pattern]] = {
     "keys": lambda n: rw.KeyPadding(n - n // 4, n // 3) & rw.Causal(),
     "within_documents": lambda n: ((rw.SlidingWindow(20) | rw.Sinks(3)) & rw.Causal()).within(_documents(n)),
     "within_keys": lambda n: (rw.Dilated(5, 4) | rw.Global([2])).within(rw.KeyPadding(n, n // 5)),
+    "token_tree": _tree,
+    "within_token_tree": lambda n: (rw.SlidingWindow(20) | rw.Sinks(3) | ~rw.Strided(3)).within(_tree(n)),
     "causal_documents": lambda n: _documents(n) & rw.Causal(),
     "prefix": lambda n: rw.PrefixLM(33),
     "periodic": lambda n: rw.patterns.Periodic(50, 10, 13) & rw.Causal(),
@@ -85,13 +93,16 @@ PATTERNS: dict[str, Callable[[int], Pattern]] = {
 #: Patterns without a case: those that methods make, mixtures, and those with test files of their own.
 ELSEWHERE = {"Within", "LongNet", "GridWindows", "Neighborhood", "TokenMask", "BlockTable"}
 #: Pattern names in the cases above.
-NAMED = {name for make in (*PATTERNS.values(), _documents) for name in make.__code__.co_names}
+NAMED = {name for make in (*PATTERNS.values(), _documents, _tree) for name in make.__code__.co_names}
 # a declared pattern without a case uses its example, which must then work at any length
 PATTERNS |= {
     name: functools.partial(lambda example, n: rw.patterns.parse(example), known.example)
     for name, known in DECLARED.items()
     if name not in NAMED | ELSEWHERE
 }
+
+#: patterns on which terms that count distances are refused
+TREES = {"token_tree", "within_token_tree"}
 
 #: mixtures, in which a key may count several times; four heads
 MIXTURES: dict[str, Callable[[int], Pattern]] = {

@@ -15,7 +15,7 @@ from ringweave.kv_cache import PagedCache
 from ringweave.program import Program
 from ringweave.validate import Checked, checked, paged
 
-from .cases import MIXTURES, PATTERNS
+from .cases import MIXTURES, PATTERNS, TREES
 
 N, HEADS, KV_HEADS, DIM = 60, 4, 2, 16
 EVERYTHING = PATTERNS | MIXTURES
@@ -32,8 +32,10 @@ def drawn(name: str, seed: int) -> Checked:
         rw.DistanceBias(torch.randn(HEADS, 2 * draw.randint(1, 9) + 1)),
         rw.Bias(torch.randn(draw.choice([1, 2]), draw.choice([1, HEADS]), N, N)),
     ]
+    if name in TREES:
+        terms = [term for term in terms if not term.distances]
     options: dict[str, Any] = {
-        "terms": draw.sample(terms, draw.randint(0, 3)),
+        "terms": draw.sample(terms, draw.randint(0, min(3, len(terms)))),
         "dropout": 0.0 if stored else draw.choice([0.0, 0.0, 0.1, 2**-16]),
         "precision": rw.Precision(kv=torch.int8) if stored else None,
         "scale": draw.choice([None, 0.1, -3.0, 0.0]),

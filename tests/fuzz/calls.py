@@ -226,6 +226,9 @@ def draw(backend: str, seed: int, index: int) -> Call:
     if backend == "triton":
         # its kernels refuse gradients of tables
         drawn = replace(drawn, terms=tuple(replace(term, learns=False) for term in drawn.terms))
+    if tree.counts_paths:
+        kept = tuple(term for term in drawn.terms if not term.of_distance)
+        drawn = replace(drawn, terms=kept)
     return replace(call, score_terms=drawn)
 
 

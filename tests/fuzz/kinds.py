@@ -31,12 +31,15 @@ from .ragged import (
     draw_ids,
     draw_known,
     draw_marks,
+    draw_nodes,
     exists,
     ids_source,
     is_known,
     is_marked,
+    is_on_path,
     known_source,
     marks_source,
+    nodes_source,
     same_id,
 )
 from .sizes import At, Bools, Kind, Sizes, chosen, listing, near, past, tokens, width
@@ -165,6 +168,7 @@ KINDS: dict[str, Kind] = {
     "Documents": Kind(draw_documents, documents_source, same_document, square),
     "KeyPadding": Kind(draw_bounds, bounds_source, exists),
     "ids": Kind(draw_ids, ids_source, same_id, square),
+    "Tree": Kind(draw_nodes, nodes_source, is_on_path, square),
     "marks": Kind(draw_marks, marks_source, is_marked, square),
     "known": Kind(draw_known, known_source, is_known),
     "Neighborhood": Kind(

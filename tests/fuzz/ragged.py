@@ -98,6 +98,53 @@ def is_marked(at: At, per_batch: bool, share: float, seed: int) -> Any:
     return row[at.q] | row[at.k]
 
 
+def draw_nodes(r: Random, s: Sizes) -> tuple[Any, ...]:
+    return r.random() < 0.5, r.randint(0, 999)
+
+
+def nodes(s: Sizes, per_batch: bool, seed: int) -> list[tuple[list[int], list[int]]]:
+    """Draw the parents and lengths of nodes, for one or each batch element: chains, branches, roots, empty nodes."""
+    r = Random(seed)
+    drawn = []
+    for _ in range(s.batch if per_batch else 1):
+        parents, lengths = list[int](), list[int]()
+        while sum(lengths) < s.nk:
+            parents.append(r.choice([-1, len(parents) - 1, len(parents) - 1, r.randint(-1, max(len(parents) - 1, -1))]))
+            lengths.append(min(r.choice([0, 1, 2, 16, 17, r.randint(0, s.nk)]), s.nk - sum(lengths)))
+        drawn.append((parents, lengths))
+    most = max(len(parents) for parents, _ in drawn)
+    return [
+        (parents + [-1] * (most - len(parents)), lengths + [0] * (most - len(lengths))) for parents, lengths in drawn
+    ]
+
+
+def nodes_source(s: Sizes, per_batch: bool, seed: int) -> str:
+    drawn = nodes(s, per_batch, seed)
+    if not per_batch:
+        return f"rw.Tree({drawn[0][0]}, {drawn[0][1]})"
+    parents, lengths = zip(*drawn, strict=True)
+    return f"rw.Tree(torch.tensor({list(parents)}), torch.tensor({list(lengths)}, dtype=torch.int32))"
+
+
+def on_paths(at: At, per_batch: bool, seed: int) -> tuple[Any, NDArray[np.int64]]:
+    """Return whether each key is on the path of each query, and the places of all tokens on their paths."""
+    parents, lengths = nodes(at.s, per_batch, seed)[at.b if per_batch else 0]
+    above: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        above.append([node] if parent < 0 else [*above[parent], node])
+    member = np.zeros((len(parents), len(parents)), np.bool_)
+    for node, path in enumerate(above):
+        member[node, path] = True
+    owner = np.repeat(np.arange(len(parents)), lengths)
+    first = [sum(lengths[each] for each in path[:-1]) for path in above]
+    place = np.array([first[node] + i for node, length in enumerate(lengths) for i in range(length)])
+    return member[owner[at.q], owner[at.k]] & (at.k <= at.q), place
+
+
+def is_on_path(at: At, per_batch: bool, seed: int) -> Any:
+    return on_paths(at, per_batch, seed)[0]
+
+
 #: patterns that depend on no length, and so can restart at any position
 ANYWHERE = ["Full", "Causal", "SlidingWindow", "Sinks", "Segments", "Strided", "Dilated", "PrefixLM", "Periodic"]
 

@@ -55,6 +55,11 @@ class Term:
         """Return whether its tensor has an element for each pair."""
         return self.kind in KINDS and KINDS[self.kind].places
 
+    @property
+    def of_distance(self) -> bool:
+        """Return whether it counts distances."""
+        return self.kind == "buckets" or (self.kind in KINDS and KINDS[self.kind].distances)
+
     def shape(self, s: Sizes, nk: int) -> tuple[int, ...]:
         """Return the shape of its tensor in a call with ``nk`` keys."""
         if self.kind == "buckets":

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .kinds import KINDS
-from .ragged import ANYWHERE, places
+from .ragged import ANYWHERE, on_paths, places
 from .sizes import At, Bools, First, Sizes
 
 
@@ -22,6 +22,11 @@ class Tree:
     kind: str
     args: tuple[Any, ...] = ()
     parts: tuple[Tree, ...] = field(default=())
+
+    @property
+    def counts_paths(self) -> bool:
+        """Return whether tokens that follow each other on a path may be apart: such calls have no terms of distance."""
+        return any("Tree" in (below.kind, *below.args[:1]) for below in self.walk())
 
     def walk(self) -> list[Tree]:
         return [self, *(below for part in self.parts for below in part.walk())]
@@ -34,7 +39,7 @@ def fits(tree: Tree, s: Sizes) -> bool:
     if tree.kind == "LongNet" and tree.args[4] == "partitioned" and len(tree.args[0]) > s.heads:
         return False
     if tree.kind == "within" and (
-        (tree.args[0] == "ids" and not s.square)
+        (tree.args[0] != "KeyPadding" and not s.square)
         or any(below.kind in KINDS and below.kind not in ANYWHERE for below in tree.walk())
     ):
         return False
@@ -94,6 +99,7 @@ def _depends(tree: Tree) -> tuple[bool, bool]:
         in (
             "KeyPadding",
             "ids",
+            "Tree",
             "known",
             "marks",
             "within",
@@ -121,6 +127,9 @@ def _allowed(tree: Tree, at: At) -> Bools:
         for part in tree.parts[1:]:
             result = join(result, _allowed(part, at))
         return result
+    if tree.kind == "within" and tree.args[0] == "Tree":
+        inside, place = on_paths(at, *tree.args[1:])
+        return inside & _allowed(tree.parts[0], At(at.s, at.b, at.h, place[at.q], place[at.k]))
     if tree.kind == "within":
         found = np.zeros((at.q.size, at.k.size), np.bool_)
         for begin, end in places(at, *tree.args):
@@ -180,9 +189,9 @@ def _draw_within(r: Random, s: Sizes, depth: int) -> Tree:
         kind = r.choice(ANYWHERE)
         return Tree(kind, KINDS[kind].draw(r, s))
 
-    bounds = r.choice(["KeyPadding", "ids"] if s.square else ["KeyPadding"])
+    bounds = r.choice(["KeyPadding", "ids", "Tree"] if s.square else ["KeyPadding"])
     args = KINDS[bounds].draw(r, s)
-    args = args if bounds == "KeyPadding" else (args[0], False, args[2])
+    args = (args[0], False, args[2]) if bounds == "ids" else args
     return Tree("within", (bounds, *args), (inner(min(depth, 2)),))
 
 

@@ -119,6 +119,9 @@ def attend(
         if bias is not None:
             terms.append(call.bias(bias))
         if position_bias is not None:
+            if parts_of(pattern, Tree):
+                remedy = "Give each path a row: the model takes the distances of its bias from places in the row."
+                raise UnsupportedError("position_bias", "a bias in a layer with a Tree", "none", remedy)
             terms.append(call.bias(position_bias))
         options: dict[str, Any] = {"scale": scaling, "terms": terms, "sink_logits": s_aux if sinks is None else sinks}
         if call.pages is not None:
