@@ -84,7 +84,7 @@ CLASSES_ELSEWHERE = {"ContextParallel"}
 RECORDS = {"AttentionOutput", "BlockPlan", "BlockWeights"}
 #: Methods by which patterns answer plans: internal, called with arrays.
 PROTOCOL = {
-    "allows", "zones", "extents", "select", "check", "restride", "remade", "spans", "fits", "bound_ids", "read", "readable", "own", "either", "value", "views", "of", "key", "write", "parts_within",
+    "allows", "zones", "extents", "select", "check", "restride", "remade", "spans", "inside", "sizes", "fits", "bound_ids", "read", "readable", "own", "either", "value", "views", "of", "key", "write", "parts_within",
     "distance_profile", "apply", "gradient", "total", "bound", "over", "slope", "entry", "share", "example", "stays_equal",
 }  # fmt: skip
 
@@ -388,8 +388,11 @@ ROWS: dict[str, Row] = {
     "Segments": made(length=7),
     "Documents": Row(lambda: {"lengths": [20, N - 20], **NO_DOCUMENTS}, is_pattern, taken={"lengths": lambda v: True, **dict.fromkeys(NO_DOCUMENTS, lambda v: v is None)}),
     "Documents by ids": Row(lambda: {"lengths": None, **NO_DOCUMENTS, "ids": torch.arange(N) // 9}, is_pattern, of=rw.Documents, taken={name: (lambda v: True) if name == "ids" else lambda v: v is None for name in ("lengths", *NO_DOCUMENTS)}),
+    "Tree": made(parents=[-1, 0, 0], lengths=[20, 8, N - 28]),
+    "Tree.positions": Row(lambda: {"self": rw.Tree([-1, 0], [5, 9])}, nothing, of=rw.Tree.positions),
+    "Tree.paths": Row(lambda: {"self": rw.Tree([-1, 0], [5, 9])}, nothing, of=rw.Tree.paths),
     "KeyPadding": made(stop=N, start=5),
-    "Pattern.within": Row(lambda: {"self": OWN, "bounds": rw.KeyPadding(N, 5)}, is_pattern, of=rw.Pattern.within, taken={"bounds": lambda v: isinstance(v, rw.Documents)}),
+    "Pattern.within": Row(lambda: {"self": OWN, "bounds": rw.KeyPadding(N, 5)}, is_pattern, of=rw.Pattern.within, taken={"bounds": lambda v: isinstance(v, (rw.Documents, rw.Tree))}),
     "Neighborhood": made(window=5, dilation=2, tokens=N),
     "Grid": Row(lambda: {"shape": (6, 8), "tile": (2, 4)}, is_grid),
     "Grid.flatten": Row(lambda: {"self": GRID, "x": torch.rand(2, 6, 8, 3), "dim": 1}, is_flat, of=rw.Grid.flatten, taken={"x": is_table}),

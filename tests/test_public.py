@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import ringweave as rw
-from ringweave import adaptive, nn
+from ringweave import adaptive, nn, trees
 from ringweave.patterns.declared import DECLARED
 from ringweave.terms import KINDS
 
@@ -28,7 +28,9 @@ EVERY = sorted([*rw.__all__, *rw._UNLISTED])
 def documented() -> list[str]:
     patterns = [f"patterns.{name}" for name in sorted(DECLARED) if name not in EVERY]
     terms = [f"terms.{name}" for name in KINDS if name not in EVERY]
-    modules = [f"{module.__name__.rpartition('.')[2]}.{name}" for module in (adaptive, nn) for name in module.__all__]
+    modules = [
+        f"{module.__name__.rpartition('.')[2]}.{name}" for module in (adaptive, nn, trees) for name in module.__all__
+    ]
     return [name for name in EVERY if callable(getattr(rw, name))] + patterns + terms + modules
 
 
@@ -48,7 +50,7 @@ def test_patterns_and_terms_are_in_their_submodules() -> None:
         assert {*names} <= {*module.__all__}
 
 
-@pytest.mark.parametrize("name", ["adaptive", "memory", "nn", "parallel", "patterns", "plan", "terms"])
+@pytest.mark.parametrize("name", ["adaptive", "memory", "nn", "parallel", "patterns", "plan", "terms", "trees"])
 def test_modules_list_their_public_names(name: str) -> None:
     module = importlib.import_module(f"ringweave.{name}")
     assert dir(module) == sorted(module.__all__)

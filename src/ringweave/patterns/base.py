@@ -351,7 +351,7 @@ class Pattern(ABC):
         """Apply this pattern inside each document or row, counted from its first key; no pair crosses a bound.
 
         Args:
-            bounds: ``Documents``, or ``KeyPadding`` for padded rows.
+            bounds: ``Documents``, ``KeyPadding`` for padded rows, or a ``Tree``, on which positions count along paths.
         Returns:
             A pattern; see :class:`ringweave.patterns.within.Within`.
         Raises:

@@ -32,7 +32,7 @@ class Within(Composite):
 
     Args:
         pattern: A relation on positions from each document's first key.
-        bounds: ``Documents``, or ``KeyPadding`` for padded rows.
+        bounds: ``Documents``, ``KeyPadding`` for padded rows, or a ``Tree``, on which positions count along paths.
     Raises:
         PatternError: The pattern is not a relation or contains a block table, or the bounds are of another kind; at
             use, a document is in several pieces, has a length that does not fit the pattern, or has more queries than
