@@ -129,7 +129,7 @@ def test_documents(drawn: tuple[Node, Definition], sizes: list[tuple[int, int]],
         return
     used = (np.diff(q_ends) > 0) & (np.diff(k_ends) > 0)
     bounds = Zones((q_ends[:-1][used], q_ends[1:][used]), (k_ends[:-1][used], k_ends[1:][used]))
-    documents = Documents(bounds, (q_ends[1:] - np.diff(k_ends))[used])
+    documents = Documents(bounds, (q_ends[1:] - np.diff(k_ends))[used], bounds.k0)
     right = np.zeros((nq, nk), np.bool_)
     for i, (queries, keys) in enumerate(sizes):
         first = keys - queries
