@@ -129,7 +129,7 @@ def test_blocks_are_found_for_indices_of_any_shape(form: str) -> None:
         (torch.zeros(1, 1, dtype=torch.int64), torch.arange(11)),
         (among(7, 0), among(11, 0)),
     ):
-        assert torch.equal(blocks.holds(row, col), mask[row, col])
+        assert torch.equal(blocks.held(row, col), mask[row, col])
 
 
 def test_a_list_written_in_place_is_looked_up_anew() -> None:

@@ -9,28 +9,17 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..relation.arrays import Int64
 from ..torch_compat import outside_transforms, version, wrapped
 
-# bytes of a mask that are processed together, so that intermediate arrays stay in a processor's cache
-_AT_ONCE = 2**21
 # places of a mask that are listed together, as int64
 _PLACES_AT_ONCE = 2**14
-
-
-class Runs(NamedTuple):
-    """Runs [begin, end) of adjacent set blocks, ordered by ``line`` and ascending; arrays of one length."""
-
-    line: Int64
-    begin: Int64
-    end: Int64
 
 
 class BlockSet(ABC):
@@ -77,32 +66,6 @@ class BlockSet(ABC):
         """Return the tables of some heads; requires an axis of heads."""
         return type(self)(self.table[..., heads, :, :].contiguous(), self.key_blocks)
 
-    def holds(self, row: Tensor, col: Tensor) -> Tensor:
-        """Look up blocks of one table by int64 indices that broadcast: bool; equal neighbours are looked up once."""
-        sides = max(row.ndim, col.ndim)
-        if not sides:
-            # scalar indices, which FlexAttention's compiler passes, have no neighbours
-            return self.held(row, col)
-        row, col = (x[(None,) * (sides - x.ndim)] for x in (row, col))
-        spread = []
-        for side in range(sides):
-            new: Tensor | None = None
-            for x in (row, col):
-                if x.shape[side] > 1:
-                    other = x.movedim(side, 0).flatten(1) if sides > 1 else x[:, None]
-                    changed = (other[1:] != other[:-1]).any(1)
-                    new = changed if new is None else new | changed
-            if new is None or bool(new.all()):
-                continue
-            first = torch.cat([new.new_ones(1), new])
-            kept = first.nonzero()[:, 0]
-            row, col = (x.index_select(side, kept) if x.shape[side] > 1 else x for x in (row, col))
-            spread.append((side, first.cumsum(0) - 1))
-        held = self.held(row, col)
-        for side, place in spread:
-            held = held.index_select(side, place)
-        return held
-
     @abstractmethod
     def mask(self) -> Tensor:
         """Return the mask as a new bool tensor of ``shape``."""
@@ -120,10 +83,6 @@ class BlockSet(ABC):
 
         The set blocks of a row ascend; on a GPU this waits for it.
         """
-
-    @abstractmethod
-    def runs(self, first: Int64, last: Int64) -> Runs:
-        """Return, for each pair (first, last), the runs of blocks set in any row from first to last inclusive."""
 
     @abstractmethod
     def held(self, row: Tensor, col: Tensor) -> Tensor:
@@ -163,26 +122,6 @@ class MaskBlocks(BlockSet):
             np.subtract(np.flatnonzero(mask[begin : begin + step]), first, out=col[lo:hi], casting="unsafe")
         return torch.from_numpy(counts), torch.from_numpy(col)
 
-    def runs(self, first: Int64, last: Int64) -> Runs:
-        mask = self._host()
-        step = max(1, _AT_ONCE // self.key_blocks)
-        high = int((last - first).max(initial=0)) + 1
-        edges, line = [], []
-        for begin in range(0, len(first), step):
-            lo, hi = first[begin : begin + step], last[begin : begin + step]
-            used = mask[lo]
-            for below in range(1, high):
-                used |= mask[np.minimum(lo + below, hi)]
-            # a run begins and ends at an edge, a place before, between or after blocks where neighbours differ
-            edge = np.empty((len(lo), self.key_blocks + 1), np.bool_)
-            edge[:, 0], edge[:, -1] = used[:, 0], used[:, -1]
-            np.not_equal(used[:, 1:], used[:, :-1], out=edge[:, 1:-1])
-            row, place = np.divmod(np.flatnonzero(edge), self.key_blocks + 1)
-            line.append(row[::2] + begin)
-            edges.append(place)
-        edge_at = np.concatenate(edges)
-        return Runs(np.concatenate(line), edge_at[::2], edge_at[1::2])
-
     def held(self, row: Tensor, col: Tensor) -> Tensor:
         here = self.table.device != row.device and row.device.type == "cpu"
         table = torch.from_numpy(self._host()) if here else self.table.to(row.device)
@@ -215,21 +154,6 @@ class ListedBlocks(BlockSet):
         real = array < self.key_blocks
         return torch.from_numpy(real.sum(1)), torch.from_numpy(array[real])
 
-    def runs(self, first: Int64, last: Int64) -> Runs:
-        table = self.table.cpu().numpy()
-        high = int((last - first).max(initial=0)) + 1
-        listed = table[first]
-        if high > 1:
-            rows = [listed, *(table[np.minimum(first + below, last)] for below in range(1, high))]
-            listed = np.sort(np.concatenate(rows, 1), axis=1)
-        real = listed < self.key_blocks
-        # merged rows may list a block several times: a step of 0 or 1 continues a run, a larger one begins the next
-        apart = np.ones((len(listed), listed.shape[1] + 1), np.bool_)
-        np.greater(listed[:, 1:] - listed[:, :-1], 1, out=apart[:, 1:-1])
-        apart[:, 1:-1] |= ~real[:, 1:]
-        begins, ends = apart[:, :-1] & real, apart[:, 1:] & real
-        return Runs(begins.nonzero()[0], listed[begins].astype(np.int64), listed[ends].astype(np.int64) + 1)
-
     def held(self, row: Tensor, col: Tensor) -> Tensor:
         ordered: Tensor = self._once(self._ordered).to(row.device)
         if not ordered.numel():
@@ -259,9 +183,6 @@ class ChosenBlocks(BlockSet):
 
     def lines(self) -> tuple[Tensor, Tensor]:
         return self._sorted.lines()
-
-    def runs(self, first: Int64, last: Int64) -> Runs:
-        return self._sorted.runs(first, last)
 
     def held(self, row: Tensor, col: Tensor) -> Tensor:
         return self._sorted.held(row, col)

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Self, TypeVar
+from typing import Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..checks import one_of, whole
 from ..errors import PatternError, shown
-from ..relation.arrays import Int64
 from ..relation.node import FAR, Node
 from ..relation.transforms import by_place
 from ..relation.zones import Zones
-from ..torch_compat import require
+from ..torch_compat import outside_transforms, require
 from .base import Pattern
 from .block_sets import BlockSet, ListedBlocks, MaskBlocks, ascending
 from .declared import declare
 from .fitting import made_again, made_by
 
-P = TypeVar("P", Tensor, NDArray[np.int64])
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -182,7 +179,8 @@ class BlockTable(Pattern):
         return self.block_size[0] if self.block_size[0] == self.block_size[1] else None
 
     def zones(self, n: int | None) -> Node:
-        number, block = (side.numpy() for side in self.blocks.lines())
+        with outside_transforms(self.blocks.table):
+            number, block = [side.cpu().numpy() for side in self.blocks.lines()]
         row = np.repeat(np.arange(len(number)), number)
         new = np.flatnonzero((np.diff(row, prepend=-1) != 0) | (np.diff(block, prepend=-2) != 1))
         last = np.append(new, len(row))[1:] - 1
@@ -196,18 +194,10 @@ class BlockTable(Pattern):
         zones = Zones(q, k, ptr=np.append(0, np.cumsum(counts)))
         return by_place(zones) if self.by_place else zones
 
-    def _row(self, q: P) -> P:
-        """Return the rows of blocks of positions; a single row is used for all positions."""
-        return q // self.block_size[0] if self.blocks.shape[-2] > 1 else q * 0
-
     def restride(self, rate: int, offset: int) -> Pattern | None:
         if any(side % rate for side in self.block_size):
             return None
         return BlockTable.of(self.blocks, (self.block_size[0] // rate, self.block_size[1] // rate), self.group)
-
-    def _held(self, row: Int64, col: Int64) -> NDArray[np.bool_]:
-        held: NDArray[np.bool_] = self.blocks.holds(torch.from_numpy(row), torch.from_numpy(col)).numpy()
-        return held
 
 
 def _of_mask(mask: Tensor) -> BlockSet:
