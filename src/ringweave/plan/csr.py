@@ -148,8 +148,9 @@ def assemble(
     q_tiles, kv_tiles = -(-nq // tile[0]), -(-nk // tile[1])
     whole = sets[0] if len(sets) == 1 else _side_by_side(sets, q_tiles)
     limit(len(whole.row))
-    of_set = whole.row // q_tiles
-    tiles = of_set, whole.row - of_set * q_tiles, whole.col, whole.mask_id
+    of_set = whole.row // q_tiles if whole.sets > 1 else np.zeros_like(whole.row)
+    row = whole.row - of_set * q_tiles if whole.sets > 1 else whole.row
+    tiles = of_set, row, whole.col, whole.mask_id
     lists = to_csr(TileList(*map(torch.from_numpy, tiles)), whole.sets, (q_tiles, kv_tiles))
     arrays: dict[str, NDArray[Any]] = {name: each.numpy() for name, each in lists._asdict().items()}
     arrays |= {
