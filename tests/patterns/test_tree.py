@@ -216,6 +216,15 @@ def test_a_tree_in_documents_and_documents_along_a_tree() -> None:
     spells_out(packed.within(rw.Tree([-1, 0, 0], [4, 5, 5])), along(packed, ([-1, 0, 0], [4, 5, 5]))[None, None])
 
 
+def test_patterns_of_batch_elements_along_one_tree() -> None:
+    """Bounds that differ between batch elements are counted along the paths of a tree that all elements share."""
+    nodes, ids = ([-1, 0, 0], [4, 5, 5]), torch.tensor([[0] * 3 + [1] * 6, [0] * 7 + [1] * 2])
+    dense = torch.stack([along(rw.Documents(ids=row), nodes) for row in ids])[:, None]
+    spells_out(rw.Documents(ids=ids).within(rw.Tree(*nodes)), dense)
+    pairs = [along(rw.KeyPadding(stop), nodes) for stop in (9, 6)]
+    spells_out(rw.KeyPadding([9, 6]).within(rw.Tree(*nodes)), torch.stack(pairs)[:, None])
+
+
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
