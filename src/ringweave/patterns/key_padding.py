@@ -11,7 +11,7 @@ from torch import Tensor
 from ..checks import INTEGERS, integers, whole
 from ..errors import PatternError, shown
 from ..relation.arrays import Int64
-from ..relation.node import ELEMENT, ELEMENT_BITS, FAR, Node
+from ..relation.node import ELEMENT, FAR, Node
 from ..relation.zones import Zones
 from .base import Pattern
 from .batch_axis import Enclosing, Spans, rows_of
@@ -109,12 +109,6 @@ class KeyPadding(Enclosing):
 
     def sizes(self) -> tuple[Int64, Int64]:
         return self.spans().lengths()
-
-    def _of(self, position: Int64) -> tuple[Int64, Int64]:
-        """Return the bounds for positions on the axis of all batch elements."""
-        start, stop = self._now
-        element = position >> ELEMENT_BITS if self._rows > 1 else np.zeros_like(position)
-        return start[element], stop[element]
 
     def zones(self, n: int | None) -> Node:
         start, stop = self._now
