@@ -16,7 +16,8 @@ from .node import EMPTY, FULL, Frame, Node, Sides, Tiles
 FULL_TILE, EMPTY_TILE = -1, -2
 _TILES_AT_ONCE = 2**20
 _ZERO = np.zeros(1, np.int64)
-_MASK_BITS_AT_ONCE = 2**26
+# a function of positions may take eight bytes for each bit
+_MASK_BITS_AT_ONCE = 2**24
 
 
 def strips(

@@ -288,7 +288,8 @@ class Zones(Node):
         if painter is None:
             return packed(self._bits(*sides, size))
         words = np.empty((len(sides[0]), size[0], -(-size[1] // 32)), np.uint32)
-        painter.paint(*sides, words, torch.get_num_threads())
+        # one thread: a plan that was made before a fork leaves no pool of threads, for which a child would wait
+        painter.paint(*sides, words, 1)
         return words
 
     @cached_property
