@@ -298,7 +298,7 @@ LENGTHS_SUM = "wanted lengths that sum to the number of keys, and every query in
         (lambda: rw.patterns.variable(256, random=1).plan(1024), f"Documents: got documents of 256 tokens in all (made by variable for 256 tokens) for 1024 keys and queries up to position 1024; {LENGTHS_SUM}Make it for this length: variable(1024, ...)."),
         (lambda: rw.BlockTable(torch.ones(16, 16).bool(), 64).plan(256), f"BlockTable: got a table of (16, 16) blocks of (64, 64); {BLOCKS}Build the table for these lengths, ceil(tokens / block_size) a side."),
         (lambda: rw.PerHead([rw.Full(), rw.Causal]), "patterns: got [Full, the class Causal]; wanted a list of relations. Call it: Causal()."),
-        (lambda: rw.Sinks(1).within(rw.Documents), "bounds: got the class Documents; wanted Documents or KeyPadding. Call it: Documents([160, 480, 96, 288]), for example."),
+        (lambda: rw.Sinks(1).within(rw.Documents), "bounds: got the class Documents; wanted Documents, Tree or KeyPadding. Call it: Documents([160, 480, 96, 288]), for example."),
         (lambda: rw.TokenMask(rw.Causal), "fn: got the class Causal; wanted a function of (b, h, q, k). Pass a mask_mod."),
         (lambda: rw.Sinks(rw.Causal), "tokens: got the class Causal; wanted a list of ints. Pass tokens as a list."),
         (lambda: rw.Causal & rw.Sinks(1), "operand: got the class Causal; wanted a ringweave pattern. Call it: Causal()."),
