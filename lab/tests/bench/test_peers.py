@@ -135,6 +135,18 @@ def test_flex_compiles_a_table_of_lists() -> None:
     assert not outcome.wrong
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [rw.Causal(), (WINDOW | rw.Sinks(4)) & rw.Causal(), rw.Strided(8) & rw.Causal(), rw.Segments(64)],
+    ids=repr,
+)
+def test_flex_compiles_a_relation(pattern: rw.patterns.Pattern) -> None:
+    """FlexAttention is compiled in one graph with the mask, which its compiler inlines."""
+    (outcome,) = compare(_problem(pattern, 512), peers("flex"), rounds=1, memory=False, directions=("forward",))
+    assert outcome.timing is not None, outcome.reason
+    assert not outcome.wrong
+
+
 def test_what_flex_cannot_do_is_said() -> None:
     flex = PEERS["flex"]
     assert flex.supports(_problem(WINDOW), False) is None

@@ -40,5 +40,6 @@ class Opaque(Node):
         return packed(allowed.expand(len(rows), *size).numpy())
 
     def contains(self, q: Tensor, k: Tensor, origin: Origin) -> Tensor:
-        element = torch.full((), origin.element, device=q.device)
-        return self.evaluate(q, k, element).expand(torch.broadcast_shapes(q.shape, k.shape))
+        shape = torch.broadcast_shapes(q.shape, k.shape)
+        allowed = self.evaluate(q, k, torch.full((), origin.element, device=q.device))
+        return allowed if allowed.shape == shape else allowed.expand(shape)

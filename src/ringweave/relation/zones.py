@@ -370,7 +370,8 @@ class Zones(Node):
         allowed = (q >= q0) & (q < q1) & (k >= k0) & (k < k1) & (distance >= d0) & (distance < d1)
         if self.residue is not None:
             axis, m, width = self.residue
-            allowed &= ((q, k, distance)[axis] - phase) % m < width
+            # a new tensor: compiled code may not write to one here
+            allowed = allowed & (((q, k, distance)[axis] - phase) % m < width)
         return allowed
 
 

@@ -24,6 +24,7 @@ from ringweave.patterns import BlockTable, LongNet, Pattern
 from ringweave.patterns.located import located
 from ringweave.plan import BlockPlan, branches, unpack_masks
 from ringweave.program import PREFERENCE, compiled, describe
+from ringweave.relation.node import Origin
 
 from ..tune.problem import FORWARD, Problem, Sample
 from ..tune.session import Built, Peer
@@ -141,22 +142,23 @@ def _masked_refusal(problem: Problem, backward: bool) -> str | None:
     return None
 
 
-def _indexed(pattern: BlockTable) -> Callable[..., Tensor]:
-    mask, (high, wide) = pattern.mask, pattern.block_size
+def _mask_mod(pattern: Pattern, device: str | torch.device) -> Callable[..., Tensor]:
+    """Return a pattern of all heads as a function that FlexAttention's compiler inlines."""
+    if isinstance(pattern, BlockTable):
+        # the mask is indexed, while zones would be searched
+        mask, (high, wide) = pattern.mask.flatten(0, -2).to(device), pattern.block_size
 
-    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return mask[q // high, k // wide]
+        def indexed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return mask[q // high, k // wide]
 
-    return mask_mod
+        return indexed
+    # made here, since the compiler cannot trace how
+    node, origin = located(pattern, None).node, Origin()
 
+    def evaluated(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return node.contains(q, k, origin)
 
-def _traced(pattern: Pattern) -> Callable[..., Tensor]:
-    relation = located(pattern, None)
-
-    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return relation.allows(q, k)
-
-    return mask_mod
+    return evaluated
 
 
 def _flex(problem: Problem, inputs: Sample, **options: bool) -> Built:
@@ -168,9 +170,8 @@ def _flex(problem: Problem, inputs: Sample, **options: bool) -> Built:
     block_mask = plan.to_block_mask()
     batch, heads = pattern.extents()
     if batch is None and heads is None:
-        # FlexAttention's usual form: the compiler inlines the relation, and all heads share one list of blocks. For a
-        # table that is the mask, which is indexed, while lists would be searched.
-        mask_mod = _indexed(pattern) if isinstance(pattern, BlockTable) else _traced(pattern)
+        # FlexAttention's usual form: the compiler inlines the relation, and all heads share one list of blocks
+        mask_mod = _mask_mod(pattern, problem.device)
 
         def shared(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[:1, :1].contiguous()
@@ -186,7 +187,8 @@ def _flex(problem: Problem, inputs: Sample, **options: bool) -> Built:
         )
     # graphs of other problems would count towards the compiler's limit of variants
     torch.compiler.reset()
-    compiled = torch.compile(flex_attention, dynamic=False)
+    # in one graph: where the compiler gives up, FlexAttention computes all pairs, which is no measure of it
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     grouped = problem.key_heads != problem.heads
     kernel_options: Any = options or None
 
