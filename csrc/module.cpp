@@ -637,7 +637,7 @@ void check_disjoint(const char *name, const int64_t *start, const int64_t *stop,
   if (wrong) refuse(name, "wanted ranges that ascend and do not overlap");
 }
 
-// Zones are copies, so that what was checked cannot change.
+// Zones copy the arrays. A later write to an array does not reach zones that were checked.
 Zones zones_of(Arguments &given) {
   Zones z;
   const auto numbers = [&](const char *name, int64_t wanted) {

@@ -1,4 +1,4 @@
-"""Compute chunks of work in threads, each of which computes alone.
+"""Compute chunks of work in threads. Each thread computes alone.
 
 torch divides an operation among OpenMP threads, which wait for each other by spinning. A chunk has many operations of
 a millisecond or less. On a busy machine a thread waits long for a processor, and the others spin meanwhile: a call took

@@ -209,23 +209,12 @@ def packed_apart(pattern: Pattern) -> bool:
     return any("cu_seqlens_q" in each._tables for each in parts_of(pattern, Documents))
 
 
-def _of_ids(ids: Int64) -> _Packed:
-    rows, n = ids.shape
-    edge = np.ones(ids.shape, np.bool_)
-    np.not_equal(ids[:, 1:], ids[:, :-1], out=edge[:, 1:])
-    place = np.flatnonzero(edge)
-    ends, label = np.append(place[1:], rows * n), ids.reshape(-1)[place]
-    real = label >= 0
-    place, ends, label = place[real], ends[real], label[real]
-    row = place // n
-    if len(np.unique(combine_ids(row, label))) < len(label):
-        return _Packed(None, ids)
-    first, stop = row * (ELEMENT - n) + place, row * (ELEMENT - n) + ends
-    return _Packed(Spans(first, stop, first, first, stop, rows == 1), ids)
+def _pieces(ids: Int64) -> tuple[Int64, Int64, Int64]:
+    """Return runs of tokens with one id: first and end on the axis of all elements, and the number of the document.
 
-
-def _in_pieces(ids: Int64) -> Node:
-    """Return the relation of documents with pieces at several places, by the ids of tokens (B, N)."""
+    Args:
+        ids: (B, N); tokens with a negative id are in no run.
+    """
     rows, n = ids.shape
     edge = np.ones(ids.shape, np.bool_)
     np.not_equal(ids[:, 1:], ids[:, :-1], out=edge[:, 1:])
@@ -233,10 +222,25 @@ def _in_pieces(ids: Int64) -> Node:
     end, label = np.append(place[1:], rows * n), ids.reshape(-1)[place]
     real = label >= 0
     place, end, label = place[real], end[real], label[real]
-    base = place // n * (ELEMENT - n)
+    row = place // n
+    base = row * (ELEMENT - n)
+    return place + base, end + base, combine_ids(row, label)
+
+
+def _of_ids(ids: Int64) -> _Packed:
+    first, stop, number = _pieces(ids)
+    if len(np.unique(number)) < len(number):
+        return _Packed(None, ids)
+    return _Packed(Spans(first, stop, first, first, stop, len(ids) == 1), ids)
+
+
+def _in_pieces(ids: Int64) -> Node:
+    """Return the relation of documents with pieces at several places, by the ids of tokens (B, N)."""
+    rows, n = ids.shape
+    first, stop, number = _pieces(ids)
     # pieces of one document are adjacent in this order, and ascend
-    order = np.lexsort((label, place // n))
-    document = np.cumsum(np.append(True, np.diff(combine_ids(place // n, label)[order]) != 0)) - 1
+    order = np.argsort(number, kind="stable")
+    document = np.cumsum(np.append(True, np.diff(number[order]) != 0)) - 1
     counts = np.bincount(document)
     if (counts**2).sum() > MOST_ZONES:
         flat = torch.from_numpy(ids).reshape(-1)
@@ -249,10 +253,10 @@ def _in_pieces(ids: Int64) -> Node:
         return Opaque(same)
     of = np.empty(len(order), np.int64)
     of[order] = document
-    first = np.cumsum(counts) - counts
-    _, piece = listed(first[of], counts[of])
-    k = place[order[piece]] + base[order[piece]], end[order[piece]] + base[order[piece]]
-    return Zones((place + base, end + base), k, ptr=np.append(0, np.cumsum(counts[of])), each=rows > 1)
+    begin = np.cumsum(counts) - counts
+    _, piece = listed(begin[of], counts[of])
+    k = first[order[piece]], stop[order[piece]]
+    return Zones((first, stop), k, ptr=np.append(0, np.cumsum(counts[of])), each=rows > 1)
 
 
 def _of_bounds(bounds: dict[str, Int64]) -> Spans:

@@ -301,7 +301,7 @@ def _distinct(sides: Sides, number: Int64) -> tuple[Sides, Int64]:
 
 
 def _looked_up(axis: Node, q: Int64, k: Int64) -> Bool:
-    """Evaluate pairs of coordinates; if they have few distinct values, in a table of those."""
+    """Evaluate pairs of coordinates. If they have few distinct values, the pairs are looked up in a table."""
     (q_first, q_like), (k_first, k_like) = distinct(q.ravel()), distinct(k.ravel())
     if len(q_first) * len(k_first) > math.prod(np.broadcast_shapes(q.shape, k.shape)):
         return axis.contains(torch.from_numpy(q), torch.from_numpy(k), Origin()).numpy()

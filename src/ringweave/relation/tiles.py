@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ..errors import PatternError
 from .arrays import Int64, Words, distinct, packed
-from .lines import complement, meet
+from .lines import Line, complement, meet
 from .node import EMPTY, FULL, Frame, Node, Sides, Tiles
 
 #: Mask numbers of tiles without a mask.
@@ -131,11 +131,17 @@ class Masks:
         return words
 
 
+def _decided(node: Node, frame: Frame) -> tuple[Line, Line]:
+    """Return the tiles of a frame that are known to be full, and the others that may have a pair."""
+    every = node.filled(frame)
+    return every, meet(node.touched(frame), complement(every, frame.length))
+
+
 def estimated(node: Node, frame: Frame) -> int:
     """Count the tiles of a frame that are not known to be empty; masks are not evaluated."""
-    every = node.filled(frame)
-    place = meet(node.touched(frame), complement(every, frame.length)).places()
-    return int((every.stop - every.start).sum()) + int((node.classes(frame.tiles(place)) != EMPTY).sum())
+    every, undecided = _decided(node, frame)
+    open_ = node.classes(frame.tiles(undecided.places())) != EMPTY
+    return int((every.stop - every.start).sum()) + int(open_.sum())
 
 
 def numbered(node: Node, tiles: Tiles, masks: Masks) -> Int64:
@@ -156,8 +162,7 @@ def numbered(node: Node, tiles: Tiles, masks: Masks) -> Int64:
 
 def tiling(node: Node, frame: Frame, masks: Masks) -> Tiling:
     """Return the non-empty tiles of a frame; new masks are added to ``masks``."""
-    every = node.filled(frame)
-    undecided = meet(node.touched(frame), complement(every, frame.length))
+    every, undecided = _decided(node, frame)
     limit(sum(int((line.stop - line.start).sum()) for line in (every, undecided)))
     open_ = undecided.places()
     mask = np.empty(len(open_), np.int64)
