@@ -350,6 +350,18 @@ def test_sums_of_gradients_may_overflow_where_gradients_do_not(
     check_powers(got, plain, of_q, of_k)
 
 
+@pytest.mark.parametrize("backend", [*RUNNABLE, "auto"])
+def test_powers_of_two_move_in_overlapping_views(backend: str) -> None:
+    """PyTorch gives a product of an overlapping view other strides than the view has."""
+    views = [torch.randn(1, 2, 24).unfold(-1, 16, 1).requires_grad_() for _ in range(3)]
+    copies = [x.detach().contiguous().requires_grad_() for x in views]
+    dout, results = torch.randn(1, 2, 9, 16), []
+    for inputs in (views, copies):
+        out = rw.attention(*inputs, rw.Causal(), scale=1e-6, backend=backend)
+        results.append((out, *torch.autograd.grad(out, inputs, dout)))
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize("powers", POWERS)
 def test_sums_of_gradients_of_weights_may_overflow_where_gradients_do_not(powers: tuple[int, int, int]) -> None:
     """Powers of two move between queries, keys and scale without a change of bits of weights and their gradients."""

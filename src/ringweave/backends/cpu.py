@@ -164,8 +164,9 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device="cpu") for x in (q, k, v))
     grads = _grads(operands.terms)
     native.backward(
-        dout=upstream.dout.to(q.dtype), q=q, k=k, v=v, scale=scale, lse=upstream.lse, delta=upstream.delta.float(),
-        dq=dq, dk=dk, dv=dv, **_plan(plan, True), **_processor(), **_term_arguments(operands.terms), table_grads=grads,
+        dout=readable(upstream.dout.to(q.dtype)), q=q, k=k, v=v, scale=scale, lse=upstream.lse,
+        delta=upstream.delta.float(), dq=dq, dk=dk, dv=dv, table_grads=grads,
+        **_plan(plan, True), **_processor(), **_term_arguments(operands.terms),
     )  # fmt: skip
     if operands.terms is not None:
         _add(operands.terms, grads)

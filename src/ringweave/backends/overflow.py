@@ -26,7 +26,7 @@ from ..call import Operands
 from ..plan import Branch, unpack_masks
 from ..precision import STORED, dequantize_rows
 from ..types import Pages, acc_dtype
-from .backend import Backward, Upstream, tiled
+from .backend import Backward, Upstream, readable, tiled
 
 # number of scores computed at a time
 _AT_ONCE = 2**22
@@ -88,7 +88,9 @@ def sums_in_range(backward: Backward) -> Backward:
         if not is_small(operands.scale):
             return backward(upstream, operands, branch, dtype)
         q, k, scale, of_q, of_k = balanced(*operands[:2], operands.scale)
-        dq, dk, dv = backward(upstream, operands._replace(q=q, k=k, scale=scale), branch, dtype)
+        # products of an overlapping view may have channels that are not adjacent
+        of_products = operands._replace(q=readable(q), k=readable(k), scale=scale)
+        dq, dk, dv = backward(upstream, of_products, branch, dtype)
         return dq * of_q, dk * of_k, dv
 
     return of_balanced
