@@ -9,8 +9,8 @@
 #include <cstring>
 
 #include "check.h"
-#include "paint.h"
 #include "run.h"
+#include "step.h"
 
 namespace ringweave {
 namespace {
@@ -506,63 +506,60 @@ void bind_merge(const Array &out, const Array &lse, const Array &part, const Arr
   merge(pb, kernel, threads);
 }
 
+void compact(View &v, int64_t heads, int64_t tokens, int64_t width) {
+  v.token = width * bytes_of(v.dtype), v.head = tokens * v.token, v.batch = heads * v.head;
+}
+
+// The types and the layouts of the results of a call that is made often.
+void results_of(Problem &pb, Arguments &given) {
+  pb.dout.dtype = pb.dq.dtype = pb.dk.dtype = pb.dv.dtype = pb.q.dtype;
+  pb.out.dtype = given.get<bool>("wide", false) ? F32 : pb.q.dtype;
+  compact(pb.out, pb.q_heads, pb.nq, pb.dv_dim), compact(pb.dq, pb.q_heads, pb.nq, pb.d);
+  compact(pb.dk, pb.kv_heads, pb.nk, pb.d), compact(pb.dv, pb.kv_heads, pb.nk, pb.dv_dim);
+  for (View *of_rows : {&pb.lse, &pb.delta}) of_rows->dtype = F32, of_rows->token = 4;
+  for (View *of_rows : {&pb.lse, &pb.delta}) of_rows->head = pb.nq * 4, of_rows->batch = pb.q_heads * pb.nq * 4;
+}
+
+// Sets the address and the strides of a tensor.
+void place(const char *name, View &v, uintptr_t data, const nb::tuple &strides) {
+  if (!data || strides.size() != 4 || nb::cast<int64_t>(strides[3]) != 1)
+    refuse(name, "wanted memory, and stride 1 in the last dimension");
+  const int64_t size = bytes_of(v.dtype);
+  v.data = (char *)data;
+  v.batch = nb::cast<int64_t>(strides[0]) * size, v.head = nb::cast<int64_t>(strides[1]) * size;
+  v.token = nb::cast<int64_t>(strides[2]) * size;
+}
+
+// The results of forward; lse is null if it is not requested. Returns whether a score may be out of range.
+bool run_forward(Problem &call, const Work &work, const Kernel &kernel, uintptr_t out, uintptr_t lse, int threads) {
+  std::vector<float> unasked(lse ? 0 : (size_t)(call.batch * call.q_heads * call.nq));
+  call.out.data = (char *)out, call.lse.data = lse ? (char *)lse : (char *)unasked.data();
+  int32_t below = 0;
+  call.below = &below;
+  ringweave::forward(call, work, kernel, threads);
+  return below != 0;
+}
+
 // A call that is made often. The constructor checks its sizes, types, plan and terms, and divides it into work, which is
 // that of backward if asked for. Later calls only pass addresses and strides; the caller guarantees that sizes and types
 // are those of the constructor's tensors.
 class Prepared {
  public:
   explicit Prepared(const nb::kwargs &named) : Prepared(Arguments(named)) {}
-  // lse may be null if it is not requested. With pages, `table` and `lengths` are addresses, and all sequences have
-  // `keys` tokens. Pages of 8 bits have contiguous scales.
   bool forward(uintptr_t q, const nb::tuple &qs, uintptr_t k, const nb::tuple &ks, uintptr_t v, const nb::tuple &vs,
-               uintptr_t out, uintptr_t lse, int64_t keys, int first, int threads, uintptr_t table, uintptr_t lengths,
-               uintptr_t k_scale, uintptr_t v_scale) const {
+               uintptr_t out, uintptr_t lse, int threads) const {
     check_threads(threads);
-    // A plan without partial tiles serves all lengths with the same number of tiles. In a longer cache, the tiles from
-    // `first` on move to its end.
-    const int64_t later = (keys + pb.plan.kv_tile - 1) / pb.plan.kv_tile - pb.plan.k_tiles;
-    if (keys < 1 || later < 0) refuse("keys", "fill fewer tiles: " + std::to_string(keys));
-    if (pb.score_terms.columns && keys != pb.nk) refuse("keys", "wanted as many as there are columns");
     Problem call = pb;
-    call.nk = keys;
-    Pages pages;
-    if (stored) {
-      pages.numbers = (const int32_t *)table, pages.lengths = (const int32_t *)lengths, pages.columns = columns_of_table;
-      for (pages.shift = 0; 1 << pages.shift < size;) ++pages.shift;
-      if (!table || !lengths || keys > pages.columns * size) refuse("table", "wanted with lengths that it has room for");
-      check_range("lengths", pages.lengths, pb.batch, keys, keys + 1);
-      for (int64_t b = 0; b < pb.batch; ++b)
-        check_range("table", pages.numbers + b * pages.columns, (keys + size - 1) / size, 0, stored);
-      call.k.pages = call.v.pages = &pages;
-    }
-    View scales[2];
-    if (bytes_of(pb.k.dtype) == 1) {
-      if (!k_scale || !v_scale) refuse("k_scale, v_scale", "wanted with 8 bits");
-      for (View &of : scales) of.token = 4, of.head = size * 4, of.batch = pb.kv_heads * of.head, of.pages = &pages;
-      scales[0].data = (char *)k_scale, call.k.scales = &scales[0];
-      scales[1].data = (char *)v_scale, call.v.scales = &scales[1];
-    }
-    std::vector<int32_t> col;
-    if (later) {
-      col.assign(pb.plan.col, pb.plan.col + pb.plan.entries);
-      for (int32_t &tile : col) tile += tile < first ? 0 : (int32_t)later;
-      call.plan.col = col.data(), call.plan.k_tiles += later;
-    }
     place("q", call.q, q, qs), place("k", call.k, k, ks), place("v", call.v, v, vs);
-    std::vector<float> unasked(lse ? 0 : (size_t)(pb.batch * pb.q_heads * pb.nq));
-    call.out.data = (char *)out, call.lse.data = lse ? (char *)lse : (char *)unasked.data();
-    int32_t below = 0;
-    call.below = &below;
     nb::gil_scoped_release release;
-    ringweave::forward(call, work, kernel, threads);
-    return below != 0;
+    return run_forward(call, work, kernel, out, lse, threads);
   }
   // out and lse are the results of forward; dlse is contiguous or null.
   void backward(uintptr_t dout, const nb::tuple &douts, uintptr_t q, const nb::tuple &qs, uintptr_t k,
                 const nb::tuple &ks, uintptr_t v, const nb::tuple &vs, uintptr_t out, uintptr_t lse, uintptr_t dlse,
                 uintptr_t dq, uintptr_t dk, uintptr_t dv, int threads) const {
     check_threads(threads);
-    if (!pb.plan.col_ptr || stored) refuse("backward", "was not asked for");
+    if (!pb.plan.col_ptr) refuse("backward", "was not asked for");
     if (pb.score_terms.any()) refuse("terms", "wanted none in backward");
     Problem call = pb;
     place("dout", call.dout, dout, douts);
@@ -583,50 +580,114 @@ class Prepared {
 
  private:
   explicit Prepared(Arguments given) : kernel(pick(given)) {
-    const bool scaled = given.get<bool>("scaled", false);
-    const Maybe table = given.maybe("table");
-    const int64_t keys = given.get<int64_t>("keys", 0);
-    pb = inputs(given, "v", scaled);
-    if (scaled && !table) refuse("scaled", "wanted with a table");
-    if (table) {
-      const Array k = given.array("k");
-      if (keys < 1 || keys > pb.nk) refuse("keys", "wanted 1 to " + std::to_string(pb.nk) + ", got " + std::to_string(keys));
-      ints("table", *table, {pb.batch, -1});
-      stored = (int64_t)k.shape(0), size = (int64_t)k.shape(2), columns_of_table = (int64_t)table->shape(1), pb.nk = keys;
-      if (size < kLeastPage || size > kMostTile || size & (size - 1))
-        refuse("k", "wanted pages of 16, 32, ... 256 tokens, got " + std::to_string(size));
-    }
+    pb = inputs(given);
     rows_of_plan(pb, given);
     space(pb, given);
     read_score_terms(pb, given, found);
-    pb.dout.dtype = pb.dq.dtype = pb.dk.dtype = pb.dv.dtype = pb.q.dtype;
-    pb.out.dtype = given.get<bool>("wide", false) ? F32 : pb.q.dtype;
-    compact(pb.out, pb.q_heads, pb.nq, pb.dv_dim), compact(pb.dq, pb.q_heads, pb.nq, pb.d);
-    compact(pb.dk, pb.kv_heads, pb.nk, pb.d), compact(pb.dv, pb.kv_heads, pb.nk, pb.dv_dim);
-    for (View *of_rows : {&pb.lse, &pb.delta}) of_rows->dtype = F32, of_rows->token = 4;
-    for (View *of_rows : {&pb.lse, &pb.delta}) of_rows->head = pb.nq * 4, of_rows->batch = pb.q_heads * pb.nq * 4;
+    results_of(pb, given);
     const bool learns = given.get<bool>("backward", false);
     if (learns) columns_of_plan(pb, given);
     work = learns ? column_work(pb) : row_work(pb);
     given.end();
     kept = std::move(given.kept);
   }
-  void compact(View &v, int64_t heads, int64_t tokens, int64_t width) const {
-    v.token = width * bytes_of(v.dtype), v.head = tokens * v.token, v.batch = heads * v.head;
-  }
-  static void place(const char *name, View &v, uintptr_t data, const nb::tuple &strides) {
-    if (!data || strides.size() != 4 || nb::cast<int64_t>(strides[3]) != 1)
-      refuse(name, "wanted memory, and stride 1 in the last dimension");
-    const int64_t size = bytes_of(v.dtype);
-    v.data = (char *)data;
-    v.batch = nb::cast<int64_t>(strides[0]) * size, v.head = nb::cast<int64_t>(strides[1]) * size;
-    v.token = nb::cast<int64_t>(strides[2]) * size;
-  }
   const Kernel &kernel;
   Problem pb;
   std::vector<Array> kept;  // of the plan and the terms, which pb points into
   std::vector<Term> found;
   Work work;
+};
+
+// A decoding step, of one query at the last key of each batch element. The constructor checks types and sizes, of the
+// keys only those of a head, and the trees of the heads' relations. Later calls have any number of keys, in tensors or
+// in pages; the caller guarantees that types, batch elements and heads are those of the constructor's tensors.
+class Step {
+ public:
+  explicit Step(const nb::kwargs &named) : Step(Arguments(named)) {}
+  // With `side` > 0 the relation is one by residue, whose sums are cut at tiles of `side` tokens, and the keys are those
+  // of a view. With pages, `table` and `lengths` are addresses, and no sequence has more than `keys` tokens. Pages of 8
+  // bits have contiguous scales.
+  bool forward(uintptr_t q, const nb::tuple &qs, uintptr_t k, const nb::tuple &ks, uintptr_t v, const nb::tuple &vs,
+               uintptr_t out, uintptr_t lse, int64_t keys, int64_t first, int64_t rate, int64_t tile, int64_t side,
+               int threads, uintptr_t table, uintptr_t lengths, uintptr_t k_scale, uintptr_t v_scale) const {
+    check_threads(threads);
+    check_tile(tile);
+    if (keys < 1 || keys > INT32_MAX) refuse("keys", "wanted 1 to 2147483647, got " + std::to_string(keys));
+    if (rate < 1 || first < 0 || first >= rate || first >= keys) refuse("first, rate", "wanted 0 <= first < rate");
+    Problem call = pb;
+    if (side) check_tile(side), call.spacing = {first % side, rate, side};
+    place("q", call.q, q, qs), place("k", call.k, k, ks), place("v", call.v, v, vs);
+    std::vector<int64_t> of_element(pb.batch, keys);
+    Pages pages;
+    if (stored) {
+      pages.numbers = (const int32_t *)table, pages.lengths = (const int32_t *)lengths, pages.columns = columns_of_table;
+      for (pages.shift = 0; 1 << pages.shift < size;) ++pages.shift;
+      if (!table || !lengths || keys > pages.columns * size) refuse("table", "wanted with lengths that it has room for");
+      check_range("lengths", pages.lengths, pb.batch, 0, keys + 1);
+      for (int64_t b = 0; b < pb.batch; ++b) {
+        of_element[b] = pages.lengths[b];
+        check_range("table", pages.numbers + b * pages.columns, (of_element[b] + size - 1) / size, 0, stored);
+      }
+      if (rate > 1) refuse("rate", "wanted 1 with pages");
+      call.k.pages = call.v.pages = &pages;
+    }
+    View scales[2];
+    if (bytes_of(pb.k.dtype) == 1) {
+      if (!k_scale || !v_scale) refuse("k_scale, v_scale", "wanted with 8 bits");
+      for (View &of : scales) of.token = 4, of.head = size * 4, of.batch = pb.kv_heads * of.head, of.pages = &pages;
+      scales[0].data = (char *)k_scale, call.k.scales = &scales[0];
+      scales[1].data = (char *)v_scale, call.v.scales = &scales[1];
+    }
+    nb::gil_scoped_release release;
+    const Strided view{first, rate};
+    const StepPlan rows(trees, of_head, of_element, view, tile);
+    call.plan = rows.plan(), call.nk = view.count(keys);
+    for (View *of : {&call.k, &call.v})
+      if (rate > 1) of->data += first * of->token, of->token *= rate;
+    return run_forward(call, row_work(call), kernel, out, lse, threads);
+  }
+
+ private:
+  static void check_tile(int64_t tile) {
+    if (tile < 16 || tile > kMostTile || tile % 16) refuse("tile", "wanted 16, 32, ... 256, got " + std::to_string(tile));
+  }
+  explicit Step(Arguments given) : kernel(pick(given)) {
+    const bool scaled = given.get<bool>("scaled", false);
+    const Maybe table = given.maybe("table");
+    pb = inputs(given, "v", scaled);
+    if (pb.nq != 1) refuse("q", "wanted one query");
+    if (scaled && !table) refuse("scaled", "wanted with a table");
+    if (table) {
+      const Array k = given.array("k");
+      ints("table", *table, {pb.batch, -1});
+      stored = (int64_t)k.shape(0), size = (int64_t)k.shape(2), columns_of_table = (int64_t)table->shape(1);
+      if (size < kLeastPage || size > kMostTile || size & (size - 1))
+        refuse("k", "wanted pages of 16, 32, ... 256 tokens, got " + std::to_string(size));
+    }
+    // zones are read in each call, so they are kept
+    held = given.get<std::vector<std::tuple<std::vector<nb::object>, std::string>>>("trees");
+    for (const auto &[leaves, text] : held) {
+      Tree tree;
+      tree.text = text;
+      for (const nb::object &leaf : leaves) {
+        const Zones *zones = nullptr;
+        if (!nb::try_cast(leaf, zones) || !zones) refuse("trees", "a leaf is no Zones");
+        tree.leaves.push_back({zones, 0, 0});
+      }
+      if (!depth_of(text, leaves.size())) refuse("trees", "wanted a tree of its leaves, got \"" + text + "\"");
+      trees.push_back(std::move(tree));
+    }
+    of_head = given.get<std::vector<int32_t>>("of_head");
+    if ((int64_t)of_head.size() != pb.q_heads) refuse("of_head", "wanted a tree for each head");
+    check_range("of_head", of_head.data(), pb.q_heads, 0, (int64_t)trees.size());
+    results_of(pb, given);
+    given.end();
+  }
+  const Kernel &kernel;
+  Problem pb;
+  std::vector<std::tuple<std::vector<nb::object>, std::string>> held;
+  std::vector<Tree> trees;
+  std::vector<int32_t> of_head;
   int64_t stored = 0, size = 0, columns_of_table = 0;  // number of pages, tokens per page, and columns of the table
 };
 
@@ -701,23 +762,30 @@ void bind_paint(const Zones &zones, const ReadArray &q_lo, const ReadArray &q_hi
   paint(zones, tiles, to, threads);
 }
 
-int64_t bind_row(const std::vector<const Zones *> &leaves, const std::string &tree, const std::vector<int64_t> &q,
-                 const std::vector<int64_t> &k, int64_t keys, int64_t tile, const Array &row, const Array &states) {
-  const size_t n = leaves.size();
-  if (q.size() != n || k.size() != n) refuse("q, k", "wanted a position for each of " + std::to_string(n) + " leaves");
-  if (!depth_of(tree, n)) refuse("tree", "wanted a tree of " + std::to_string(n) + " leaves, got \"" + tree + "\"");
-  check_range("q", q.data(), n, -kFarthest, kFarthest + 1);
-  check_range("k", k.data(), n, -kFarthest, kFarthest + 1);
+void bind_rows(const std::vector<const Zones *> &leaves, const std::string &tree, const ReadArray &q, const ReadArray &k,
+               int64_t keys, int64_t tile, const Array &rows, const Array &states) {
+  const auto n = (int64_t)leaves.size();
+  const int64_t *of_q = ints<int64_t>("q", q, {-1, n}), strips = (int64_t)q.shape(0);
+  const int64_t *of_k = ints<int64_t>("k", k, {strips, n});
+  if (!depth_of(tree, leaves.size()))
+    refuse("tree", "wanted a tree of " + std::to_string(n) + " leaves, got \"" + tree + "\"");
+  check_range("q", of_q, strips * n, -kFarthest, kFarthest + 1);
+  check_range("k", of_k, strips * n, -kFarthest, kFarthest + 1);
   if (keys < 0 || keys > INT32_MAX) refuse("keys", "wanted 0 to 2147483647, got " + std::to_string(keys));
-  if (tile < 1 || tile > kMostTile) refuse("tile", "wanted 1 to 256, got " + std::to_string(tile));
-  uint32_t *bits = const_cast<uint32_t *>(ints<uint32_t>("row", row, {(keys + 31) / 32}));
-  uint8_t *to = const_cast<uint8_t *>(ints<uint8_t>("states", states, {(keys + tile - 1) / tile}));
-  std::vector<Leaf> placed(n);
-  for (size_t i = 0; i < n; ++i) {
-    if (!leaves[i]) refuse("leaves", "has None");
-    placed[i] = {leaves[i], q[i], k[i]};
+  if (tile < 1) refuse("tile", "wanted at least 1, got " + std::to_string(tile));
+  const int64_t words = (keys + 31) / 32, width = (keys + tile - 1) / tile;
+  uint32_t *bits = const_cast<uint32_t *>(ints<uint32_t>("rows", rows, {strips, -1, words}));
+  uint8_t *to = const_cast<uint8_t *>(ints<uint8_t>("states", states, {strips, width}));
+  std::vector<Leaf> placed(leaves.size());
+  for (const Zones *zones : leaves)
+    if (!zones) refuse("leaves", "has None");
+  const auto queries = (int64_t)rows.shape(1);
+  nb::gil_scoped_release release;
+  for (int64_t s = 0; s < strips; ++s, bits += queries * words, to += width) {
+    for (size_t i = 0; i < leaves.size(); ++i) placed[i] = {leaves[i], *of_q++, *of_k++};
+    paint_rows(placed, tree, queries, keys, bits);
+    states_of(bits, queries, keys, tile, to);
   }
-  return paint_row(placed, tree, keys, tile, bits, to);
 }
 
 std::vector<std::string> variants() {
@@ -757,9 +825,14 @@ NB_MODULE(_cpu, m) {
   nb::class_<Prepared>(m, "Prepared", "A checked call. Its methods take addresses and strides of tensors, unchecked.")
       .def(nb::init<const nb::kwargs &>())
       .def("forward", &Prepared::forward, "q"_a, "q_strides"_a, "k"_a, "k_strides"_a, "v"_a, "v_strides"_a, "out"_a,
-           "lse"_a, "keys"_a, "first"_a, "threads"_a, "table"_a = 0, "lengths"_a = 0, "k_scale"_a = 0, "v_scale"_a = 0)
+           "lse"_a, "threads"_a)
       .def("backward", &Prepared::backward, "dout"_a, "dout_strides"_a, "q"_a, "q_strides"_a, "k"_a, "k_strides"_a,
            "v"_a, "v_strides"_a, "out"_a, "lse"_a, "dlse"_a, "dq"_a, "dk"_a, "dv"_a, "threads"_a);
+  nb::class_<Step>(m, "Step", "A checked decoding step. Its method takes addresses and strides of tensors, unchecked.")
+      .def(nb::init<const nb::kwargs &>())
+      .def("forward", &Step::forward, "q"_a, "q_strides"_a, "k"_a, "k_strides"_a, "v"_a, "v_strides"_a, "out"_a, "lse"_a,
+           "keys"_a, "first"_a, "rate"_a, "tile"_a, "side"_a, "threads"_a, "table"_a = 0, "lengths"_a = 0,
+           "k_scale"_a = 0, "v_scale"_a = 0);
   nb::class_<Zones>(m, "Zones", "Zones of a pattern, checked and copied (see csrc/paint.h).")
       .def("__init__",
            [](Zones *zones, const nb::kwargs &named) {
@@ -768,7 +841,7 @@ NB_MODULE(_cpu, m) {
            })
       .def("paint", &bind_paint, "q_lo"_a, "q_hi"_a, "k_lo"_a, "k_hi"_a, "out"_a, "threads"_a,
            "Write the words of tiles: out (tiles, rows, words) is overwritten, and bits outside of a tile are 0.")
-      .def_static("row", &bind_row, "leaves"_a, "tree"_a, "q"_a, "k"_a, "keys"_a, "tile"_a, "row"_a, "states"_a,
-                  "Write the keys that a query attends as bits, and the state of each tile: 0 empty, 1 full, 2 partial. "
-                  "Returns the number of tiles that are not empty.");
+      .def_static("rows", &bind_rows, "leaves"_a, "tree"_a, "q"_a, "k"_a, "keys"_a, "tile"_a, "rows"_a, "states"_a,
+                  "Write the keys that the consecutive queries of some strips attend as bits (strips, queries, words), and "
+                  "the states of their tiles: 0 empty, 1 full, 2 partial.");
 }

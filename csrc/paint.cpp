@@ -112,48 +112,62 @@ int64_t depth_of(const std::string &tree, size_t leaves) {
   return rows == 1 && used == leaves ? most : 0;
 }
 
-int64_t paint_row(const std::vector<Leaf> &leaves, const std::string &tree, int64_t keys, int64_t tile, uint32_t *row,
-                  uint8_t *states) {
-  const int64_t words = (keys + 31) / 32;
-  if (!words) return 0;
-  const std::unique_ptr<uint32_t[]> others(new uint32_t[(depth_of(tree, leaves.size()) - 1) * words]);
-  auto at = [&](int64_t i) { return i ? others.get() + (i - 1) * words : row; };
+void paint_rows(const std::vector<Leaf> &leaves, const std::string &tree, int64_t queries, int64_t keys, uint32_t *rows) {
+  const int64_t words = (keys + 31) / 32, size = queries * words;
+  if (!size) return;
+  const std::unique_ptr<uint32_t[]> others(new uint32_t[(depth_of(tree, leaves.size()) - 1) * size]);
+  auto at = [&](int64_t i) { return i ? others.get() + (i - 1) * size : rows; };
   const Leaf *leaf = leaves.data();
-  int64_t rows = 0;
+  int64_t painted = 0;
   for (size_t i = 0; i < tree.size(); ++i) {
     if (tree[i] == '.') {
-      // leaves of a union are painted over each other
-      const bool over = rows && i + 1 < tree.size() && tree[i + 1] == '|';
-      uint32_t *mine = at(over ? rows - 1 : rows++);
-      if (!over) std::fill_n(mine, words, 0);
-      paint_tile(*leaf->zones, leaf->q, leaf->q + 1, leaf->k, leaf->k + keys, words, mine);
+      // the row of a leaf of a union is painted over the other; several rows may be copied from the first of them
+      const bool over = queries == 1 && painted && i + 1 < tree.size() && tree[i + 1] == '|';
+      uint32_t *mine = at(over ? painted - 1 : painted++);
+      if (!over) std::fill_n(mine, size, 0);
+      paint_tile(*leaf->zones, leaf->q, leaf->q + queries, leaf->k, leaf->k + keys, words, mine);
       ++leaf, i += over;
     } else if (tree[i] == '~') {
-      uint32_t *mine = at(rows - 1);
-      for (int64_t j = 0; j < words; ++j) mine[j] = ~mine[j];
+      uint32_t *mine = at(painted - 1);
+      for (int64_t j = 0; j < size; ++j) mine[j] = ~mine[j];
     } else {
-      uint32_t *mine = at(rows - 2), *other = at(--rows);
+      uint32_t *mine = at(painted - 2), *other = at(--painted);
       if (tree[i] == '&')
-        for (int64_t j = 0; j < words; ++j) mine[j] &= other[j];
+        for (int64_t j = 0; j < size; ++j) mine[j] &= other[j];
       else
-        for (int64_t j = 0; j < words; ++j) mine[j] |= other[j];
+        for (int64_t j = 0; j < size; ++j) mine[j] |= other[j];
     }
   }
-  row[words - 1] &= tail_of(keys);
-  int64_t used = 0;
+  for (int64_t q = 0; q < queries; ++q) rows[(q + 1) * words - 1] &= tail_of(keys);
+}
+
+int64_t keep_every(uint32_t *row, int64_t keys, int64_t first, int64_t rate) {
+  int64_t kept = 0;
+  uint32_t word = 0;
+  // a word is written after all of its bits were read
+  for (int64_t at = first; at < keys; at += rate, ++kept) {
+    word |= (row[at >> 5] >> (at & 31) & 1) << (kept & 31);
+    if ((kept & 31) == 31) row[kept >> 5] = word, word = 0;
+  }
+  if (kept & 31) row[kept >> 5] = word;
+  return kept;
+}
+
+void states_of(const uint32_t *rows, int64_t queries, int64_t keys, int64_t tile, uint8_t *states) {
+  const int64_t words = (keys + 31) / 32;
   for (int64_t lo = 0; lo < keys; lo += tile) {
     const int64_t hi = smaller(lo + tile, keys), first = lo >> 5, last = (hi - 1) >> 5;
     const uint32_t before = ~head_of(lo), after = ~tail_of(hi);
-    uint32_t some = row[first] & ~before, every = row[first] | before;
-    for (int64_t j = first + 1; j < last; ++j) some |= row[j], every &= row[j];
-    if (first == last)
-      some &= ~after, every |= after;
-    else
-      some |= row[last] & ~after, every &= row[last] | after;
+    uint32_t some = 0, every = ~0u;
+    for (int64_t q = 0; q < queries; ++q) {
+      const uint32_t *row = rows + q * words;
+      for (int64_t j = first; j <= last; ++j) {
+        const uint32_t outside = (j == first ? before : 0) | (j == last ? after : 0);
+        some |= row[j] & ~outside, every &= row[j] | outside;
+      }
+    }
     *states++ = !some ? 0 : every == ~0u ? 1 : 2;
-    used += some != 0;
   }
-  return used;
 }
 
 }  // namespace ringweave

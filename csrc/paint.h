@@ -35,7 +35,7 @@ struct Tiles {
 // k_lo[i] + c); it is 0 outside of the tile.
 void paint(const Zones &zones, const Tiles &tiles, uint32_t *out, int threads);
 
-// Zones in a tree, with the positions of the query and of the first key as these zones count them.
+// Zones in a tree, with the positions of the first query and of the first key as these zones count them.
 struct Leaf {
   const Zones *zones;
   int64_t q, k;
@@ -45,9 +45,14 @@ struct Leaf {
 // together while it is painted, or 0 if it is no tree of this many leaves.
 int64_t depth_of(const std::string &tree, size_t leaves);
 
-// Paints the keys that a query attends as one row of `keys` bits, and the state of each tile of keys: 0 empty, 1 full,
-// 2 partial. Returns the number of tiles that are not empty.
-int64_t paint_row(const std::vector<Leaf> &leaves, const std::string &tree, int64_t keys, int64_t tile, uint32_t *row,
-                  uint8_t *states);
+// Paints the keys that consecutive queries attend as rows of bits, (queries, (keys + 31) / 32). The leaves have the
+// positions of the first query. Bits from `keys` on are 0.
+void paint_rows(const std::vector<Leaf> &leaves, const std::string &tree, int64_t queries, int64_t keys, uint32_t *rows);
+
+// Keeps each `rate`th bit of a row of `keys` bits, from bit `first` on; returns the number of bits that it keeps.
+int64_t keep_every(uint32_t *row, int64_t keys, int64_t first, int64_t rate);
+
+// Finds the state of each tile of keys of some rows: 0 empty, 1 full, 2 partial.
+void states_of(const uint32_t *rows, int64_t queries, int64_t keys, int64_t tile, uint8_t *states);
 
 }  // namespace ringweave

@@ -85,7 +85,7 @@ RECORDS = {"AttentionOutput", "BlockPlan", "BlockWeights"}
 #: Methods by which patterns answer plans: internal, called with arrays.
 PROTOCOL = {
     "allows", "zones", "extents", "select", "check", "restride", "remade", "spans", "inside", "sizes", "fits", "bound_ids", "read", "readable", "own", "either", "value", "views", "of", "key", "write", "parts_within",
-    "distance_profile", "apply", "gradient", "total", "bound", "over", "slope", "entry", "share", "example", "stays_equal",
+    "apply", "gradient", "total", "bound", "over", "slope", "entry", "share", "example", "stays_equal",
 }  # fmt: skip
 
 

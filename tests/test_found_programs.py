@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ringweave as rw
 from ringweave import api, program_cache
 from ringweave.backends import BACKENDS, cpu
+from ringweave.backends.decoding import Steps
 from ringweave.call import Arguments
 from ringweave.merge import with_sinks
 from ringweave.plan import plan_cache
@@ -196,7 +197,7 @@ def test_a_repeated_call_looks_up_no_program(monkeypatch: pytest.MonkeyPatch) ->
     assert looks() == 1  # after the program was compiled
     assert looks() == 0
     for changed in ({"n": 299}, {"scale": 0.5}, {"q_offset": 310}, {"grad": True}, {"backend": "cpu"}):
-        # compile the program, then find it: steps of one run share a program
+        # compile the program, then find it: all steps of one kind share a program
         assert looks(**changed)
         looks(**changed)
         assert looks(**changed) == 0
@@ -342,17 +343,14 @@ def test_nothing_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.equal(rw.attention(q, k, v, rw.KeyPadding(lengths)), before)
 
 
-def runs_and_others() -> tuple[int, int]:
-    """Return the number of programs for a run of decoding steps, and for one length."""
-    steps = [key[1] for key in program_cache.PROGRAMS._entries if isinstance(key[0], tuple) and len(key) == 2]  # type: ignore[index, arg-type]
-    keys = [parts for parts in steps if isinstance(parts, tuple)]
-    alone = sum(any("alone" in run for *_, run in parts) for parts in keys)
-    return len(keys) - alone, alone
+def of_one_length() -> int:
+    """Return the number of programs of decoding steps that serve one length only."""
+    return sum(isinstance(key, program_cache.StepKey) for key in program_cache.PROGRAMS._entries)
 
 
 @pytest.mark.parametrize("pattern", [rw.Causal(), rw.Full(), PATTERN])
 def test_steps_of_decoding(pattern: rw.Pattern) -> None:
-    """A cache that grows by a token is served by one program for all lengths with equally many tiles, where every key is attended."""
+    """A cache that grows by a token is served by one program for all lengths."""
     q, k, v = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16)
     program_cache.PROGRAMS.clear()
     for n in (127, 128, 129, 130, 255, 256, 257, 129, 300):
@@ -360,8 +358,7 @@ def test_steps_of_decoding(pattern: rw.Pattern) -> None:
         wanted = by_operators(q, *now, pattern, q_offset=n - 1)
         assert all(map(torch.equal, rw.attention_with_lse(q, *now, pattern, q_offset=n - 1), wanted))
         assert torch.equal(rw.attention(q, *now, pattern, q_offset=n - 1), wanted[0])
-    # in a window, a step that leaves no whole tile behind has a program of its own
-    assert runs_and_others() == ((4, 4) if pattern is PATTERN else (3, 0))
+    assert of_one_length() == 0
     # a sum that overflows to -inf is checked in the current length, not in the first one's
     k[0, 0, 299], k[0, 1, 140] = -3e38, -3e38
     out, lse = rw.attention_with_lse(q.abs() * 10, k, v, pattern, q_offset=299)
@@ -373,7 +370,7 @@ def test_steps_of_decoding(pattern: rw.Pattern) -> None:
 @pytest.mark.parametrize("left", [5, 100, 127, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_in_a_window(left: int, dtype: torch.dtype) -> None:
-    """A window that has begun at every place of a tile plans nothing more, and has the bits of a call over the whole cache."""
+    """Steps of a window plan nothing, and have the bits of a call over the whole cache."""
     pattern = rw.SlidingWindow(left) & rw.Causal()
     q, k, v = (torch.randn(1, heads, n, 16).to(dtype) for heads, n in ((4, 700), (2, 700), (2, 700)))
     whole = rw.attention_with_lse(q, k, v, pattern, backend="cpu")
@@ -385,17 +382,12 @@ def test_steps_in_a_window(left: int, dtype: torch.dtype) -> None:
         alone = rw.attention(q[:, :, n - 1 : n], k[:, :, :n], v[:, :, :n], pattern, q_offset=n - 1)
         assert torch.equal(alone, whole.out[:, :, n - 1 : n])
 
-    for n in range(left + 130, left + 258):
-        step(n)
+    step(1)
     misses = plan_cache.statistics().misses
-    for n in range(left + 258, 700, 7):
+    for n in (*range(2, left + 258), *range(left + 258, 700, 7)):
         step(n)
     assert plan_cache.statistics().misses == misses
-    # before the window has left a tile behind, it attends all keys
-    runs, _ = runs_and_others()
-    for n in range(129, left + 1):
-        step(n)
-    assert runs_and_others()[0] == runs + (left > 128)
+    assert of_one_length() == 0
 
 
 #: Kinds of decoding steps: dense, by residue, a union with such a part, patterns per head, a mixture, and terms.
@@ -625,14 +617,14 @@ def test_steps_over_pages_of_8_bits(
 ) -> None:
     """Steps over 8-bit pages are prepared, with the bits of the checked call, also where a scale is NaN or a score is out of range."""
     calls: list[bool] = []
-    forward = cpu.PreparedCall.forward
+    forward = Steps.forward
 
-    def noted(self: cpu.PreparedCall, *args: Any) -> Any:
+    def noted(self: Steps, *args: Any) -> Any:
         found = forward(self, *args)
         calls.append(found is not None)
         return found
 
-    monkeypatch.setattr(cpu.PreparedCall, "forward", noted)
+    monkeypatch.setattr(Steps, "forward", noted)
     cache = rw.PagedCache.empty(2, 400, 2, 32, page=16, precision=rw.Precision(kv=kv))
     cache.append(torch.randn(2, 2, 200, 32), torch.randn(2, 2, 200, 32))
     assert cache.scales is not None

@@ -356,15 +356,15 @@ def attend_pages(
         raise ShapeError("cache", type(cache).__name__, "a PagedCache", "Create one with PagedCache.empty.")
     # a trace could not follow the lengths, which it knows as symbols
     traced = torch.compiler.is_dynamo_compiling()
-    keys = 0 if traced else cache._common_length
-    given = Arguments(q, cache.k, cache.v, pattern, scale, keys, backend, terms=terms, sink_logits=sink_logits)
+    fewest, most = (0, 0) if traced else cache._ends
+    given = Arguments(q, cache.k, cache.v, pattern, scale, most, backend, terms=terms, sink_logits=sink_logits)
     key = None
     if not traced:
-        key, program = find(given, cache)
-        if program is not None and program.prepared is not None:
+        key, program = find(given, cache, fewest)
+        if program is not None and program.over_pages is not None:
             pages = Pages(cache.table, cache.lengths, cache.page)
             needs_lse = with_lse or sink_logits is not None
-            found = program.prepared.forward(q, cache.k, cache.v, needs_lse, pages, keys, cache.scales)
+            found = program.over_pages.forward(q, cache.k, cache.v, needs_lse, pages, most, cache.scales)
             if found is not None and sink_logits is None:
                 return found
             if found is not None and sink_logits is not None:

@@ -171,13 +171,14 @@ class PagedCache:
         return book.lengths if book.published[1] == version(self.lengths) else None
 
     @property
-    def _common_length(self) -> int:
-        """Number of tokens of each sequence; 0 if the sequences differ, or if only a device knows their lengths."""
+    def _ends(self) -> tuple[int, int]:
+        """Fewest and most tokens of a sequence; (0, 0) if only a device knows the lengths."""
         lengths = self._host_lengths
         if lengths is None or not len(lengths):
-            return 0
-        first = int(lengths[0])
-        return first if len(lengths) == 1 or bool((lengths == first).all()) else 0
+            return 0, 0
+        if len(lengths) == 1:
+            return int(lengths[0]), int(lengths[0])
+        return int(lengths.min()), int(lengths.max())
 
     @property
     def free_pages(self) -> int:

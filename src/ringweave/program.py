@@ -15,16 +15,15 @@ import torch
 from torch import Tensor
 
 from .backends import BACKENDS, forks, merge_into, tuning
-from .backends.backend import Backend, Heads, Part, Prepared, Upstream, delta_in_chunks, readable
+from .backends.backend import Backend, Heads, Part, Prepared, PreparedStep, Upstream, delta_in_chunks, readable
 from .call import Call, Operands, term_operands
 from .errors import UnsupportedError, shown
-from .plan import BlockPlan, Branch, branches, step_plan, summands
+from .plan import BlockPlan, Branch, branches, branches_of_step, summands
 from .plan.tile_size import default_tile_size
 from .terms.term import tables_in
 from .types import acc_dtype
 
 if TYPE_CHECKING:
-    from .plan.steps import StepPart
     from .terms.operands import TermOperands
 
 # backends that auto considers without a trial or measurement, best first; the last one runs every call
@@ -172,11 +171,11 @@ class Returned(NamedTuple):
         return self._replace(dout=readable(self.dout), lse=self.lse.masked_fill(torch.isposinf(self.lse), torch.nan))
 
 
-def compiled(call: Call) -> tuple[Step, ...]:
+def compiled(call: Call, *, step: bool = False) -> tuple[Step, ...]:
     """Split a call into branches and choose a backend for each.
 
     Only auto may change the tile sizes. A named backend keeps those that follow from lengths and pattern, so that its
-    bits do not depend on stored measurements.
+    bits do not depend on stored measurements. With ``step`` the call is a decoding step of one query at the last key.
 
     Raises:
         UnsupportedError: The named backend cannot run the call.
@@ -196,7 +195,10 @@ def compiled(call: Call) -> tuple[Step, ...]:
                     part, tile_size=(default_tile_size(call.nq), default_tile_size(call.nk))
                 )
         return tuple(choose_step(call.backend, call, part) for part in parts)
-    split = branches(call.pattern, call.nq, call.nk, **sizes)
+    if step and call.pattern.combinable:
+        split = branches_of_step(call.pattern, call.nk, heads=call.heads, batch=call.batch)
+    else:
+        split = branches(call.pattern, call.nq, call.nk, **sizes)
     if call.summation_order == "fast":
         split = tuple(dataclasses.replace(branch, spacing=None) for branch in split)
     return tuple(choose_step(call.backend, call, branch) for branch in split)
@@ -216,8 +218,12 @@ class Program:
         self.tuning_version = tuning.current()
         #: The pattern's tables if it is constant, else empty.
         self.tables = call.pattern.tables if constant else ()
-        #: Kernel arguments of a small call or of a decoding step; None if its backends prepare none.
+        #: Kernel arguments of a small call or of decoding steps; None if its backends prepare none.
         self.prepared: Prepared | None = None
+        #: Numbers of keys for which the pattern of decoding steps was checked: the fewest and the most of a sequence.
+        self.fits = 0, 0
+        #: Kernel arguments of decoding steps over pages; None if the general path computes them.
+        self.over_pages: PreparedStep | None = None
 
     def for_call(self, call: Call) -> Program:
         """Return a program of the same class for another call, such as a piece of this one."""
@@ -226,7 +232,7 @@ class Program:
     def for_length(self, k: Tensor) -> Program:
         """Return the program for the length of these keys.
 
-        Decoding steps of one run share prepared kernel arguments, so their keys may be more than those of ``call``.
+        Decoding steps share prepared kernel arguments, so their keys may be more or fewer than those of ``call``.
         """
         more = k.shape[2] - self.call.nk
         if not more or self.call.paged:
@@ -250,12 +256,6 @@ class Program:
         return all(each.backend.prepare is not None for each in self.steps)
 
     @functools.cached_property
-    def prepares_steps(self) -> bool:
-        """Whether every part of a decoding step of this kind can be prepared, in tiles of usual size."""
-        call = self.call
-        return self.native and call.pattern.tile_size is None and call.batch * call.heads <= _MOST_ROWS
-
-    @functools.cached_property
     def terms(self) -> TermOperands | None:
         """Score terms of a constant program if all its calls share them: no tables and no dropout seed; else None."""
         call = self.call
@@ -271,9 +271,9 @@ class Program:
             return Operands(q, k, v, self.call.scale, self.terms)
         return Operands.of(self.call, q, k, v, tensors, learns)
 
-    def _compile(self, call: Call) -> tuple[Step, ...]:
+    def _compile(self, call: Call, *, step: bool = False) -> tuple[Step, ...]:
         """Compile a call; the steps of a small call of a constant pattern hold their plans."""
-        steps = compiled(call)
+        steps = compiled(call, step=step)
         small = -(-call.nq // 16) * call.batch * call.heads <= _MOST_ROWS
         if not (self.constant and small and all(each.backend.prepare is not None for each in steps)):
             return steps
@@ -332,44 +332,24 @@ class Program:
         dq, dk, dv = (total.to(dtype) for total in totals)
         return dq, dk, dv
 
-    def next_length(self, operands: Operands, keys: int, parts: Sequence[StepPart]) -> Program:
-        """Return the program of another decoding step of this kind, which differs only in its plan.
-
-        Args:
-            operands: Tensors of the step.
-            keys: Number of keys.
-            parts: Parts of the step; empty if its plan is not known from other lengths.
-        Raises:
-            PatternError: The pattern does not fit this number of keys.
-        """
-        call = self.call if self.call.paged else dataclasses.replace(self.call, nk=keys, q_offset=keys - 1)
-        call.pattern.check(1, keys, keys - 1)
-        # not constant, so that it holds no plans: the cache of plans bounds their bytes
-        program = Program(call)
-        program.tables = self.tables
-        if not (parts and self.prepares_steps):
-            return program
-        backend, tile_size = self.steps[0].backend, self.steps[0].branch.tile_size if call.paged else None
-        found: list[Part] = []
-        for part in parts:
-            # a prepared call skips keys of its run; the general path takes all of them
-            branch = (part.alone() if call.features else part).branch(call.heads, call.batch, tile_size)
-            sizes = 1, branch.nk, call.heads, call.batch, branch.q_offset, *branch.tile
-            found.append(Part(branch, step_plan(branch.pattern, sizes), part.run.first))
-            if found[-1].plan.capacity > _MOST_TILES:
-                return program
-        if call.features:
-            planned = tuple(Step(dataclasses.replace(branch, cached_plan=plan), backend) for branch, plan, _ in found)
-            if all(unsupported_reason(backend, call, branch) is None for branch, _ in planned):
-                program.steps, program.constant = planned, True
-            return program
-        operands = operands._replace(scale=call.scale)
-        if not operands.q.stride(3) == operands.k.stride(3) == operands.v.stride(3) == 1:
-            operands = operands.map(readable)
-        assert backend.prepare is not None
-        program.prepared = backend.prepare(operands, found)
-        program.constant = True
+    def at_length(self, keys: int) -> Program:
+        """Return the program of a decoding step with so many keys, for steps that are not prepared."""
+        program = Program(dataclasses.replace(self.call, nk=keys, q_offset=keys - 1), constant=self.constant)
+        program.steps = program._compile(program.call, step=True)
         return program
+
+    def prepare_steps(self, operands: Operands) -> None:
+        """Prepare the decoding steps of this kind, if one backend computes every part of them."""
+        call = self.call
+        backends = {each.backend.name: each.backend for each in compiled(call, step=not call.paged)}
+        step = backends.popitem()[1].step if len(backends) == 1 else None
+        if step is None or call.batch * call.heads > _MOST_ROWS:
+            return
+        found = step(call, operands)
+        if call.paged:
+            self.over_pages = found
+        else:
+            self.prepared = found
 
     def prepare(self, operands: Operands) -> None:
         """Prepare a small call's kernel arguments, if each step is the whole call and its terms are constant."""

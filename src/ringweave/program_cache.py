@@ -1,13 +1,12 @@
 """Find the program of a call by a cheap key of its arguments.
 
 An equal call skips validation, planning and the preparation of kernel arguments, which take longer than the computation
-of a small call. The key of a decoding step leaves its length out: once a step of its kind was checked, further steps
-differ only in their plan.
+of a small call. The key of a decoding step leaves its length out: once a step of its kind was checked and prepared,
+further steps need neither, since the kernel finds the keys of each in the call.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 import weakref
 from collections.abc import Hashable
@@ -25,15 +24,12 @@ from .errors import PatternError
 from .patterns import Pattern
 from .patterns.alignment import END
 from .patterns.base import names_in
-from .plan import Branch
-from .plan.steps import StepPart, parts_of_step
-from .plan.tile_size import default_tile_size
 from .precision import NATIVE, Precision
-from .program import Program, Step, compiled, is_whole
+from .program import Program
 from .terms import Term
 from .terms.dropout import threshold_of
 from .torch_compat import is_plain_cpu, no_interception
-from .types import NotGiven, Pages
+from .types import NotGiven
 
 if TYPE_CHECKING:
     from .kv_cache import PagedCache
@@ -62,14 +58,14 @@ class CallKey(NamedTuple):
     """The arguments of a call on which its program depends, besides the pattern.
 
     Attributes:
-        place: ``q_offset``, or the number of keys of a step over pages.
+        place: ``q_offset``, or the fewest and the most keys of a sequence in a step over pages.
         q: Shape of q.
         grad: Whether an input requires gradients.
         pages: Tokens for which a row of the page table has room, and the layouts of table, lengths and scales; None
             without pages.
     """
 
-    place: int | str
+    place: int | str | tuple[int, int]
     q: torch.Size
     k: torch.Size
     v: torch.Size
@@ -82,24 +78,12 @@ class StepKey(NamedTuple):
     """The key of a decoding step.
 
     Attributes:
-        kind: Everything about the step except its length.
-        keys: Number of keys.
-        parts: Parts of the step, with the runs of lengths that share their plans.
+        kind: Everything about it except lengths.
+        keys: Fewest and most keys of a sequence.
     """
 
     kind: tuple[Hashable, ...]
-    keys: int
-    parts: tuple[StepPart, ...]
-
-    @property
-    def of_run(self) -> Hashable:
-        """Key of the prepared program that the lengths of a run share."""
-        return self.kind, tuple([part.key for part in self.parts])
-
-    @property
-    def of_length(self) -> Hashable:
-        """Key of a program for this length alone."""
-        return self.kind, self.keys
+    keys: tuple[int, int]
 
 
 class Found(NamedTuple):
@@ -107,8 +91,8 @@ class Found(NamedTuple):
 
     Attributes:
         key: Key of a new call, to be passed to :func:`keep`; None for a known call, or if a key cannot hold it.
-        program: Program of a known call. The program of a step over pages without prepared arguments says that steps
-            of this kind take the general path.
+        program: Program of a known call. A step over pages whose program has no prepared arguments takes the general
+            path.
     """
 
     key: Hashable | None
@@ -125,10 +109,10 @@ _last: dict[int, tuple[Pattern, CallKey, weakref.ref[Program]]] = PROGRAMS.front
 _MOST_LAST = 16
 
 
-def find(given: Arguments, cache: PagedCache | None = None) -> Found:
+def find(given: Arguments, cache: PagedCache | None = None, fewest: int = 0) -> Found:
     """Look up a program by the arguments of a call, or of a step over the pages of a cache.
 
-    With a cache, ``q_offset`` is the number of keys of each sequence. Nothing is found where a mode, transform or
+    With a cache, its sequences have from ``fewest`` to ``q_offset`` keys. Nothing is found where a mode, transform or
     profiler watches operators, or an argument cannot be part of a key.
     """
     q, k, v, pattern, scale, q_offset, backend = given[:7]
@@ -137,21 +121,23 @@ def find(given: Arguments, cache: PagedCache | None = None) -> Found:
     options = _options(given)
     if type(q_offset) not in _OFFSETS or not (scale is None or type(scale) is float) or options is None:
         usual = _with_usual_numbers(given)
-        return _NOTHING if usual is given else find(usual, cache)
+        return _NOTHING if usual is given else find(usual, cache, fewest)
     version = tuning.current()
     # inlined: between the layers of a model a separate function costs a microsecond
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    pages = None
+    pages: tuple[int, Hashable] | None = None
+    place: Any = q_offset
     if cache is not None:
         pages = _layouts(cache)
         if grad or len(options) > 1 or version.answers or q.ndim != 4 or q.shape[2] != 1:
             return _NOTHING
-        if pages is None or not 1 <= int(q_offset) <= pages[0]:
+        if pages is None or not 1 <= fewest <= int(q_offset) <= pages[0]:
             return _NOTHING
+        place = fewest, int(q_offset)
     dtypes = q.dtype, k.dtype, v.dtype
     # the constructors of named tuples take a microsecond more
     means = _new(Means, (dtypes, scale, backend, torch.get_num_threads(), setting(CPU_VARIANT), options))
-    key = _new(CallKey, (q_offset, q.shape, k.shape, v.shape, grad, means, pages))
+    key = _new(CallKey, (place, q.shape, k.shape, v.shape, grad, means, pages))
     last = _last.get(id(pattern))
     if last is not None and last[0] is pattern and last[1] == key:
         known = last[2]()
@@ -166,7 +152,7 @@ def find(given: Arguments, cache: PagedCache | None = None) -> Found:
         if program is not None and program.tuning_version is not version:
             program = None
     else:
-        program = _step(step, _operands(given, cache), version)
+        program = _step(step, cache is not None, version)
     if program is None:
         return Found(step or (spec, key), None)
     _remember_last(pattern, key, program)
@@ -182,29 +168,15 @@ def keep(key: Hashable, call: Call, operands: Operands) -> Program:
     forks.check(operands.q.device)
     program = Program(call, constant=True)
     if isinstance(key, StepKey):
-        if call.paged:
-            _of_pages(program, operands)
+        program.prepare_steps(operands)
         PROGRAMS.put(key.kind, program, _PROGRAM_BYTES)
-        if call.paged:
+        if call.paged or program.prepared is not None:
             return program
-        program = program.next_length(operands, call.nk, key.parts)
+        program = program.at_length(call.nk)
     else:
         program.prepare(operands)
     _put(key, program)
     return program
-
-
-def _of_pages(program: Program, operands: Operands) -> None:
-    """Set the steps of a kind of steps over pages; they are prepared if one backend computes every part so."""
-    call, pages = program.call, operands.pages
-    assert pages is not None
-    steps = compiled(call.at_lengths(operands.k, (pages.table, pages.lengths, *(operands.scales or ()))))
-    native = all(each.backend.prepare is not None and is_whole(each.branch, call) for each in steps)
-    # a call's steps have equal tiles, unless auto measured another tile size
-    tile_sizes = {each.branch.tile for each in steps}
-    whole = Branch.whole(call.pattern, 1, call.nk, heads=call.heads, batch=call.batch)
-    program.steps = (Step(dataclasses.replace(whole, tile_size=tile_sizes.pop()), steps[0].backend),)
-    program.prepares_steps = program.prepares_steps and native and not tile_sizes
 
 
 def _remember_last(pattern: Pattern, key: CallKey, program: Program) -> None:
@@ -214,16 +186,14 @@ def _remember_last(pattern: Pattern, key: CallKey, program: Program) -> None:
 
 
 def _put(key: Hashable, program: Program) -> None:
-    """Cache a program by its key; a decoding step's by its run or length."""
+    """Cache a program by its key."""
     size, prepared = _PROGRAM_BYTES, program.prepared
     if prepared is not None:
         heads = program.call.batch * program.call.heads
         for plan in prepared.plans:
             size += plan.nbytes + _ROW_BYTES * plan.q_tiles * heads + _TILE_BYTES * plan.capacity
-    elif isinstance(key, StepKey) and program.constant:
+    elif isinstance(key, StepKey):
         size += sum(step.branch.cached_plan.nbytes for step in program.steps if step.branch.cached_plan is not None)
-    if isinstance(key, StepKey):
-        key = key.of_length if prepared is None else key.of_run
     PROGRAMS.put(key, program, size)
 
 
@@ -234,18 +204,18 @@ def _step_key(spec: str, key: CallKey, measured: object) -> StepKey | None:
     """Return the key of a decoding step, which has one query at the position of the last key; None for other calls."""
     q, k, v, place = key.q, key.k, key.v, key.place
     if key.pages is not None:
-        assert isinstance(place, int)
-        keys, capacity = place, key.pages[0]
+        assert isinstance(place, tuple)
+        keys = place
         kind: tuple[Hashable, ...] = spec, q, k, v, key.pages, key.means
     else:
         if key.grad or measured or not len(q) == len(k) == len(v) == 4 or q[2] != 1 or k[2] != v[2]:
             return None
-        keys = capacity = k[2]
-        at_end = place == keys - 1 or (place == END and "KeyPadding" not in names_in(spec))
+        keys = k[2], k[2]
+        at_end = place == k[2] - 1 or (place == END and "KeyPadding" not in names_in(spec))
         if not at_end or not _differ_in_plan_only(key.means.options):
             return None
         kind = spec, q, k[:2], k[3], v[:2], v[3], key.means
-    return StepKey(kind, keys, parts_of_step(spec, keys, default_tile_size(capacity), key.pages is None))
+    return StepKey(kind, keys)
 
 
 def _layouts(cache: PagedCache) -> tuple[int, Hashable] | None:
@@ -261,13 +231,6 @@ def _layouts(cache: PagedCache) -> tuple[int, Hashable] | None:
     return table.shape[1] * cache.page, layouts
 
 
-def _operands(given: Arguments, cache: PagedCache | None) -> Operands:
-    q, k, v = given[:3]
-    if cache is None:
-        return Operands(q, k, v, 1.0)
-    return Operands(q, k, v, 1.0, pages=Pages(cache.table, cache.lengths, cache.page), scales=cache.scales)
-
-
 def _differ_in_plan_only(options: tuple[Any, ...]) -> bool:
     """Return whether decoding steps with these options differ only in their plan."""
     if len(options) == 1:
@@ -276,17 +239,23 @@ def _differ_in_plan_only(options: tuple[Any, ...]) -> bool:
     return not (k_offset or dropped or any(learns for _, tables in kinds for *_, learns in tables))
 
 
-def _step(key: StepKey, operands: Operands, version: object) -> Program | None:
+def _step(key: StepKey, paged: bool, version: object) -> Program | None:
     """Look up the program of a decoding step; None if no step of its kind was checked, or this length does not fit."""
-    program: Program | None = PROGRAMS.get(key.of_run) or PROGRAMS.get(key.of_length)
-    if program is None or program.tuning_version is not version:
-        of_kind: Program | None = PROGRAMS.get(key.kind)
-        if of_kind is None or of_kind.tuning_version is not version:
-            return None
+    of_kind: Program | None = PROGRAMS.get(key.kind)
+    if of_kind is None or of_kind.tuning_version is not version:
+        return None
+    if of_kind.fits != key.keys:
         try:
-            program = of_kind.next_length(operands, key.keys, key.parts)
+            for n in set(key.keys):
+                of_kind.call.pattern.check(1, n, n - 1)
         except PatternError:
             return None
+        of_kind.fits = key.keys
+    if paged or of_kind.prepared is not None:
+        return of_kind
+    program: Program | None = PROGRAMS.get(key)
+    if program is None or program.tuning_version is not version:
+        program = of_kind.at_length(key.keys[1])
         _put(key, program)
     return program
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave import errors
-from ringweave.backends import cpu
+from ringweave.backends.decoding import Steps
 from ringweave.integrations.transformers import (
     ModelCache,
     PatternMask,
@@ -464,8 +464,8 @@ def test_steps_go_straight_to_the_kernel(pattern: rw.Pattern | None, monkeypatch
     """A layer's step is one prepared call: no argument of the interface sends it through the operators."""
     pytest.importorskip("ringweave._cpu", exc_type=ImportError)
     straight: list[int] = []
-    forward = cpu.PreparedCall.forward
-    monkeypatch.setattr(cpu.PreparedCall, "forward", lambda *call: straight.append(1) or forward(*call))
+    forward = Steps.forward
+    monkeypatch.setattr(Steps, "forward", lambda *call: straight.append(1) or forward(*call))
     model = patch(model_of("llama", "sdpa"), pattern)
     with torch.no_grad():
         cache = model(torch.randint(3, 64, (1, 40)), use_cache=True)[CACHE]

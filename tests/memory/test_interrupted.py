@@ -15,8 +15,7 @@ from ringweave.memory.workspace import scratch
 from ..failing import executed, fails
 
 FILES = tuple(
-    f"ringweave/{name}"
-    for name in ("cache.py", "plan/cached_plans.py", "plan/decode_plans.py", "program_cache.py", "memory/workspace.py")
+    f"ringweave/{name}" for name in ("cache.py", "plan/cached_plans.py", "program_cache.py", "memory/workspace.py")
 )
 
 

@@ -203,7 +203,7 @@ def module(program: Program, like: ModuleType) -> ModuleType:
         if hasattr(one, "__nb_signature__") and not isinstance(one, type):
             setattr(made, name, function(name, one.__nb_signature__[0]))
     # prepared calls pass addresses, which are invalid in another process
-    made.Prepared = like.Prepared  # type: ignore[attr-defined]
+    made.Prepared, made.Step = like.Prepared, like.Step  # type: ignore[attr-defined]
     # masks are painted by code that is the same for every processor, and plans hold the zones
     made.Zones = like.Zones  # type: ignore[attr-defined]
     return made
@@ -220,7 +220,7 @@ def pytest_configure() -> None:
 
     _stand_in.append(Program(Path(os.environ[PROGRAM]), os.environ[PROCESSOR]))
     ringweave._cpu = sys.modules["ringweave._cpu"] = module(_stand_in[0], _cpu)  # type: ignore[attr-defined]
-    BACKENDS["cpu"] = dataclasses.replace(cpu.BACKEND, prepare=None)
+    BACKENDS["cpu"] = dataclasses.replace(cpu.BACKEND, prepare=None, step=None)
 
 
 def pytest_unconfigure() -> None:

@@ -228,40 +228,41 @@ def evaluated(tree: Tree, leaves: Iterator[Array]) -> Array:
     return parts[0] & parts[1] if tree[0] == "&" else parts[0] | parts[1]
 
 
-def row_of(
-    leaves: Sequence[Any], tree: str, q: list[int], k: list[int], keys: int, tile: int
-) -> tuple[Array, Array, int]:
-    """Return the row's bits, the states of its tiles and their count; both arrays held ones before."""
-    row, states = np.full(-(-keys // 32), 2**32 - 1, np.uint32), np.full(-(-keys // tile), 255, np.uint8)
-    used = _cpu.Zones.row(leaves, tree, q, k, keys, tile, row, states)
-    return bits_of(row), states, used
+def rows_of(
+    leaves: Sequence[Any], tree: str, q: list[int], k: list[int], keys: int, tile: int, queries: int = 1
+) -> tuple[Array, Array]:
+    """Return the rows' bits and the states of their tiles; both arrays held ones before."""
+    rows = np.full((1, queries, -(-keys // 32)), 2**32 - 1, np.uint32)
+    states = np.full((1, -(-keys // tile)), 255, np.uint8)
+    _cpu.Zones.rows(leaves, tree, np.array([q]), np.array([k]), keys, tile, rows, states)
+    return bits_of(rows[0]), states[0]
 
 
 @settings(max_examples=300)
 @given(data=st.data())
 def test_rows_of_drawn_trees(data: st.DataObject) -> None:
-    """A query's row has the bits of the tree's pairs and the states of its tiles; leaves may count from different places."""
+    """Rows have the bits of the tree's pairs and the states of their tiles; leaves may count from different places."""
     tree = data.draw(trees())
     places = data.draw(st.lists(st.sampled_from(PLACES), min_size=7, max_size=7))[: postfix(tree).count(".")]
     leaves = [data.draw(drawn_zones(place, place)) for place in places]
     q, k = data.draw(st.integers(-40, 100)), data.draw(st.integers(-50, 60))
     keys, tile = data.draw(st.integers(0, 300)), data.draw(st.sampled_from([16, 32, 48, 64, 128, 256, 1, 5, 33]))
+    queries = data.draw(st.sampled_from([1, 1, 2, 5]))
     at = [q + place for place in places], [k + place for place in places]
-    bits, states, used = row_of([zones.native() for zones in leaves], postfix(tree), *at, keys, tile)
-    rows = (zones.dense(q + place, k + place, 1, keys)[0] for zones, place in zip(leaves, places, strict=True))
+    bits, states = rows_of([zones.native() for zones in leaves], postfix(tree), *at, keys, tile, queries)
+    rows = (zones.dense(q + place, k + place, queries, keys) for zones, place in zip(leaves, places, strict=True))
     wanted = evaluated(tree, rows)
-    assert (bits[:keys] == wanted).all()
-    assert not bits[keys:].any()
-    tiles = [wanted[i : i + tile] for i in range(0, keys, tile)]
+    assert (bits[:, :keys] == wanted).all()
+    assert not bits[:, keys:].any()
+    tiles = [wanted[:, i : i + tile] for i in range(0, keys, tile)]
     assert states.tolist() == [0 if not x.any() else 1 if x.all() else 2 for x in tiles]
-    assert used == sum(bool(x.any()) for x in tiles)
 
 
 def test_a_leaf_is_used_twice() -> None:
     window = Zones((Group((-FREE, FREE), d=(-3, 1)),)).native()
-    bits, states, used = row_of([window, window], "..|", [9, 4], [0, 0], 40, 16)
+    bits, states = rows_of([window, window], "..|", [9, 4], [0, 0], 40, 16)
     assert np.flatnonzero(bits).tolist() == [1, 2, 3, 4, 6, 7, 8, 9]
-    assert (states.tolist(), used) == ([2, 0, 0], 1)
+    assert states.tolist() == [2, 0, 0]
 
 
 def test_no_groups_and_no_tiles() -> None:
@@ -269,14 +270,14 @@ def test_no_groups_and_no_tiles() -> None:
     for zones in (Zones(()), Zones((Group((0, 9), ()),)), Zones((), (2, 3, 1))):
         native = zones.native()
         assert not painted(native, [[0], [3], [0], [40]], 3, 2).any()
-        assert not row_of([native], ".", [0], [0], 40, 16)[0].any()
-        assert row_of([native], ".~", [0], [0], 40, 16)[2] == 3
+        assert not rows_of([native], ".", [0], [0], 40, 16)[0].any()
+        assert rows_of([native], ".~", [0], [0], 40, 16)[1].tolist() == [1, 1, 1]
     full = Zones(LISTS["every pair"]).native()
     assert painted(full, [[]] * 4, 3, 2).shape == (0, 3, 2)
     assert painted(full, [[5], [5], [0], [40]], 0, 2).shape == (1, 0, 2)
     assert painted(full, [[5], [8], [7], [7]], 3, 0).shape == (1, 3, 0)
     assert not painted(full, [[5], [5], [7], [7]], 3, 1).any()
-    assert row_of([full], ".", [0], [0], 0, 16)[2] == 0
+    assert rows_of([full], ".", [0], [0], 0, 16)[1].shape == (0,)
 
 
 def test_zones_do_not_change_with_their_arrays() -> None:
@@ -398,33 +399,36 @@ def test_wrong_tiles_are_refused(name: str, change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("q, k", {"q": [1]}),
-        ("q, k", {"k": [1, 2, 3]}),
-        ("q", {"q": [0, MOST + 1]}),
-        ("k", {"k": [0, -MOST - 1]}),
+        ("q", {"q": np.array([[1]])}),
+        ("k", {"k": np.array([[1, 2, 3]])}),
+        ("k", {"k": np.array([[0, 0], [1, 1]])}),
+        ("q", {"q": np.array([[0, MOST + 1]])}),
+        ("k", {"k": np.array([[0, -MOST - 1]])}),
         *(("tree", {"tree": text}) for text in ("", ".", "..", ".|.", "...||", ".&", "~..|", "..|x", "..||", "|..")),
         ("keys", {"keys": -1}),
         ("keys", {"keys": 2**31}),
         ("tile", {"tile": 0}),
-        ("tile", {"tile": 257}),
-        ("row", {"keys": 65}),
-        ("row", {"row": np.zeros(2, np.int32)}),
-        ("row", {"row": np.zeros(4, np.uint32)[::2]}),
+        ("rows", {"keys": 65}),
+        ("rows", {"rows": np.zeros((1, 1, 2), np.int32)}),
+        ("rows", {"rows": np.zeros((1, 2), np.uint32)}),
+        ("rows", {"rows": np.zeros((1, 1, 4), np.uint32)[:, :, ::2]}),
+        ("rows", {"rows": np.zeros((2, 1, 2), np.uint32)}),
         ("states", {"tile": 16}),
-        ("states", {"states": np.zeros(2, np.int8)}),
+        ("states", {"states": np.zeros((1, 2), np.int8)}),
         ("leaves", {"leaves": [None, GOOD.native()]}),
     ],
 )
 def test_wrong_rows_are_refused(name: str, change: dict[str, Any]) -> None:
-    row, states = np.full(2, 7, np.uint32), np.full(2, 7, np.uint8)
+    rows, states = np.full((1, 1, 2), 7, np.uint32), np.full((1, 2), 7, np.uint8)
     leaves = [GOOD.native(), Zones(()).native()]
-    good: dict[str, Any] = {"leaves": leaves, "tree": "..|", "q": [1, 2], "k": [0, 0], "keys": 60, "tile": 32}
-    good |= {"row": row, "states": states}
+    good: dict[str, Any] = {"leaves": leaves, "tree": "..|", "keys": 60, "tile": 32}
+    good |= {"q": np.array([[1, 2]]), "k": np.array([[0, 0]])}
+    good |= {"rows": rows, "states": states}
     with pytest.raises(ShapeError, match=f"^{name}: "):
-        _cpu.Zones.row(**good | change)
-    assert (row == 7).all()
+        _cpu.Zones.rows(**good | change)
+    assert (rows == 7).all()
     assert (states == 7).all()
-    _cpu.Zones.row(**good)
+    _cpu.Zones.rows(**good)
 
 
 def test_corrupt_zones() -> None:

@@ -29,7 +29,7 @@ from . import candidates
 
 #: The methods that a pattern may define, as the docstring of Pattern lists them.
 REQUIRED = {"_text", "zones"}
-OPTIONAL = {"extents", "select", "bound", "check", "restride", "distance_profile"}
+OPTIONAL = {"extents", "select", "bound", "check", "restride"}
 SAID = {"tables", "residue_rate", "tile_size", "by_place"}
 #: The methods that identify a function mask by the values it reads and bounds by their contents, and those of a mixture.
 BESIDES = {

@@ -66,18 +66,10 @@ class Delta(Protocol):
 
 
 class Part(NamedTuple):
-    """A part of a small call, for which a backend prepares its kernel's arguments.
-
-    Attributes:
-        branch: The whole call, or the strided view of a decoding step's last key.
-        plan: Plan of the branch.
-        first: Index of the first key tile that moves when the keys are more than in the plan: this tile and all later
-            ones shift by the number of additional tiles.
-    """
+    """A branch of a small call, for which a backend prepares its kernel's arguments, and its plan."""
 
     branch: Branch
     plan: BlockPlan
-    first: int = 0
 
 
 class Prepared(Protocol):
@@ -87,6 +79,23 @@ class Prepared(Protocol):
     def plans(self) -> tuple[BlockPlan, ...]:
         """The plans of the parts."""
         ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> tuple[Tensor, Any] | None:
+        """Compute (out, lse), with lse None if not ``with_lse``; return None if the call needs the general path."""
+        ...
+
+    def backward(
+        self, plan: Callable[[], BlockPlan | None], saved: tuple[Tensor, ...], dout: Tensor, dlse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Compute (dq, dk, dv) from ``saved`` = (q, k, v, out, lse); return None if the call needs the general path.
+
+        ``plan`` returns the plan for backward, or None if this path has no plan.
+        """
+        ...
+
+
+class PreparedStep(Prepared, Protocol):
+    """Everything about decoding steps of one kind, which differ in their tensors and in their number of keys."""
 
     def forward(
         self,
@@ -98,18 +107,9 @@ class Prepared(Protocol):
         keys: int = 0,
         scales: Scales | None = None,
     ) -> tuple[Tensor, Any] | None:
-        """Compute (out, lse), with lse None if not ``with_lse``; return None if the call needs the general path.
+        """Compute (out, lse) as :meth:`Prepared.forward` does, also over pages.
 
-        With ``pages`` all sequences have ``keys`` tokens, and ``scales`` are those of a pool of 8 bits, contiguous.
-        """
-        ...
-
-    def backward(
-        self, plan: Callable[[], BlockPlan | None], saved: tuple[Tensor, ...], dout: Tensor, dlse: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Compute (dq, dk, dv) from ``saved`` = (q, k, v, out, lse); return None if the call needs the general path.
-
-        ``plan`` returns the plan for backward, or None if this path has no plan.
+        With ``pages`` no sequence has more than ``keys`` tokens; ``scales`` are those of a pool of 8 bits, contiguous.
         """
         ...
 
@@ -235,6 +235,8 @@ class Backend:
         tiled: Whether it uses the tile sizes that a branch requests. Other backends have fixed tile sizes or no tiles.
         prepare: Function that prepares the kernel arguments of a small call; None if the backend has none. A backend
             with this function calls no operators of PyTorch that a mode or a profiler would have to see.
+        step: Function that prepares the decoding steps of a call's kind, or returns None if it cannot; None if the
+            backend prepares no steps.
         by_query: Function that returns the plan of a branch that forward computes query by query, or None for other
             branches; None if the backend has no such way.
     """
@@ -256,6 +258,7 @@ class Backend:
     kv_dtypes: tuple[torch.dtype, ...] = ()
     experimental: bool = False
     prepare: Prepare | None = None
+    step: Callable[[Call, Operands], PreparedStep | None] | None = None
     by_query: Callable[[Call, Branch], BlockPlan | None] | None = None
 
     def lacks(self, asked: frozenset[str], device: str) -> frozenset[str]:

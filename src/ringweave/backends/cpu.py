@@ -12,17 +12,16 @@ from torch import Tensor
 
 from ..call import Call, Operands
 from ..environment import CPU_VARIANT
-from ..errors import ShapeError, UnsupportedError
+from ..errors import UnsupportedError
 from ..merge import merge_into as merge_with_torch
 from ..native import module as module
 from ..plan import BlockPlan, Branch, Spacing
-from ..precision import STORED, Scales
+from ..precision import STORED
 from ..terms import KINDS, Term
 from ..terms.operands import TermOperands
 from ..torch_compat import are_plain_cpu
-from ..types import Pages
 from . import forks
-from .backend import Backend, Part, Prepared, Upstream, readable
+from .backend import Backend, Part, Prepared, PreparedStep, Upstream, readable
 from .overflow import is_small, may_overflow, nan_rows_out_of_range, sums_in_range
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def _forward(
         stored["chosen"] = chosen
     if operands.scales is not None:
         stored |= {"k_scale": operands.scales.k, "v_scale": operands.scales.v}
-        k, v = _codes(k), _codes(v)
+        k, v = as_codes(k), as_codes(v)
     below = native.forward(
         q=q, k=k, v=v, scale=operands.scale, out=out, lse=lse, **_plan(plan), **_processor(), **given, **stored,
         spacing=branch.spacing, longest_first=longest_first,
@@ -115,7 +114,7 @@ def _forward(
     return out, lse, may_overflow(operands, branch) if given else below
 
 
-def _codes(x: Tensor) -> Tensor:
+def as_codes(x: Tensor) -> Tensor:
     """Return 8-bit floats as bytes, which the extension takes, and other types as they are."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
@@ -133,14 +132,11 @@ def prepared(
     """
     native = module()
     assert native is not None
-    q, k, v = operands.q.detach(), _codes(operands.k.detach()), _codes(operands.v.detach())
-    pages = {} if operands.pages is None else {"table": operands.pages.table, "keys": plan.nk}
-    call = native.Prepared(
-        q=q, k=k, v=v, scale=operands.scale, **_plan(plan, backward), **pages, spacing=spacing, variant=variant(),
-        wide=dtype is not None and dtype != q.dtype, scaled=operands.scales is not None, backward=backward,
-        **_term_arguments(operands.terms),
+    q, k, v = (x.detach() for x in operands[:3])
+    return native.Prepared(
+        q=q, k=k, v=v, scale=operands.scale, **_plan(plan, backward), spacing=spacing, variant=variant(),
+        wide=dtype is not None and dtype != q.dtype, backward=backward, **_term_arguments(operands.terms),
     )  # fmt: skip
-    return call
 
 
 @sums_in_range
@@ -370,45 +366,24 @@ class PreparedCall:
     """
 
     def __init__(self, operands: Operands, part: Part, *, dtype: torch.dtype | None = None):
-        branch, plan, first = part
-        # the keys of the branch's view; None: all
-        self._keys = None if branch.rate == 1 else slice(branch.k_first, None, branch.rate)
-        if operands.pages is None:
-            operands = operands.of_keys(self._in_view)
-            # only the shapes of the keys that the run of a decoding step does not skip are read
-            operands = operands.of_keys(lambda x: x[:, :, -branch.nk :])
+        branch, plan = part
         q, k, v, self.scale = operands[:4]
         self.shapes = q.shape, k.shape, v.shape
         # templates of one element: empty_like of an expanded tensor takes half the time of empty with sizes
         self._out = torch.empty(1, dtype=dtype or q.dtype, device="cpu").expand(*q.shape[:3], v.shape[3])
         self._lse = torch.empty(1, dtype=torch.float32, device="cpu").expand(q.shape[:3])
-        self._threads, self._first, self._branch = torch.get_num_threads(), first, branch
+        self._threads, self._branch = torch.get_num_threads(), branch
         self._scored = operands.terms is not None
         # the general path computes gradients of terms, and looks for sums out of range
         self._in_general = self._scored or is_small(self.scale)
         self.plans, self._forward = (plan,), prepared(operands, plan, spacing=branch.spacing, dtype=dtype)
         self._backward: Any = None
 
-    def _in_view(self, x: Tensor) -> Tensor:
-        return x if self._keys is None else x[:, :, self._keys]
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        with_lse: bool,
-        pages: Pages | None = None,
-        keys: int = 0,
-        scales: Scales | None = None,
-    ) -> tuple[Tensor, Any] | None:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> tuple[Tensor, Any] | None:
         """Compute (out, lse); see :class:`Prepared`.
 
-        The general path handles channels that are not adjacent, invalid page tables, and scores out of range if lse is
-        not requested, keys are paged, or k has another length.
+        The general path handles channels that are not adjacent, and scores out of range if lse is not requested.
         """
-        if self._keys is not None:
-            k, v = self._in_view(k), self._in_view(v)
         of_q, of_k, of_v = q.stride(), k.stride(), v.stride()
         if of_q[3] != 1 or of_k[3] != 1 or of_v[3] != 1:
             return None
@@ -416,21 +391,13 @@ class PreparedCall:
             forks.check(q.device)
         out = torch.empty_like(self._out)
         lse = torch.empty_like(self._lse) if with_lse else None
-        try:
-            below = self._forward.forward(
-                q.data_ptr(), of_q, k.data_ptr(), of_k, v.data_ptr(), of_v, out.data_ptr(),
-                0 if lse is None else lse.data_ptr(), keys or k.shape[2], self._first, self._threads,
-                *(() if pages is None else (pages.table.data_ptr(), pages.lengths.data_ptr())),
-                *(() if scales is None else (scales.k.data_ptr(), scales.v.data_ptr())),
-            )  # fmt: skip
-        except ShapeError:
-            # the general path checks a page table anew, and names the row and the column
-            if pages is None:
-                raise
-            return None
+        below = self._forward.forward(
+            q.data_ptr(), of_q, k.data_ptr(), of_k, v.data_ptr(), of_v, out.data_ptr(),
+            0 if lse is None else lse.data_ptr(), self._threads,
+        )  # fmt: skip
         # as in forward, the flag does not suffice with terms
         if may_overflow(Operands(q, k, v, self.scale), self._branch) if self._scored else below:
-            if lse is None or pages is not None or k.shape != self.shapes[1]:
+            if lse is None:
                 return None
             nan_rows_out_of_range(out, lse, Operands(q, k, v, self.scale), self._branch)
         return out, lse
@@ -479,11 +446,11 @@ class PreparedUnion:
         self._parts, self._dtype = parts, dtype
         self.plans = tuple(plan for part in parts for plan in part.plans)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, with_lse: bool, *stored: Any) -> tuple[Tensor, Any] | None:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> tuple[Tensor, Any] | None:
         """Compute (out, lse); return None if the call needs the general path, as :meth:`PreparedCall.forward` does."""
         whole: tuple[Tensor, Any] | None = None
         for part in self._parts:
-            found = part.forward(q, k, v, True, *stored)
+            found = part.forward(q, k, v, True)
             if found is None:
                 return None
             if whole is None:
@@ -502,6 +469,14 @@ def prepare(operands: Operands, parts: Sequence[Part]) -> Prepared:
     if len(parts) == 1:
         return PreparedCall(operands, parts[0])
     return PreparedUnion([PreparedCall(operands, part, dtype=torch.float32) for part in parts], operands.q.dtype)
+
+
+def step(call: Call, operands: Operands) -> PreparedStep | None:
+    """Prepare the decoding steps of a call's kind; None if the general path computes them."""
+    # imported with the first step
+    from .decoding import prepare_step
+
+    return prepare_step(call, operands)
 
 
 def by_query(call: Call, branch: Branch) -> BlockPlan | None:
@@ -527,5 +502,6 @@ BACKEND = Backend(
     paged=True,
     kv_dtypes=tuple(STORED),
     prepare=prepare,
+    step=step,
     by_query=by_query,
 )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -11,7 +10,7 @@ from ..checks import whole
 from ..errors import PatternError, shown
 from ..relation import node as relation
 from ..relation.node import Node
-from .base import Composite, DistanceProfile, Pattern
+from .base import Composite, Pattern
 from .declared import declare
 from .fitting import called, nest, refuse
 
@@ -89,9 +88,6 @@ class And(Combined):
     def residue_rate(self) -> int:
         return max(part.residue_rate for part in self.parts)
 
-    def distance_profile(self) -> DistanceProfile | None:
-        return combined_profile(self.parts, min, min, all)
-
     def __invert__(self) -> Pattern:
         return join(Or, *(~part for part in self.parts))
 
@@ -103,9 +99,6 @@ class Or(Combined):
 
     def zones(self, n: int | None) -> Node:
         return relation.Or([part.zones(n) for part in self.parts])
-
-    def distance_profile(self) -> DistanceProfile | None:
-        return combined_profile(self.parts, max, max, any)
 
     def __invert__(self) -> Pattern:
         return join(And, *(~part for part in self.parts))
@@ -132,26 +125,8 @@ class Not(_Operator):
     def zones(self, n: int | None) -> Node:
         return relation.Not(self.part.zones(n))
 
-    def distance_profile(self) -> DistanceProfile | None:
-        look = self.part.distance_profile()
-        return None if look is None else look._replace(every=-1, far=not look.far, ahead=sys.maxsize)
-
     def __invert__(self) -> Pattern:
         return self.part
-
-
-def combined_profile(
-    parts: Sequence[Pattern],
-    every: Callable[[Iterable[int]], int],
-    ahead: Callable[[Iterable[int]], int],
-    far: Callable[[Iterable[bool]], bool],
-) -> DistanceProfile | None:
-    """Combine the profiles of parts by functions for ``every``, ``ahead`` and ``far``; None if a part has none."""
-    known = [look for part in parts if (look := part.distance_profile()) is not None]
-    if len(known) < len(parts):
-        return None
-    first, back, every_of, far_of, ahead_of = zip(*known, strict=True)
-    return DistanceProfile(max(first), max(back), every(every_of), far(far_of), ahead(ahead_of))
 
 
 def leaves(pattern: Pattern) -> Iterator[Pattern]:
@@ -275,11 +250,6 @@ class PerHead(_Operator):
 
     def select(self, b: int, h: int) -> Pattern:
         return self.patterns[h].select(b, h)
-
-    def distance_profile(self) -> DistanceProfile | None:
-        look = combined_profile(self.patterns, min, max, any)
-        # None if the heads differ in ``far``
-        return look if look == combined_profile(self.patterns, min, max, all) else None
 
     @property
     def residue_rate(self) -> int:

@@ -13,12 +13,11 @@ Operators, plans and pictures of patterns are made by modules that import this o
 from __future__ import annotations
 
 import re
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar
 
 import numpy as np
 import torch
@@ -46,26 +45,6 @@ _CALLED = re.compile(r"(\w+)\(")
 _NUMBER = re.compile(r"TokenMask\(\d+")
 
 
-class DistanceProfile(NamedTuple):
-    """The distances at which a query attends keys, for a pattern that depends on distance; valid for every head.
-
-    Attributes:
-        first: From this position on, whether a query attends a key depends on their distance only.
-        back: A key that is further back than this, and not before ``first``, is attended if ``far`` is set. Whether a
-            key before ``first`` is attended depends on its position.
-        every: A query attends every key up to this distance back; -1 if it may not attend its own position.
-        far: Whether keys further back than ``back`` are attended.
-        ahead: A query attends no key further ahead than this, except keys before ``first``; ``sys.maxsize`` if
-            unknown.
-    """
-
-    first: int
-    back: int
-    every: int
-    far: bool
-    ahead: int
-
-
 class Pattern(ABC):
     """A relation that says which keys each query of each head may attend: immutable, hashable, without a device.
 
@@ -74,7 +53,7 @@ class Pattern(ABC):
     A new pattern defines ``_text`` and ``zones``. It may define
 
     - ``extents`` and ``select``, if batch elements or heads differ; ``check``, if it fits certain lengths only;
-    - ``restride``, ``distance_profile`` and the property ``residue_rate``, which make plans cheaper;
+    - ``restride`` and the property ``residue_rate``, which make plans cheaper;
     - the property ``tables``, if it has tensors; ``bound`` and the property ``tile_size``, if they contain blocks;
     - ``by_place``, if its tensors have a row for each query of a call, wherever the call begins.
 
@@ -177,10 +156,6 @@ class Pattern(ABC):
 
     def restride(self, rate: int, offset: int) -> Pattern | None:
         """Restrict the pattern to positions offset, offset + rate, ..., renumbered from 0; None if it cannot."""
-        return None
-
-    def distance_profile(self) -> DistanceProfile | None:
-        """Return the distances at which a query attends keys; None if the pattern does not depend on distance."""
         return None
 
     # ---- text --------------------------------------------------------------------------------------------------------
@@ -588,9 +563,6 @@ class Full(Pattern):
     def restride(self, rate: int, offset: int) -> Pattern:
         return self
 
-    def distance_profile(self) -> DistanceProfile:
-        return DistanceProfile(0, 0, sys.maxsize, True, sys.maxsize)
-
 
 class Derived(Pattern):
     """A name for a pattern that other patterns define."""
@@ -609,6 +581,3 @@ class Derived(Pattern):
 
     def restride(self, rate: int, offset: int) -> Pattern | None:
         return self.definition.restride(rate, offset)
-
-    def distance_profile(self) -> DistanceProfile | None:
-        return self.definition.distance_profile()

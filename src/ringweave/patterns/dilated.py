@@ -14,7 +14,7 @@ from ..checks import LONGEST, check_dense, flag, integers, whole, whole_fields
 from ..errors import PatternError, shown
 from ..relation.node import Node
 from ..relation.zones import D, Residue, Zones
-from .base import Derived, DistanceProfile, Full, Pattern
+from .base import Derived, Full, Pattern
 from .declared import declare
 from .fitting import fitting
 from .local import Causal, Segments, SlidingWindow
@@ -103,10 +103,6 @@ class Dilated(Derived):
     @property
     def residue_rate(self) -> int:
         return self.rate
-
-    def distance_profile(self) -> DistanceProfile:
-        reach = self.window * self.rate
-        return DistanceProfile(0, reach, self.window if self.rate == 1 else 0, False, reach)
 
 
 class StridedView(NamedTuple):

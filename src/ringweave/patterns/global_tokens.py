@@ -16,7 +16,7 @@ from ..errors import PatternError, shown
 from ..relation.arrays import Int64
 from ..relation.node import ELEMENT, FAR, Node, Or
 from ..relation.zones import K, Residue, Zones
-from .base import Composite, DistanceProfile, Pattern
+from .base import Composite, Pattern
 from .batch_axis import Bounds
 from .declared import declare
 from .fitting import made_again, made_by
@@ -165,9 +165,6 @@ class Sinks(Bounds):
         if isinstance(self.tokens, int):
             return type(self)(max(0, -((offset - self.tokens) // rate)))
         return type(self)([(t - offset) // rate for t in self.tokens if t % rate == offset])
-
-    def distance_profile(self) -> DistanceProfile | None:
-        return None if self.tables else DistanceProfile(self._last + 1, 0, -1, False, 0)
 
 
 def _positions(tokens: object) -> int | tuple[int, ...]:

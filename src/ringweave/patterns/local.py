@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +13,7 @@ from ..relation.node import ELEMENT, FAR, Node
 from ..relation.opaque import Opaque
 from ..relation.shapes import MOST_ZONES, neighborhood, segments
 from ..relation.zones import Zones
-from .base import Derived, DistanceProfile, Pattern
+from .base import Derived, Pattern
 from .declared import declare
 
 _NO_LIMIT = (
@@ -43,9 +42,6 @@ class Causal(Pattern):
 
     def restride(self, rate: int, offset: int) -> Pattern:
         return self
-
-    def distance_profile(self) -> DistanceProfile:
-        return DistanceProfile(0, 0, sys.maxsize, True, 0)
 
 
 @declare("SlidingWindow(192, 64)", "By position", hostile="SlidingWindow(2**30, 0)")
@@ -91,9 +87,6 @@ class SlidingWindow(Pattern):
 
     def restride(self, rate: int, offset: int) -> Pattern:
         return SlidingWindow(self.left // rate, self.right // rate)
-
-    def distance_profile(self) -> DistanceProfile:
-        return DistanceProfile(0, self.left, self.left, False, self.right)
 
 
 @declare("Segments(256)", "By position", hostile="Segments(2**30)")

@@ -13,8 +13,8 @@ from ..patterns.alignment import first_of_sizes
 from ..patterns.fitting import fitting
 from ..patterns.shifted import with_offsets
 from .block_plan import BlockPlan, pack_masks, unpack_masks
-from .branches import Branch, Sizes, Spacing, branches, mixture, summands
-from .cached_plans import CacheStatistics, PlanCache, pattern_of, plan_cache, step_plan
+from .branches import Branch, Sizes, Spacing, branches, branches_of_step, mixture, summands, view_of_step
+from .cached_plans import CacheStatistics, PlanCache, pattern_of, plan_cache
 from .tile_size import tile_size_of
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ __all__ = [
     "Sizes",
     "Spacing",
     "branches",
+    "branches_of_step",
     "density",
     "from_block_mask",
     "mixture",
@@ -35,9 +36,9 @@ __all__ = [
     "pattern_of",
     "plan",
     "plan_cache",
-    "step_plan",
     "summands",
     "unpack_masks",
+    "view_of_step",
 ]
 __dir__ = only(__all__)
 

@@ -234,11 +234,11 @@ def _views(pattern: Pattern, size: Sizes) -> tuple[Branch, ...]:
     whole, rate = _whole(pattern, size), pattern.residue_rate
     if pattern.combinable and rate == 1:
         return (whole,)
-    look = pattern.distance_profile()
-    if look is not None and not look.far and size.nk > size.q_offset:
+    alike = _alike_from(pattern) if pattern.combinable and size.nk > size.q_offset else None
+    if alike is not None:
         # Split as for the earliest queries with the same residues and as many keys in reach. The split is the same for
         # all later queries, so decoding steps share it.
-        later = (size.q_offset - look.first - look.back) // rate * rate
+        later = (size.q_offset - alike) // rate * rate
         if later > 0:
             earlier = _views(pattern, replace(size, nk=size.nk - later, q_offset=size.q_offset - later))
             moved = (replace(b, nk=b.nk + later // b.rate, q_offset=b.q_offset + later // b.rate) for b in earlier)
@@ -251,6 +251,18 @@ def _views(pattern: Pattern, size: Sizes) -> tuple[Branch, ...]:
         programs.put(key, found, _BRANCH_BYTES * len(found) + made_of.nbytes)
     # the pattern of a cached whole is that of an earlier call: its bounds were equal then, and may have been written
     return (whole,) if pattern.combinable and found[0].rate == 1 else found
+
+
+def _alike_from(pattern: Pattern) -> int | None:
+    """Return the position from which on a relation depends on distance; None if it reaches back without end."""
+    if not pattern.fixed:
+        return None
+    # imported with the first relation by residue
+    from ..relation.rows import settled
+
+    heads = range(pattern.extents()[1] or 1)
+    found = [place for h in heads if (place := settled(pattern.select(0, h).zones(None))) is not None]
+    return max(found) if len(found) == len(heads) else None
 
 
 def _mixed(pattern: Pattern, size: Sizes) -> tuple[Branch, ...]:
@@ -267,8 +279,50 @@ def _exact(views: tuple[Branch, ...], whole: Branch) -> tuple[Branch, ...]:
         replace(view, spacing=Spacing(view.k_first % side, view.rate, side)) if view.rate > 1 else whole
         for view in views
     ]
-    even = all(view.nk <= view.tile[1] or view.tile[1] * view.rate % side == 0 for view in placed)
-    return tuple(placed) if even else (whole,)
+    return tuple(placed) if all(_even(view.nk, view.tile[1], view.rate, side) for view in placed) else (whole,)
+
+
+def _even(keys: int, tile: int, rate: int, side: int) -> bool:
+    return keys <= tile or tile * rate % side == 0
+
+
+class LastView(NamedTuple):
+    """The strided view of the last key: its first key, its rate, its number of keys, and the keys in a tile."""
+
+    first: int
+    rate: int
+    keys: int
+    tile: int
+
+
+def view_of_step(keys: int, rate: int, side: int) -> LastView:
+    """Return the view in which a decoding step computes a relation by residue; that of rate 1 is the whole.
+
+    Args:
+        keys: Number of keys.
+        rate: Rate of the relation.
+        side: Keys in a tile of the whole.
+    """
+    first = (keys - 1) % rate
+    count = -(-(keys - first) // rate)
+    tile = default_tile_size(count)
+    return LastView(first, rate, count, tile) if _even(count, tile, rate, side) else LastView(0, 1, keys, side)
+
+
+def branches_of_step(pattern: Pattern, keys: int, *, heads: int, batch: int) -> tuple[Branch, ...]:
+    """Return the branches of a decoding step, one for each summand: a step needs no estimate of what views cost."""
+    found = []
+    for part in summands(pattern):
+        whole = Branch.whole(part, 1, keys, heads=heads, batch=batch, q_offset=keys - 1)
+        side = whole.tile[1]
+        first, rate, count, _ = view_of_step(keys, part.residue_rate, side)
+        inside = part.restride(rate, first) if rate > 1 else None
+        if inside is None or inside.tile_size:
+            found.append(whole)
+            continue
+        view = Branch(inside, whole.heads, rate, 0, first, 1, count, count - 1, batch)
+        found.append(replace(view, spacing=Spacing(first % side, rate, side)) if _fits(view) else whole)
+    return tuple(found)
 
 
 @dataclass(frozen=True)

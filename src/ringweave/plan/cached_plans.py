@@ -84,8 +84,10 @@ class PlanCache:
         cache, sizes = self._decode_plans if nq <= tile[0] else self._plans, (nq, nk, heads, batch, q_offset, *tile)
 
         def make() -> BlockPlan:
-            step = _of_rows(pattern, sizes, device) if cache is self._decode_plans else None
-            return step or _built(pattern, sizes, device)
+            # imported with the first plan
+            from .from_pattern import build
+
+            return build(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=tile, device=device)
 
         return self._found(cache, pattern, made_of, (*sizes, str(device)), device, make)
 
@@ -169,38 +171,6 @@ class PlanCache:
         """Drop all plans and counters."""
         self._plans.clear()
         self._decode_plans.clear()
-
-
-def step_plan(pattern: Pattern, sizes: tuple[int, ...]) -> BlockPlan:
-    """Plan a decoding step on the CPU, uncached, for a program that stores it.
-
-    Args:
-        pattern: The step's pattern.
-        sizes: (nq, nk, heads, batch, q_offset, q_tile, kv_tile).
-    """
-    device = torch.device("cpu")
-    return _of_rows(pattern, sizes, device) or _built(pattern, sizes, device)
-
-
-def _of_rows(pattern: Pattern, sizes: tuple[int, ...], device: torch.device) -> BlockPlan | None:
-    """Assemble a step's plan from rows that were planned before; None if the sizes or the pattern do not allow it."""
-    nq, nk, heads, batch, q_offset, *tile = sizes
-    # queries that begin with the keys are no decoding step, and a step with one key tile has no tiles to skip
-    if q_offset == 0 and (pattern.fixed or nk <= tile[1]):
-        return None
-    # imported with the first step
-    from .decode_plans import gathered
-
-    return gathered(pattern, Extent(nq, nk, heads, batch, (tile[0], tile[1]), q_offset, device))
-
-
-def _built(pattern: Pattern, sizes: tuple[int, ...], device: torch.device) -> BlockPlan:
-    # imported with the first plan
-    from .from_pattern import build
-
-    nq, nk, heads, batch, q_offset, *tile = sizes
-    sides = (tile[0], tile[1])
-    return build(pattern, nq, nk, heads=heads, batch=batch, q_offset=q_offset, tile=sides, device=device)
 
 
 def _place(device: str | torch.device) -> torch.device:

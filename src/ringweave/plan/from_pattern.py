@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 _TILES_AT_ONCE = 2**18
 _TILES_SAMPLED = 2**22
-#: Most tiles in a row or in a column.
-MOST_IN_A_LINE = 2**24
+# most tiles in a row or in a column
+_MOST_IN_A_LINE = 2**24
 #: A pattern, and the starts of its distinct batch elements on the axis of all elements.
 _Alike = tuple[Pattern, Int64]
 
@@ -197,28 +197,15 @@ def _check(
 ) -> None:
     check_tile_size(tile)
     tiles = max(-(-nq // tile[0]), -(-nk // tile[1]))
-    if tiles > MOST_IN_A_LINE:
+    if tiles > _MOST_IN_A_LINE:
         got = f"{tiles} tiles in a line"
-        raise ShapeError("tile", got, f"at most {MOST_IN_A_LINE}", "Use larger tiles, or shorter sequences.")
+        raise ShapeError("tile", got, f"at most {_MOST_IN_A_LINE}", "Use larger tiles, or shorter sequences.")
     if not pattern.combinable:
         raise PatternError("pattern", repr(pattern), "a relation", "A LongNet has one plan per branch: see explain().")
     kind = torch.device(device).type
     if kind not in ("cpu", "meta"):
         check_device(device)
     check_extents(pattern, batch, heads, read=kind != "meta")
-
-
-def rows_of_elements(
-    pattern: Pattern, nq: int, nk: int, batch: int, tile: tuple[int, int], masks: dict[bytes, int]
-) -> tuple[RowSet, Int64]:
-    """Return the row sets of one head of a pattern with bounds, and the row set of each batch element; no checks.
-
-    Mask numbers are those of ``masks``, to which new masks are added.
-    """
-    each = batched(pattern, 0)
-    assert each is not None
-    starts, like = elements(each, batch)
-    return _rows(each, starts, nq, nk, 0, tile, Masks(tile, masks)), like
 
 
 def _rows(

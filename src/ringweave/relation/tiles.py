@@ -11,6 +11,7 @@ from ..errors import PatternError
 from .arrays import Int64, Words, distinct, packed
 from .lines import Line, complement, meet
 from .node import EMPTY, FULL, Frame, Node, Sides, Tiles
+from .rows import Painted, painted
 
 #: Mask numbers of tiles without a mask.
 FULL_TILE, EMPTY_TILE = -1, -2
@@ -110,6 +111,16 @@ class Masks:
             found[part] = self._of(words, high[part], wide[part])
         return found
 
+    def of_painted(self, strips: Painted) -> Tiling:
+        """Return the tiles of painted strips, with their masks numbered."""
+        mask = np.full(len(strips.place), FULL_TILE, np.int64)
+        count, queries = strips.masks.shape[:2]
+        # queries that do not exist attend nothing
+        words = np.zeros((count, *self.words), np.uint32)
+        words[:, :queries] = strips.masks
+        mask[~strips.full] = self.numbers(words)
+        return Tiling(strips.place, mask)
+
     def _of(self, words: Words, high: Int64, wide: Int64) -> Int64:
         found = np.empty(len(words), np.int64)
         # tiles that are clipped at the ends have few sizes
@@ -162,6 +173,9 @@ def numbered(node: Node, tiles: Tiles, masks: Masks) -> Int64:
 
 def tiling(node: Node, frame: Frame, masks: Masks) -> Tiling:
     """Return the non-empty tiles of a frame; new masks are added to ``masks``."""
+    strips = painted(node, frame)
+    if strips is not None:
+        return masks.of_painted(strips)
     every, undecided = _decided(node, frame)
     limit(sum(int((line.stop - line.start).sum()) for line in (every, undecided)))
     open_ = undecided.places()

@@ -284,17 +284,17 @@ class Zones(Node):
 
     def words(self, tiles: Tiles, size: tuple[int, int]) -> Words:
         sides = self.sides(tiles)
-        painter = self._painter
-        if painter is None:
+        compiled = self.compiled
+        if compiled is None:
             return packed(self._bits(*sides, size))
         words = np.empty((len(sides[0]), size[0], -(-size[1] // 32)), np.uint32)
         # one thread: a plan that was made before a fork leaves no pool of threads, for which a child would wait
-        painter.paint(*sides, words, 1)
+        compiled.paint(*sides, words, 1)
         return words
 
     @cached_property
-    def _painter(self) -> Any:
-        """The zones as compiled code reads them; None without it."""
+    def compiled(self) -> Any:
+        """The zones as compiled code reads them, checked and copied; None without it."""
         native = module()
         if native is None:
             return None
