@@ -140,7 +140,7 @@ def test_a_cliff_has_a_bound_of_its_own(figures: dict[str, Iterator[float]], tmp
     figures |= {"residues": iter((26.0, 27.0, 30.0, 26.0)), "channels": iter((0.1,)), "period": iter((9.0, 1.0))}
     found = bench("--gate", str(path))
     assert found.exit_code == 1
-    assert "more than 25: residues (a decoding step of a union by residue at each length" in found.output
+    assert "more than 4: residues (a decoding step of a union by residue at each length" in found.output
     assert "--update holds that" not in found.output
 
 

@@ -89,6 +89,18 @@ def _packed(say: Say) -> tuple[Runnable, Runnable]:
     return packed.steps(Problem("packed", rw.Causal(), tokens, 4), packed.packings(tokens, 400))
 
 
+def _ragged(say: Say) -> tuple[Runnable, Runnable]:
+    def step(lengths: Sequence[int]) -> Runnable:
+        cache = rw.PagedCache.empty(len(lengths), max(lengths), 2, 32, page=16)
+        for row, length in enumerate(lengths):
+            keys = _drawn(length, 2, 32)
+            cache.append(keys, keys, [row])
+        q = torch.randn(len(lengths), 4, 1, 32)
+        return lambda: rw.paged_attention(q, cache, rw.SlidingWindow(128) & rw.Causal())
+
+    return step([400, 512, 300, 451]), step([512] * 4)
+
+
 def _channels(say: Say) -> tuple[Runnable, Runnable]:
     def step(dim: int) -> Runnable:
         q, k = _drawn(1, 4, dim), _drawn(1024, 1, dim)
@@ -109,9 +121,10 @@ CLIFFS = (
     Headline("terms", "a call with a soft cap, over a plain call",
              _calls([(rw.Causal(), {"terms": rw.Softcap(30.0)})]), 20.0),
     Headline("residues", "a decoding step of a union by residue at each length, over a causal step",
-             _steps(_UNION), 25.0),
+             _steps(_UNION), 4.0),
     Headline("heads", "a decoding step of heads with unequal patterns, over a causal step",
-             _steps(rw.PerHead([rw.Causal(), rw.SlidingWindow(64), rw.SlidingWindow(100), rw.Causal()])), 25.0),
+             _steps(rw.PerHead([rw.Causal(), rw.SlidingWindow(64), rw.SlidingWindow(100), rw.Causal()])), 4.0),
+    Headline("ragged", "a step over pages of sequences of unequal lengths, over one of equal lengths", _ragged, 2.0),
     Headline("period", "a plan of a stride that no pair reaches, over one of a stride that some reach",
              _plans(lambda: rw.Strided(2**30), lambda: rw.Strided(2**13)), 2.0),
     Headline("documents", "a plan of 16 documents in one row, over one of a causal window",
