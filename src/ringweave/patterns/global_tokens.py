@@ -134,6 +134,8 @@ class Sinks(Bounds):
             raise PatternError("Sinks", got, f"a mask of {nk} tokens", remedy)
 
     def zones(self, n: int | None) -> Node:
+        if isinstance(self.tokens, int) and self._mask is None:
+            return Zones(k=(0, self.tokens))
         base, first, stop, ptr = self._chosen_runs()
         each = len(base) > 1
         # each batch element has its own tokens
@@ -142,10 +144,6 @@ class Sinks(Bounds):
 
     def _chosen_runs(self) -> tuple[Int64, Int64, Int64, Int64]:
         """Return the starts of batch elements, and the runs of chosen tokens: first, end, first run of each element."""
-        if isinstance(self.tokens, int) and self._mask is None:
-            some = int(self.tokens > 0)
-            first, stop = np.zeros(some, np.int64), np.full(some, self.tokens, np.int64)
-            return np.zeros(1, np.int64), first, stop, np.array([0, some], np.int64)
         if self._mask is None:
             token = np.asarray(self.tokens, np.int64)
             row = np.zeros_like(token)
@@ -205,8 +203,10 @@ class Global(Sinks):
             raise PatternError("Global", got, wanted, remedy)
 
     def zones(self, n: int | None) -> Node:
-        base, first, stop, ptr = self._chosen_runs()
         keys = super().zones(n)
+        if isinstance(self.tokens, int) and self._mask is None:
+            return Or([keys, Zones((0, self.tokens))])
+        base, first, stop, ptr = self._chosen_runs()
         element = np.repeat(base, np.diff(ptr))
         queries = Zones((first, stop), (element - FAR, element + FAR), each=len(base) > 1)
         return Or([keys, queries])

@@ -76,6 +76,13 @@ def located(pattern: Pattern, ends: tuple[int, int] | None, elements: Int64 | No
     return Located(simplified(node), elements, q, k)
 
 
+def allows(pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
+    """Compute :meth:`Pattern.allows`; compiled code can trace it where every list of zones is a single zone."""
+    if parts_of(pattern, Shifted):
+        return located(pattern, None).allows(q, k)
+    return pattern.zones(None).contains(q, k, Origin())
+
+
 def _by_position(pattern: Pattern, n: int | None) -> Node:
     """Return the relation of positions; parts that are not shifted count by places."""
     if isinstance(pattern, Shifted):

@@ -124,6 +124,10 @@ def _narrowed(node: Node, band: Zones) -> Node | None:
         return Or(found) if len(found) == len(parts) else None
     if not isinstance(node, Zones):
         return None
+    if node.single is not None and band.single is not None:
+        q0, q1, k0, k1, d0, d1, phase = node.single
+        near = max(d0, band.single[4]), min(d1, band.single[5])
+        return Zones((q0, q1), (k0, k1), near, residue=node.residue, phase=phase, each=node.each)
     d = np.maximum(node.d0, band.d0), np.minimum(node.d1, band.d1)
     return Zones(
         (node.q0, node.q1),

@@ -87,20 +87,35 @@ class Zones(Node):
         phase: ArrayLike = 0,
         each: bool = False,
     ):
-        sides = [np.array(side, np.int64, ndmin=1, copy=None) for side in (*q, *k, *d, phase)]
-        self.groups = len(sides[0])
-        if ptr is not None and len(ptr) == len(sides[2]) + 1 and bool((np.diff(ptr) == 1).all()):
-            ptr = None
-        for number in (2, 3, 4, 5, 6) if ptr is None else (4, 5, 6):
-            if len(sides[number]) != self.groups:
-                sides[number] = np.broadcast_to(sides[number], self.groups)
-        self.q0, self.q1, self.k0, self.k1, self.d0, self.d1, self.phase = sides
-        self.ptr, self.residue, self.each = ptr, residue, each
+        bounds: tuple[Any, ...] = (*q, *k, *d, phase)
+        self.residue, self.each = residue, each
         axis = None if residue is None else residue.axis
-        every_q = not each and self.groups == 1 and bool(self.q0[0] <= -FAR and self.q1[0] >= FAR)
-        every_k = not each and ptr is None and bool((self.k0 <= -FAR).all() and (self.k1 >= FAR).all())
-        every_d = bool((self.d0 <= -ELEMENT).all() and (self.d1 >= ELEMENT).all())
-        every_of_each = each and bool((np.diff(self.q0 >> 32) > 0).all() and (self.q1 - self.q0 >= ELEMENT).all())
+        #: The bounds and the phase of a single zone as numbers, which compiled code can trace; None for a list.
+        self.single: tuple[int, ...] | None = (
+            bounds if ptr is None and all(type(side) is int for side in bounds) else None
+        )
+        if self.single is not None:
+            q0, q1, k0, k1, d0, d1, _ = self.single
+            self.groups, self.ptr = 1, None
+            every_q, every_k = q0 <= -FAR and q1 >= FAR, k0 <= -FAR and k1 >= FAR
+            every_d = d0 <= -ELEMENT and d1 >= ELEMENT
+            every_of_each = q1 - q0 >= ELEMENT
+        else:
+            sides = [np.array(side, np.int64, ndmin=1, copy=None) for side in bounds]
+            self.groups = len(sides[0])
+            if ptr is not None and len(ptr) == len(sides[2]) + 1 and bool((np.diff(ptr) == 1).all()):
+                ptr = None
+            for number in (2, 3, 4, 5, 6) if ptr is None else (4, 5, 6):
+                if len(sides[number]) != self.groups:
+                    sides[number] = np.broadcast_to(sides[number], self.groups)
+            self.ptr, self._sides = ptr, tuple(sides)
+            every_q = self.groups == 1 and bool(self.q0[0] <= -FAR and self.q1[0] >= FAR)
+            every_k = ptr is None and bool((self.k0 <= -FAR).all() and (self.k1 >= FAR).all())
+            every_d = bool((self.d0 <= -ELEMENT).all() and (self.d1 >= ELEMENT).all())
+            every_of_each = each and bool((np.diff(self.q0 >> 32) > 0).all() and (self.q1 - self.q0 >= ELEMENT).all())
+            if self.groups == 1 and ptr is None:
+                self.single = tuple(int(side[0]) for side in sides)
+        every_q, every_k, every_of_each = every_q and not each, every_k and not each, every_of_each and each
         #: Whether it has every pair with a distance in one band.
         self.is_band = every_q and every_k and residue is None
         # whether the class of a tile depends on its keys, on its queries, or on its distance only
@@ -108,12 +123,49 @@ class Zones(Node):
         self._by_queries = every_d and every_k and axis in (None, Q)
         self._moves = axis in (None, D)
         self._by_distance = every_q and every_k and self._moves
-        self.few = ptr is None and residue is None
+        self.few = self.ptr is None and residue is None
         #: Whether a band restricts the distances of a group.
         self.banded = not every_d
-        # the bounds and the phase of a single zone, as numbers: compiled code can trace them
-        bounds = (self.q0, self.q1, self.k0, self.k1, self.d0, self.d1, self.phase)
-        self._single = tuple(int(side[0]) for side in bounds) if self.groups == 1 and ptr is None else None
+
+    @cached_property
+    def _sides(self) -> tuple[Int64, ...]:
+        assert self.single is not None
+        return tuple(np.array([side], np.int64) for side in self.single)
+
+    @cached_property
+    def q0(self) -> Int64:
+        """First query of each group."""
+        return self._sides[0]
+
+    @cached_property
+    def q1(self) -> Int64:
+        """End of the queries of each group."""
+        return self._sides[1]
+
+    @cached_property
+    def k0(self) -> Int64:
+        """First key of each run."""
+        return self._sides[2]
+
+    @cached_property
+    def k1(self) -> Int64:
+        """End of the keys of each run."""
+        return self._sides[3]
+
+    @cached_property
+    def d0(self) -> Int64:
+        """Least distance of each group."""
+        return self._sides[4]
+
+    @cached_property
+    def d1(self) -> Int64:
+        """One past the largest distance of each group."""
+        return self._sides[5]
+
+    @cached_property
+    def phase(self) -> Int64:
+        """Phase of the residue of each group."""
+        return self._sides[6]
 
     def _on_axis(self, sides: Sides) -> tuple[Int64, Int64]:
         """Return the bounds of sides as these zones count positions."""
@@ -190,7 +242,7 @@ class Zones(Node):
         if not used.all():
             strip, start, stop = strip[used], start[used], stop[used]
         line = Line(start + strip * width, stop + strip * width)
-        return union(line) if self._single is None or self.residue is not None else line
+        return union(line) if self.single is None or self.residue is not None else line
 
     def filled(self, frame: Frame, within: Line | None = None) -> Line:
         if self.residue is not None:
@@ -330,13 +382,13 @@ class Zones(Node):
     def contains(self, q: Tensor, k: Tensor, origin: Origin) -> Tensor:
         if self.each:
             q, k = q + origin.element * ELEMENT, k + origin.element * ELEMENT
+        if self.single is not None:
+            return self._allowed(q, k, *self.single)
         if not self.groups or not len(self.k0):
             return torch.zeros(torch.broadcast_shapes(q.shape, k.shape), dtype=torch.bool, device=q.device)
-        if self._single is not None:
-            return self._allowed(q, k, *self._single)
 
         def on_device(array: Int64) -> Tensor:
-            return torch.tensor(array, device=q.device)
+            return torch.from_numpy(np.ascontiguousarray(array)).to(q.device)
 
         # a query is in at most one group, and a key in at most one of its runs
         group = torch.searchsorted(on_device(self.q1), q.contiguous(), right=True).clamp_(max=self.groups - 1)
