@@ -118,11 +118,11 @@ class Zones(Node):
         every_q, every_k, every_of_each = every_q and not each, every_k and not each, every_of_each and each
         #: Whether it has every pair with a distance in one band.
         self.is_band = every_q and every_k and residue is None
-        # whether the class of a tile depends on its keys, on its queries, or on its distance only
+        # whether the class of a tile depends on its keys only, on its queries only, or inside of ranges on its distance
         self._by_keys = every_d and axis in (None, K) and (every_q or every_of_each)
         self._by_queries = every_d and every_k and axis in (None, Q)
         self._moves = axis in (None, D)
-        self._by_distance = every_q and every_k and self._moves
+        self._unbounded = every_q and every_k
         self.few = self.ptr is None and residue is None
         #: Whether a band restricts the distances of a group.
         self.banded = not every_d
@@ -268,13 +268,28 @@ class Zones(Node):
             one = Tiles.of(q, Sides(q.first, q.first + 1, q.element, q.first))
             return compact(self.classes(one))[tiles.qi]
         sides = self.sides(tiles)
-        if not self._by_distance or len(tiles.qi) <= _FEW_TILES:
+        found = self._by_distance(*sides)
+        if found is None:
             return self._classes(*sides)
-        q_lo, q_hi, k_lo, k_hi = sides
-        first, like = distinct(combine_ids(k_lo - q_lo, q_hi - q_lo, k_hi - k_lo))
-        if 2 * len(first) >= len(q_lo):
-            return self._classes(*sides)
+        first, like = found
         return compact(self._classes(*(side[first] for side in sides)))[like]
+
+    def _by_distance(self, q_lo: Int64, q_hi: Int64, k_lo: Int64, k_hi: Int64) -> tuple[Int64, Int64] | None:
+        """Return some of the tiles, and which of them each tile has the class of; None if these are too many.
+
+        Inside of the ranges of a zone, the class of a tile depends on its distance.
+        """
+        few = 0 < self.groups <= _FEW_GROUPS and self.ptr is None
+        if not few or not self._moves or len(q_lo) <= _FEW_TILES:
+            return None
+        parts = [k_lo - q_lo, q_hi - q_lo, k_hi - k_lo]
+        if not self._unbounded:
+            group = np.minimum(np.searchsorted(self.q1, q_lo, "right"), self.groups - 1)
+            q0, q1, k0, k1 = (side[group] for side in (self.q0, self.q1, self.k0, self.k1))
+            inside = (q0 <= q_lo) & (q1 >= q_hi) & (k0 <= k_lo) & (k1 >= k_hi)
+            parts += [np.where(inside, group - self.groups, np.arange(len(q_lo)))]
+        first, like = distinct(combine_ids(*parts))
+        return None if 2 * len(first) >= len(q_lo) else (first, like)
 
     def _classes(self, q_lo: Int64, q_hi: Int64, k_lo: Int64, k_hi: Int64) -> Int64:
         rect, group, run = self.overlaps(q_lo, q_hi, k_lo, k_hi)
@@ -283,26 +298,12 @@ class Zones(Node):
             keep = ~crowded[rect]
             rect, group, run = rect[keep], group[keep], run[keep]
         sides = q_lo[rect], q_hi[rect], k_lo[rect], k_hi[rect]
-        numbers = self._numbers(group, run, *sides)
+        numbers = self._local(group, run, *sides).numbers()
         some = numbers != EMPTY
         codes = several(rect[some], numbers[some], len(q_lo))
         if crowded.any():
             codes[crowded] = combine_ids(q_lo[crowded], k_lo[crowded]) + int(codes.max())
         return codes
-
-    def _numbers(self, group: Int64, run: Int64, q_lo: Int64, q_hi: Int64, k_lo: Int64, k_hi: Int64) -> Int64:
-        """Return the class of each zone in its tile."""
-        if self._moves and self.groups <= _FEW_GROUPS and len(group) > _FEW_TILES:
-            # inside of the ranges of a zone, the class of a tile depends on the distance
-            inner = (
-                (self.q0[group] <= q_lo) & (self.q1[group] >= q_hi) & (self.k0[run] <= k_lo) & (self.k1[run] >= k_hi)
-            )
-            place = np.where(inner, -1, np.arange(len(group)))
-            first, like = distinct(combine_ids(group, k_lo - q_lo, q_hi - q_lo, k_hi - k_lo, place))
-            if 2 * len(first) < len(group):
-                some = (side[first] for side in (group, run, q_lo, q_hi, k_lo, k_hi))
-                return compact(self._local(*some).numbers())[like]
-        return self._local(group, run, q_lo, q_hi, k_lo, k_hi).numbers()
 
     def _local(self, group: Int64, run: Int64, q_lo: Int64, q_hi: Int64, k_lo: Int64, k_hi: Int64) -> _Local:
         high, wide, back = q_hi - q_lo, k_hi - k_lo, k_lo - q_lo
