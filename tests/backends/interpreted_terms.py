@@ -90,6 +90,21 @@ def test_positions_and_places_of_views_and_of_elements_of_their_own() -> None:
         torch.testing.assert_close(got, wanted)
 
 
+def test_places_of_a_mixture() -> None:
+    """The branches of a mixture read every second or fourth head, query and key, and their terms do too."""
+    x, n = Inputs.random(24, heads=4, dim=8), 24
+    pattern, tables = rw.LongNet([8, 16], [2, 4], causal=True), [torch.randn(4, 2 * 7 + 1), torch.randn(1, 4, n, n)]
+    found = []
+    for backend in ("triton", "reference"):
+        leaves = [y.clone().requires_grad_() for y in (x.q, x.k, x.v)]
+        terms = [rw.DistanceBias(tables[0]), rw.Bias(tables[1]), rw.ALiBi([0.25, 0.5, 0.75, 1.0])]
+        torch.manual_seed(1)
+        out = rw.attention(*leaves, pattern, terms=terms, dropout=0.25, backend=backend)
+        found.append([out, *torch.autograd.grad((out * x.dout).sum(), leaves)])
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
 def test_the_same_pairs_in_tiles_of_any_size() -> None:
     n, x = 40, Inputs.random(40, heads=1, dim=8)
     call = Call.of(x.q, x.k, x.v, rw.Full(), scale=0.25, dropout=2**14, features=frozenset({"dropout"}))

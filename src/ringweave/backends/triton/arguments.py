@@ -90,7 +90,8 @@ def of(terms: TermOperands | None, device: torch.device) -> TermArguments:
     if terms is None:
         return TermArguments()
     dropout = terms.dropout
-    places = (terms.heads, terms.rows, terms.columns, terms.offsets.contiguous())
+    # the places of a strided view are strided too
+    places = (terms.heads.contiguous(), terms.rows.contiguous(), terms.columns.contiguous(), terms.offsets.contiguous())
     drop = None
     if dropout is not None:
         seed = (dropout.seed >> shift & 0xFFFF for shift in (0, 16, 32, 48))
