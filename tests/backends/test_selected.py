@@ -292,7 +292,7 @@ def test_same_bits(lead: tuple[int, ...], block_size: int, dtype: str) -> None:
     n = 500
     q, k, v = (torch.randn(3, heads, n, 32).to(DTYPES[dtype]) for heads in (8, 2, 2))
     indices = chosen(*lead, n, 17, nk=n, block_size=block_size)
-    causal = rw.Causal()
+    causal, before = rw.Causal(), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         whole = rw.attention_with_lse(q, k, v, rw.Selected(indices, block_size) & causal, backend="cpu")
@@ -308,7 +308,7 @@ def test_same_bits(lead: tuple[int, ...], block_size: int, dtype: str) -> None:
         again = rw.attention_with_lse(q, k, v, rw.Selected(indices, block_size) & causal, backend="cpu")
         assert torch.equal(again.out, whole.out)
     finally:
-        torch.set_num_threads(1)
+        torch.set_num_threads(before)
 
 
 # ---- calls that share shapes -----------------------------------------------------------------------------------------
