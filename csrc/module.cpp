@@ -604,9 +604,9 @@ class Prepared {
 class Step {
  public:
   explicit Step(const nb::kwargs &named) : Step(Arguments(named)) {}
-  // With `side` > 0 the relation is one by residue, whose sums are cut at tiles of `side` tokens, and the keys are those
-  // of a view. With pages, `table` and `lengths` are addresses, and no sequence has more than `keys` tokens. Pages of 8
-  // bits have contiguous scales.
+  // With `side` > 0 the relation is one by residue, and its sums are cut at tiles of `side` tokens. With `rate` > 1 its
+  // keys are those of a strided view. With pages, `table` and `lengths` are addresses, and no sequence has more than
+  // `keys` tokens. Pages of 8 bits have contiguous scales.
   bool forward(uintptr_t q, const nb::tuple &qs, uintptr_t k, const nb::tuple &ks, uintptr_t v, const nb::tuple &vs,
                uintptr_t out, uintptr_t lse, int64_t keys, int64_t first, int64_t rate, int64_t tile, int64_t side,
                int threads, uintptr_t table, uintptr_t lengths, uintptr_t k_scale, uintptr_t v_scale) const {

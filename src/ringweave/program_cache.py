@@ -91,8 +91,8 @@ class Found(NamedTuple):
 
     Attributes:
         key: Key of a new call, to be passed to :func:`keep`; None for a known call, or if a key cannot hold it.
-        program: Program of a known call. A step over pages whose program has no prepared arguments takes the general
-            path.
+        program: Program of a known call. A step over pages takes the general path if its program has no prepared
+            arguments.
     """
 
     key: Hashable | None

@@ -267,7 +267,7 @@ def test_threads_plan_steps_together() -> None:
 
 
 def test_threads_share_a_kind_of_steps() -> None:
-    """Threads whose sequences differ in length use zones that reach their own positions."""
+    """Threads with sequences of unequal lengths use zones that reach their own positions."""
     pattern, keys = rw.Segments(10) & CAUSAL, torch.randn(1, 2, 20000, 16)
     q = torch.randn(1, 4, 1, 16)
     PROGRAMS.clear()

@@ -234,11 +234,11 @@ def _views(pattern: Pattern, size: Sizes) -> tuple[Branch, ...]:
     whole, rate = _whole(pattern, size), pattern.residue_rate
     if pattern.combinable and rate == 1:
         return (whole,)
-    alike = _alike_from(pattern) if pattern.combinable and size.nk > size.q_offset else None
-    if alike is not None:
+    bounded = _settled(pattern) if pattern.combinable and size.nk > size.q_offset else None
+    if bounded is not None:
         # Split as for the earliest queries with the same residues and as many keys in reach. The split is the same for
         # all later queries, so decoding steps share it.
-        later = (size.q_offset - alike) // rate * rate
+        later = (size.q_offset - bounded) // rate * rate
         if later > 0:
             earlier = _views(pattern, replace(size, nk=size.nk - later, q_offset=size.q_offset - later))
             moved = (replace(b, nk=b.nk + later // b.rate, q_offset=b.q_offset + later // b.rate) for b in earlier)
@@ -253,7 +253,7 @@ def _views(pattern: Pattern, size: Sizes) -> tuple[Branch, ...]:
     return (whole,) if pattern.combinable and found[0].rate == 1 else found
 
 
-def _alike_from(pattern: Pattern) -> int | None:
+def _settled(pattern: Pattern) -> int | None:
     """Return the position from which on a relation depends on distance; None if it reaches back without end."""
     if not pattern.fixed:
         return None
@@ -283,6 +283,7 @@ def _exact(views: tuple[Branch, ...], whole: Branch) -> tuple[Branch, ...]:
 
 
 def _even(keys: int, tile: int, rate: int, side: int) -> bool:
+    """Return whether tiles of a view begin at tiles of the whole, of ``side`` tokens, so that bits are the same."""
     return keys <= tile or tile * rate % side == 0
 
 

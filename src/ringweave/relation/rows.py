@@ -105,7 +105,13 @@ def _cut(rows: Words, side: int, width: int, place: Int64) -> Words:
 
 
 class _Reach(NamedTuple):
-    """Which keys a query attends: from ``first`` on by distance, none or all of those further than ``back`` back."""
+    """How far back queries attend.
+
+    Attributes:
+        first: From this position on, a query attends a key or not by their distance.
+        back: Keys further back than this, from ``first`` on, are all attended, or none of them is.
+        far: Whether they are attended.
+    """
 
     first: int
     back: int

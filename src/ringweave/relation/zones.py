@@ -62,6 +62,11 @@ class _Local(NamedTuple):
         return np.where(self.every, FULL, np.where(self.some, combine_ids(*self.bounds, self.phase), EMPTY))
 
 
+def _side(number: int) -> cached_property[Int64]:
+    """Return an attribute of zones: an array that is made when it is first read."""
+    return cached_property(lambda zones: zones._sides[number])
+
+
 class Zones(Node):
     """Disjoint zones in groups.
 
@@ -132,40 +137,9 @@ class Zones(Node):
         assert self.single is not None
         return tuple(np.array([side], np.int64) for side in self.single)
 
-    @cached_property
-    def q0(self) -> Int64:
-        """First query of each group."""
-        return self._sides[0]
-
-    @cached_property
-    def q1(self) -> Int64:
-        """End of the queries of each group."""
-        return self._sides[1]
-
-    @cached_property
-    def k0(self) -> Int64:
-        """First key of each run."""
-        return self._sides[2]
-
-    @cached_property
-    def k1(self) -> Int64:
-        """End of the keys of each run."""
-        return self._sides[3]
-
-    @cached_property
-    def d0(self) -> Int64:
-        """Least distance of each group."""
-        return self._sides[4]
-
-    @cached_property
-    def d1(self) -> Int64:
-        """One past the largest distance of each group."""
-        return self._sides[5]
-
-    @cached_property
-    def phase(self) -> Int64:
-        """Phase of the residue of each group."""
-        return self._sides[6]
+    #: First query and end of each group, first key and end of each run, and least distance of each group, one past its
+    #: largest distance, and its phase.
+    q0, q1, k0, k1, d0, d1, phase = map(_side, range(7))
 
     def _on_axis(self, sides: Sides) -> tuple[Int64, Int64]:
         """Return the bounds of sides as these zones count positions."""
