@@ -26,6 +26,7 @@ from ..patterns import And, Causal, Full, Or, Pattern
 from ..patterns.base import store_of
 from ..patterns.dilated import StridedView
 from ..patterns.shifted import Shifted
+from ..patterns.view import in_view
 from ..patterns.within import Within
 from .block_plan import BlockPlan
 from .cached_plans import plan_cache
@@ -317,8 +318,8 @@ def branches_of_step(pattern: Pattern, keys: int, *, heads: int, batch: int) -> 
         whole = Branch.whole(part, 1, keys, heads=heads, batch=batch, q_offset=keys - 1)
         side = whole.tile[1]
         first, rate, count, _ = view_of_step(keys, part.residue_rate, side)
-        inside = part.restride(rate, first) if rate > 1 else None
-        if inside is None or inside.tile_size:
+        inside = in_view(part, rate, first, keys) if rate > 1 and not part.tile_size and _fits(whole) else None
+        if inside is None:
             found.append(whole)
             continue
         view = Branch(inside, whole.heads, rate, 0, first, 1, count, count - 1, batch)
@@ -368,6 +369,8 @@ def mixture(pattern: LongNet, size: Sizes) -> list[Branch]:
 
 def _split(pattern: Pattern, size: Sizes, whole: Branch) -> tuple[Branch, ...]:
     """Return the views of a relation by residue, or the whole if it takes no more time."""
+    if not _fits(whole):
+        return (whole,)
     rate, cost = pattern.residue_rate, _cost([whole])
     offsets = _offsets(rate, size)
     # starting this many views costs more than they can save
@@ -375,7 +378,7 @@ def _split(pattern: Pattern, size: Sizes, whole: Branch) -> tuple[Branch, ...]:
         return (whole,)
     views: list[Branch] = []
     for offset in offsets:
-        inside = pattern.restride(rate, offset)
+        inside = in_view(pattern, rate, offset)
         if inside is None:
             return (whole,)
         branch = _branch(StridedView(whole.heads, rate, offset), inside, size)
@@ -399,7 +402,7 @@ def _offsets(rate: int, size: Sizes) -> Sequence[int]:
 
 
 def _fits(branch: Branch) -> bool:
-    """Return whether a strided pattern fits its view's lengths; a table's last block may have no token in the view."""
+    """Return whether a pattern fits its branch's lengths; a table's last block may have no token in a view."""
     try:
         branch.pattern.check(branch.nq, branch.nk, branch.q_offset)
     except PatternError:
@@ -414,8 +417,9 @@ def _cost(program: list[Branch]) -> float:
     total = 0.0
     seen: dict[tuple[object, ...], float] = {}
     for branch in program:
-        # views of one rate differ in length by at most a token, so one estimate serves all of them
-        alike = (branch.pattern.spec, branch.rate, branch.nq // 64, branch.nk // 64)
+        # views of one rate differ in length by at most a token, so one estimate serves all of them; those with tensors
+        # are views of one pattern
+        alike = (branch.pattern.spec if branch.pattern.fixed else "", branch.rate, branch.nq // 64, branch.nk // 64)
         if alike not in seen:
             tiles = estimate_tiles(
                 branch.pattern, branch.nq, branch.nk, heads=branch.head_count, q_offset=branch.q_offset
