@@ -37,6 +37,8 @@ LEAVES: dict[str, Pattern] = {
     "strided": rw.Strided(6),
     "dilated": rw.Dilated(3, 4),
     "segments": rw.Segments(12),
+    "segments that begin at any place": rw.Segments(50),
+    "periodic": rw.patterns.Periodic(8, 0, 4),
     "sinks": rw.Sinks(7),
     "listed": rw.Sinks([0, 3, 4, 5, 50, 54]),
     "marked": rw.Sinks(torch.arange(2 * N).view(2, N) % 7 < 3),
@@ -45,10 +47,14 @@ LEAVES: dict[str, Pattern] = {
     "documents": rw.Documents([1, 2, 30, 3, 60]),
     "ids": rw.Documents(ids=ids(2)),
     "ids in pieces": rw.Documents(ids=ids(1)[0]),
+    "documents of two lengths": rw.Documents(cu_seqlens_q=[0, 20, N], cu_seqlens_k=[0, 40, N]),
     "padding": rw.KeyPadding(N - 9, 6),
     "paddings": rw.KeyPadding(torch.tensor([N, 41]), torch.tensor([3, 0])),
     "neighborhood": rw.patterns.Neighborhood(7, 4, tokens=N),
+    "neighborhood of another rate": rw.patterns.Neighborhood(7, 3, tokens=N),
     "on a grid": rw.GridNeighborhood(rw.Grid(N), 6, 4),
+    "on a grid of another rate": rw.GridNeighborhood(rw.Grid(N), 7),
+    "windows on a grid": rw.GridWindows(rw.Grid(N), 8),
     "table": rw.BlockTable(torch.arange(24 * 12).view(2, 12, 12) % 5 < 2, 8),
 }  # fmt: skip
 
@@ -66,7 +72,7 @@ def patterns() -> st.SearchStrategy[Pattern]:
 def same_pairs(pattern: Pattern, rate: int, offset: int) -> Pattern | None:
     """Compare a view with the whole, by pairs and by tiles."""
     heads = 2 if parts_of(pattern, rw.BlockTable) else 1
-    seen = in_view(pattern, rate, offset)
+    seen = in_view(pattern, rate, offset, N)
     if seen is None:
         return None
     wanted = pattern.to_dense(N, heads=heads, batch=2)[:, :, offset::rate, offset::rate]
@@ -101,10 +107,10 @@ def test_views_of_expressions(pattern: Pattern, rate: int, data: st.DataObject) 
 def test_views_of_the_cases(name: str) -> None:
     pattern = PATTERNS[name](N)
     if parts_of(pattern, rw.TokenMask):
-        assert in_view(pattern, 2, 1) is None
+        assert in_view(pattern, 2, 1, N) is None
         return
     for rate, offset in ((2, 1), (3, 0), (16, 5)):
-        seen = in_view(pattern, rate, offset)
+        seen = in_view(pattern, rate, offset, N)
         if seen is not None:
             wanted = pattern.to_dense(N, heads=4)[:, :, offset::rate, offset::rate]
             assert torch.equal(seen.to_dense(wanted.shape[-1], heads=4), wanted)
@@ -113,25 +119,17 @@ def test_views_of_the_cases(name: str) -> None:
 @pytest.mark.parametrize(
     "pattern",
     [
-        rw.Segments(50),
-        rw.patterns.Periodic(8, 0, 4),
-        rw.patterns.Neighborhood(7, tokens=N),
-        rw.patterns.Neighborhood(7, 2, tokens=N),
-        rw.GridNeighborhood(rw.Grid(N), 7),
         rw.GridNeighborhood(rw.Grid((12, 8)), 2, 4),
-        rw.GridWindows(rw.Grid(N), 8),
         rw.from_mask_mod(even),
         rw.Selected(torch.zeros(N, 1, dtype=torch.int32)),
         rw.BlockTable(torch.ones(16, 16, dtype=torch.bool), 6),
-        rw.Documents(cu_seqlens_q=[0, 20, N], cu_seqlens_k=[0, 40, N]),
         rw.SlidingWindow(9).within(rw.KeyPadding(N)),
     ],
     ids=repr,
 )
-def test_relations_that_are_computed_in_no_view(pattern: Pattern) -> None:
-    """The kinds with views decide which unions are split, and so the bits of a row."""
-    assert in_view(pattern, 4, 1) is None
-    assert in_view(pattern & rw.Strided(4), 4, 1) is None
+def test_relations_without_views(pattern: Pattern) -> None:
+    assert in_view(pattern, 4, 1, N) is None
+    assert in_view(pattern & rw.Strided(4), 4, 1, N) is None
 
 
 @pytest.mark.parametrize(
@@ -153,7 +151,7 @@ def test_relations_that_are_computed_in_no_view(pattern: Pattern) -> None:
 )
 def test_views_that_a_dense_kernel_computes(pattern: Pattern, kind: type[Pattern] | None) -> None:
     for offset in range(8):
-        seen = in_view(pattern, 8, offset)
+        seen = in_view(pattern, 8, offset, N)
         assert seen is not None
         assert isinstance(seen, (rw.Full, rw.Causal)) == (kind is not None)
         assert kind is None or isinstance(seen, kind)
@@ -161,7 +159,7 @@ def test_views_that_a_dense_kernel_computes(pattern: Pattern, kind: type[Pattern
 
 def test_equal_views_have_one_text_and_one_plan() -> None:
     def texts(pattern: Pattern, rate: int) -> int:
-        views = [in_view(pattern, rate, offset) for offset in range(rate)]
+        views = [in_view(pattern, rate, offset, N) for offset in range(rate)]
         return len({seen.spec for seen in views if seen is not None})
 
     assert texts(rw.Dilated(64, 16), 16) == 1
@@ -192,23 +190,3 @@ def test_a_misfit_is_reported_with_the_lengths_of_the_whole() -> None:
         assert whole.rate == 1
         with pytest.raises(rw.PatternError, match="16384"):
             whole.plan()
-
-
-@pytest.mark.parametrize("text", ["SlidingWindow(20, 3)", "Sinks(9)", "Sinks([2, 5, 30])", "Global([4, 21])"])
-@pytest.mark.parametrize("rate", [2, 5, 7])
-def test_views_depend_on_distance_as_the_whole_does(text: str, rate: int) -> None:
-    for offset in range(rate):
-        seen = in_view(rw.patterns.parse(text), rate, offset)
-        assert seen is not None
-        look = seen.distance_profile()
-        assert look is not None
-        n = N // rate
-        dense = seen.to_dense(n)[0, 0]
-        for q in range(look.first, n):
-            for k in range(n):
-                if k > q + look.ahead and k >= look.first:
-                    assert not dense[q, k]
-                if 0 <= q - k <= look.every:
-                    assert dense[q, k]
-                if q - k > look.back and k >= look.first:
-                    assert dense[q, k] == look.far

@@ -158,7 +158,8 @@ def test_the_view_of_a_free_bound_is_free() -> None:
 
 def test_grids_places_and_placed_leaves_have_no_view() -> None:
     leaf = Product(rw.Grid((4, 4)).order, [neighborhood(1, 1, 4)] * 2)
-    documents = Documents(Zones((0, 9), (0, 9)), np.zeros(1, np.int64))
+    zero = np.zeros(1, np.int64)
+    documents = Documents(Zones((0, 9), (0, 9)), zero, zero)
     for node in (leaf, Places(Zones()), Placed(leaf, documents)):
         assert view(node, 2, 0) is None
         assert view(And([Zones(), Not(node)]), 2, 0) is None

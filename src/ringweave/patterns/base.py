@@ -571,4 +571,3 @@ class Derived(Pattern):
     @property
     def residue_rate(self) -> int:
         return self.definition.residue_rate
-

@@ -72,7 +72,10 @@ def _of_leaf(pattern: Pattern, rate: int, offset: int, n: int) -> Pattern | None
     whole = simplified(pattern.zones(n))
     offset = first_alike(whole, rate, offset)
     node = view(whole, rate, offset)
-    return None if node is None else _named(node) or View(pattern, rate, offset)
+    if node is None:
+        return None
+    named = _named(node)
+    return View(pattern, rate, offset) if named is None else named
 
 
 def _named(node: Node) -> Pattern | None:

@@ -223,7 +223,7 @@ def _pays(union: Or, parts: Sequence[Pattern]) -> bool:
     except PatternError:
         # it is made for another length
         return False
-    return _cost([branch for part in parts for branch in _views(part, size)]) < _cost([_whole(union, size)])
+    return _cost([_views(part, size) for part in parts]) < _cost([[_whole(union, size)]])
 
 
 def _whole(pattern: Pattern, size: Sizes) -> Branch:
@@ -371,14 +371,14 @@ def _split(pattern: Pattern, size: Sizes, whole: Branch) -> tuple[Branch, ...]:
     """Return the views of a relation by residue, or the whole if it takes no more time."""
     if not _fits(whole):
         return (whole,)
-    rate, cost = pattern.residue_rate, _cost([whole])
+    rate, cost = pattern.residue_rate, _cost([[whole]])
     offsets = _offsets(rate, size)
     # starting this many views costs more than they can save
     if (len(offsets) - 1) * _BRANCH_COST >= cost:
         return (whole,)
     views: list[Branch] = []
     for offset in offsets:
-        inside = in_view(pattern, rate, offset)
+        inside = in_view(pattern, rate, offset, max(size.nk, size.q_offset + size.nq))
         if inside is None:
             return (whole,)
         branch = _branch(StridedView(whole.heads, rate, offset), inside, size)
@@ -388,7 +388,7 @@ def _split(pattern: Pattern, size: Sizes, whole: Branch) -> tuple[Branch, ...]:
             return (whole,)
         views.append(branch)
     # no view has both queries and keys if few keys are all before the queries' residues
-    return tuple(views) if views and _cost(views) < cost else (whole,)
+    return tuple(views) if views and _cost([views]) < cost else (whole,)
 
 
 def _offsets(rate: int, size: Sizes) -> Sequence[int]:
@@ -410,22 +410,24 @@ def _fits(branch: Branch) -> bool:
     return True
 
 
-def _cost(program: list[Branch]) -> float:
-    """Model the cost in tiles of 128 x 128: computed tiles, plus starting and merging further branches."""
+def _cost(parts: Sequence[Sequence[Branch]]) -> float:
+    """Model the cost of the branches of some relations in tiles of 128 x 128: computed tiles, and further branches."""
     from .from_pattern import estimate_tiles
 
-    total = 0.0
-    seen: dict[tuple[object, ...], float] = {}
-    for branch in program:
-        # views of one rate differ in length by at most a token, so one estimate serves all of them; those with tensors
-        # are views of one pattern
-        alike = (branch.pattern.spec if branch.pattern.fixed else "", branch.rate, branch.nq // 64, branch.nk // 64)
-        if alike not in seen:
-            tiles = estimate_tiles(
-                branch.pattern, branch.nq, branch.nk, heads=branch.head_count, q_offset=branch.q_offset
-            )
-            area = default_tile_size(branch.nq) * default_tile_size(branch.nk) / 128**2
-            seen[alike] = tiles * area * branch.batch
-        total += seen[alike]
-    rows = sum(branch.nq * branch.head_count * branch.batch for branch in program) / 128
-    return total + (len(program) - 1) * _BRANCH_COST + (_MERGE_COST * rows if len(program) > 1 else 0.0)
+    total, rows, count = 0.0, 0.0, 0
+    for part in parts:
+        # views of one rate differ in length by at most a token, so one estimate serves all of them
+        seen: dict[tuple[int, ...], float] = {}
+        for branch in part:
+            size = branch.rate, branch.nq // 64, branch.nk // 64
+            if size not in seen:
+                tiles = estimate_tiles(
+                    branch.pattern, branch.nq, branch.nk, heads=branch.head_count, q_offset=branch.q_offset
+                )
+                area = default_tile_size(branch.nq) * default_tile_size(branch.nk) / 128**2
+                seen[size] = tiles * area * branch.batch
+            total += seen[size]
+            rows += branch.nq * branch.head_count * branch.batch / 128
+        count += len(part)
+    # starting each branch after the first, and merging its rows
+    return total + (count - 1) * _BRANCH_COST + (_MERGE_COST * rows if count > 1 else 0.0)
