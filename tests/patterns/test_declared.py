@@ -29,7 +29,7 @@ from . import candidates
 
 #: The methods that a pattern may define, as the docstring of Pattern lists them.
 REQUIRED = {"_text", "zones"}
-OPTIONAL = {"extents", "select", "bound", "check", "restride"}
+OPTIONAL = {"extents", "select", "bound", "check"}
 SAID = {"tables", "residue_rate", "tile_size", "by_place"}
 #: The methods that identify a function mask by the values it reads and bounds by their contents, and those of a mixture.
 BESIDES = {
@@ -68,7 +68,7 @@ def test_patterns_define_no_other_method(kind: type[Pattern]) -> None:
 
 
 #: Classes that operators and calls create; users do not write these names.
-MADE = {"And", "Or", "Not", "Combined", "Shifted", "Offsets", "Composite", "Derived"}
+MADE = {"And", "Or", "Not", "Combined", "Shifted", "Offsets", "View", "Composite", "Derived"}
 
 
 def test_every_pattern_is_declared_and_exported() -> None:

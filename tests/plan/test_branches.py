@@ -104,7 +104,7 @@ def test_programs_are_bounded_by_the_bytes_of_their_tables(monkeypatch: pytest.M
 
 
 def test_the_address_of_a_table_is_not_reused_while_its_branches_live() -> None:
-    """The cache holds the original table, since its address is in the key: restrided patterns hold copies only."""
+    """The cache holds the original table, since its address is in the key: views of a table hold copies only."""
     n = 16384
     pattern = rw.Dilated(64, 16) & rw.BlockTable(torch.ones(128, 128, dtype=torch.bool).tril(), 128)
     assert len(branches(pattern, n, n)) == 16

@@ -25,11 +25,6 @@ class _Operator(Composite):
     def tile_size(self) -> int | None:
         return min((size for part in self.parts_within() if (size := part.tile_size) is not None), default=None)
 
-    def restride(self, rate: int, offset: int) -> Pattern | None:
-        parts = [part.restride(rate, offset) for part in self.parts_within()]
-        found = [part for part in parts if part is not None]
-        return self.remade(found) if len(found) == len(parts) else None
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Combined(_Operator):

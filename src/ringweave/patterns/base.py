@@ -53,7 +53,7 @@ class Pattern(ABC):
     A new pattern defines ``_text`` and ``zones``. It may define
 
     - ``extents`` and ``select``, if batch elements or heads differ; ``check``, if it fits certain lengths only;
-    - ``restride`` and the property ``residue_rate``, which make plans cheaper;
+    - the property ``residue_rate``, which makes plans cheaper;
     - the property ``tables``, if it has tensors; ``bound`` and the property ``tile_size``, if they contain blocks;
     - ``by_place``, if its tensors have a row for each query of a call, wherever the call begins.
 
@@ -153,10 +153,6 @@ class Pattern(ABC):
 
     def check(self, nq: int, nk: int, q_offset: int) -> None:  # noqa: B027  (most patterns fit any length)
         """Raise PatternError if the pattern is made for other lengths."""
-
-    def restride(self, rate: int, offset: int) -> Pattern | None:
-        """Restrict the pattern to positions offset, offset + rate, ..., renumbered from 0; None if it cannot."""
-        return None
 
     # ---- text --------------------------------------------------------------------------------------------------------
 
@@ -560,9 +556,6 @@ class Full(Pattern):
     def zones(self, n: int | None) -> Node:
         return Zones()
 
-    def restride(self, rate: int, offset: int) -> Pattern:
-        return self
-
 
 class Derived(Pattern):
     """A name for a pattern that other patterns define."""
@@ -578,6 +571,3 @@ class Derived(Pattern):
     @property
     def residue_rate(self) -> int:
         return self.definition.residue_rate
-
-    def restride(self, rate: int, offset: int) -> Pattern | None:
-        return self.definition.restride(rate, offset)

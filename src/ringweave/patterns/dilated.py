@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, NoReturn
@@ -14,7 +13,7 @@ from ..checks import LONGEST, check_dense, flag, integers, whole, whole_fields
 from ..errors import PatternError, shown
 from ..relation.node import Node
 from ..relation.zones import D, Residue, Zones
-from .base import Derived, Full, Pattern
+from .base import Derived, Pattern
 from .declared import declare
 from .fitting import fitting
 from .local import Causal, Segments, SlidingWindow
@@ -54,10 +53,6 @@ class Strided(Pattern):
     @property
     def residue_rate(self) -> int:
         return self.stride
-
-    def restride(self, rate: int, offset: int) -> Pattern:
-        stride = self.stride // math.gcd(self.stride, rate)
-        return Full() if stride == 1 else Strided(stride)
 
 
 @declare("Dilated(3, 4)", "By residue", tokens=64, hostile="Dilated(3, 2**29)")

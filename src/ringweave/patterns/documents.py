@@ -177,16 +177,6 @@ class Documents(Packing):
         assert packed.ids is not None
         return _in_pieces(packed.ids)
 
-    def restride(self, rate: int, offset: int) -> Pattern | None:
-        if "ids" in self._tables:
-            ids = self._tables["ids"][..., offset::rate]
-            return Documents.own(ids=ids.contiguous()) if ids.shape[-1] else None
-        if "cu_seqlens" not in self._tables:
-            return None
-        self._make()  # raises if the bounds do not increase
-        bounds = torch.unique(-((offset - self._tables["cu_seqlens"]) // rate))
-        return Documents(cu_seqlens=bounds) if len(bounds) > 1 and int(bounds[0]) == 0 else None
-
 
 def keys_of(documents: Documents, queries: int) -> tuple[Tensor, Tensor]:
     """Return the first key of each query's document, and one past its last, (queries,) or (B, N) for ids (B, N)."""

@@ -156,14 +156,6 @@ class Sinks(Bounds):
         counts = np.bincount(row[new], minlength=elements)
         return np.arange(elements) * ELEMENT, place[new], place[last] + 1, np.append(0, np.cumsum(counts))
 
-    def restride(self, rate: int, offset: int) -> Pattern:
-        if self._mask is not None:
-            chosen = self._mask[..., offset::rate].contiguous()
-            return type(self).own(chosen if chosen.numel() else 0)
-        if isinstance(self.tokens, int):
-            return type(self)(max(0, -((offset - self.tokens) // rate)))
-        return type(self)([(t - offset) // rate for t in self.tokens if t % rate == offset])
-
 
 def _positions(tokens: object) -> int | tuple[int, ...]:
     listed = sorted(integers("tokens", tokens, 0))

@@ -128,11 +128,6 @@ class GridNeighborhood(OnGrid):
         # a strided view has one axis of tokens, so only a grid of one axis has such views
         return self.dilation[0] if len(self.dilation) == 1 else 1
 
-    def restride(self, rate: int, offset: int) -> Pattern | None:
-        if self.dilation != (rate,) or offset >= self.grid.tokens:
-            return None
-        return GridNeighborhood(Grid(-(-(self.grid.tokens - offset) // rate)), self.window, causal=self.causal)
-
     def _all_pairs(self) -> int:
         counts = zip(self.grid.shape, self.window, self.dilation, self.causal, strict=True)
         return math.prod(n * w - (d * w * (w - 1) // 2 if causal else 0) for n, w, d, causal in counts)

@@ -117,10 +117,6 @@ class KeyPadding(Enclosing):
         base = np.arange(self._rows) * ELEMENT
         return Zones((base - FAR, base + FAR), (base + start, base + stop), each=True)
 
-    def restride(self, rate: int, offset: int) -> Pattern:
-        signed = (bound.long() if isinstance(bound, Tensor) else bound for bound in (self.stop, self.start))
-        return KeyPadding(*(-((offset - bound) // rate) for bound in signed))
-
 
 def _bound(name: str, value: object) -> int | Tensor:
     """Check a bound: an int, or an integer tensor (B,), which is not read."""

@@ -40,9 +40,6 @@ class Causal(Pattern):
     def zones(self, n: int | None) -> Node:
         return Zones(d=(-ELEMENT, 1))
 
-    def restride(self, rate: int, offset: int) -> Pattern:
-        return self
-
 
 @declare("SlidingWindow(192, 64)", "By position", hostile="SlidingWindow(2**30, 0)")
 @dataclass(frozen=True, eq=False, repr=False)
@@ -85,9 +82,6 @@ class SlidingWindow(Pattern):
     def zones(self, n: int | None) -> Node:
         return Zones(d=(-self.left, self.right + 1))
 
-    def restride(self, rate: int, offset: int) -> Pattern:
-        return SlidingWindow(self.left // rate, self.right // rate)
-
 
 @declare("Segments(256)", "By position", hostile="Segments(2**30)")
 @dataclass(frozen=True, eq=False, repr=False)
@@ -118,9 +112,6 @@ class Segments(Pattern):
         if n is None or n // self.length > MOST_ZONES:
             return Opaque(lambda q, k, element: q // self.length == k // self.length)
         return segments(self.length, n)
-
-    def restride(self, rate: int, offset: int) -> Pattern | None:
-        return Segments(self.length // rate) if self.length % rate == 0 else None
 
 
 @declare("Neighborhood(7, 2, tokens=64)", "By residue", tokens=64, hostile="Neighborhood(7, n // 8, tokens=n)")
@@ -166,11 +157,6 @@ class Neighborhood(Pattern):
     @property
     def residue_rate(self) -> int:
         return self.dilation
-
-    def restride(self, rate: int, offset: int) -> Pattern | None:
-        if self.dilation != rate or offset >= self.tokens:
-            return None
-        return Neighborhood(self.window, tokens=(self.tokens - offset + rate - 1) // rate)
 
 
 @declare("PrefixLM(256)", "By position", hostile="PrefixLM(2**30)")

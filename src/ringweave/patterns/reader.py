@@ -17,6 +17,7 @@ from .base import Pattern
 from .boxes import Grid
 from .declared import DECLARED
 from .shifted import Offsets, Shifted
+from .view import View
 
 _LONGEST = 2**20  # most characters of a user's text
 _SIGNS = 64  # most signs before one value
@@ -77,7 +78,7 @@ def names() -> dict[str, Callable[..., object]]:
 def _held() -> dict[str, Callable[..., object]]:
     """Return the names of a ``spec``, with constructors that do not copy their tensors."""
     own = {name: each.make.own for name, each in DECLARED.items() if hasattr(each.make, "own")}
-    return names() | own | {"Offsets": Offsets, "Shifted": Shifted}
+    return names() | own | {"Offsets": Offsets, "Shifted": Shifted, "View": View}
 
 
 def tree(text: str) -> ast.expr:

@@ -128,9 +128,6 @@ class Selected(BlockTable):
     def tile_size(self) -> None:
         return None
 
-    def restride(self, rate: int, offset: int) -> Pattern | None:
-        return None
-
 
 def in_documents(lists: Selected, documents: Documents) -> Pattern:
     """Convert lists that count from the first key of each query's document to lists of keys of the whole sequence.

@@ -194,11 +194,6 @@ class BlockTable(Pattern):
         zones = Zones(q, k, ptr=np.append(0, np.cumsum(counts)))
         return by_place(zones) if self.by_place else zones
 
-    def restride(self, rate: int, offset: int) -> Pattern | None:
-        if any(side % rate for side in self.block_size):
-            return None
-        return BlockTable.of(self.blocks, (self.block_size[0] // rate, self.block_size[1] // rate), self.group)
-
 
 def _of_mask(mask: Tensor) -> BlockSet:
     if not _is_table(mask, (torch.bool,)) or 0 in mask.shape:

@@ -15,6 +15,7 @@ from .batch_axis import Bounds, Enclosing, bounds_in
 from .declared import declare
 from .fitting import called, nest, refuse
 from .shifted import Shifted
+from .view import View
 
 
 @declare(
@@ -155,6 +156,8 @@ def batched(pattern: Pattern, head: int) -> Pattern | None:
         return pattern._with(parts=tuple(found))
     if isinstance(pattern, Shifted):
         return pattern._with(pattern=found[0], offsets=found[1])
+    if isinstance(pattern, View):
+        return pattern._with(pattern=found[0])
     return Not(found[0]) if isinstance(pattern, Not) else Within(found[0], found[1])
 
 
@@ -168,6 +171,8 @@ def check_bounds(pattern: Pattern, nq: int, nk: int, q_offset: int) -> None:
     elif isinstance(pattern, Shifted):
         pattern.offsets.fits(nq, nk, q_offset)
         check_bounds(pattern.pattern, *pattern.extent(nq, nk, q_offset))
+    elif isinstance(pattern, View):
+        pattern.check(nq, nk, q_offset)
     elif parts := pattern.parts_within():
         for part in parts:
             check_bounds(part, nq, nk, q_offset)

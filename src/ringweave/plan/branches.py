@@ -26,6 +26,7 @@ from ..patterns import And, Causal, Full, Or, Pattern
 from ..patterns.base import store_of
 from ..patterns.dilated import StridedView
 from ..patterns.shifted import Shifted
+from ..patterns.view import in_view
 from ..patterns.within import Within
 from .block_plan import BlockPlan
 from .cached_plans import plan_cache
@@ -222,7 +223,7 @@ def _pays(union: Or, parts: Sequence[Pattern]) -> bool:
     except PatternError:
         # it is made for another length
         return False
-    return _cost([branch for part in parts for branch in _views(part, size)]) < _cost([_whole(union, size)])
+    return _cost([_views(part, size) for part in parts]) < _cost([[_whole(union, size)]])
 
 
 def _whole(pattern: Pattern, size: Sizes) -> Branch:
@@ -317,8 +318,8 @@ def branches_of_step(pattern: Pattern, keys: int, *, heads: int, batch: int) -> 
         whole = Branch.whole(part, 1, keys, heads=heads, batch=batch, q_offset=keys - 1)
         side = whole.tile[1]
         first, rate, count, _ = view_of_step(keys, part.residue_rate, side)
-        inside = part.restride(rate, first) if rate > 1 else None
-        if inside is None or inside.tile_size:
+        inside = in_view(part, rate, first, keys) if rate > 1 and not part.tile_size and _fits(whole) else None
+        if inside is None:
             found.append(whole)
             continue
         view = Branch(inside, whole.heads, rate, 0, first, 1, count, count - 1, batch)
@@ -368,14 +369,16 @@ def mixture(pattern: LongNet, size: Sizes) -> list[Branch]:
 
 def _split(pattern: Pattern, size: Sizes, whole: Branch) -> tuple[Branch, ...]:
     """Return the views of a relation by residue, or the whole if it takes no more time."""
-    rate, cost = pattern.residue_rate, _cost([whole])
+    if not _fits(whole):
+        return (whole,)
+    rate, cost = pattern.residue_rate, _cost([[whole]])
     offsets = _offsets(rate, size)
     # starting this many views costs more than they can save
     if (len(offsets) - 1) * _BRANCH_COST >= cost:
         return (whole,)
     views: list[Branch] = []
     for offset in offsets:
-        inside = pattern.restride(rate, offset)
+        inside = in_view(pattern, rate, offset, max(size.nk, size.q_offset + size.nq))
         if inside is None:
             return (whole,)
         branch = _branch(StridedView(whole.heads, rate, offset), inside, size)
@@ -385,7 +388,7 @@ def _split(pattern: Pattern, size: Sizes, whole: Branch) -> tuple[Branch, ...]:
             return (whole,)
         views.append(branch)
     # no view has both queries and keys if few keys are all before the queries' residues
-    return tuple(views) if views and _cost(views) < cost else (whole,)
+    return tuple(views) if views and _cost([views]) < cost else (whole,)
 
 
 def _offsets(rate: int, size: Sizes) -> Sequence[int]:
@@ -399,7 +402,7 @@ def _offsets(rate: int, size: Sizes) -> Sequence[int]:
 
 
 def _fits(branch: Branch) -> bool:
-    """Return whether a strided pattern fits its view's lengths; a table's last block may have no token in the view."""
+    """Return whether a pattern fits its branch's lengths; a table's last block may have no token in a view."""
     try:
         branch.pattern.check(branch.nq, branch.nk, branch.q_offset)
     except PatternError:
@@ -407,21 +410,24 @@ def _fits(branch: Branch) -> bool:
     return True
 
 
-def _cost(program: list[Branch]) -> float:
-    """Model the cost in tiles of 128 x 128: computed tiles, plus starting and merging further branches."""
+def _cost(parts: Sequence[Sequence[Branch]]) -> float:
+    """Model the cost of the branches of some relations in tiles of 128 x 128: computed tiles, and further branches."""
     from .from_pattern import estimate_tiles
 
-    total = 0.0
-    seen: dict[tuple[object, ...], float] = {}
-    for branch in program:
+    total, rows, count = 0.0, 0.0, 0
+    for part in parts:
         # views of one rate differ in length by at most a token, so one estimate serves all of them
-        alike = (branch.pattern.spec, branch.rate, branch.nq // 64, branch.nk // 64)
-        if alike not in seen:
-            tiles = estimate_tiles(
-                branch.pattern, branch.nq, branch.nk, heads=branch.head_count, q_offset=branch.q_offset
-            )
-            area = default_tile_size(branch.nq) * default_tile_size(branch.nk) / 128**2
-            seen[alike] = tiles * area * branch.batch
-        total += seen[alike]
-    rows = sum(branch.nq * branch.head_count * branch.batch for branch in program) / 128
-    return total + (len(program) - 1) * _BRANCH_COST + (_MERGE_COST * rows if len(program) > 1 else 0.0)
+        seen: dict[tuple[int, ...], float] = {}
+        for branch in part:
+            size = branch.rate, branch.nq // 64, branch.nk // 64
+            if size not in seen:
+                tiles = estimate_tiles(
+                    branch.pattern, branch.nq, branch.nk, heads=branch.head_count, q_offset=branch.q_offset
+                )
+                area = default_tile_size(branch.nq) * default_tile_size(branch.nk) / 128**2
+                seen[size] = tiles * area * branch.batch
+            total += seen[size]
+            rows += branch.nq * branch.head_count * branch.batch / 128
+        count += len(part)
+    # starting each branch after the first, and merging its rows
+    return total + (count - 1) * _BRANCH_COST + (_MERGE_COST * rows if count > 1 else 0.0)

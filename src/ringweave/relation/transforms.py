@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
-from .arrays import Int64, listed
+from .arrays import Bool, Int64, listed
 from .node import ELEMENT, FAR, And, Node, Not, Or, Places
+from .opaque import Opaque
 from .placed import Documents, Placed
-from .zones import Zones
+from .zones import D, Residue, Zones
 
 
 def placed(node: Node, documents: Documents) -> Node:
@@ -79,6 +82,96 @@ def _of_each(documents: Documents, elements: int) -> Documents:
     q0, q1, k0, k1, origin, first = ((base + side).reshape(-1) for side in sides)
     band = np.tile(bounds.d0, elements), np.tile(bounds.d1, elements)
     return Documents(Zones((q0, q1), (k0, k1), band, each=True), origin, first)
+
+
+def view(node: Node, rate: int, offset: int) -> Node | None:
+    """Return a relation on positions offset, offset + rate, ..., renumbered from 0; None if it has no such view."""
+    if isinstance(node, Not):
+        part = view(node.part, rate, offset)
+        return None if part is None else Not(part)
+    if isinstance(node, (And, Or)):
+        parts = [view(part, rate, offset) for part in node.parts]
+        found = [part for part in parts if part is not None]
+        return type(node)(found) if len(found) == len(parts) else None
+    if isinstance(node, Opaque):
+        evaluate = node.evaluate
+        return Opaque(lambda q, k, element: evaluate(q * rate + offset, k * rate + offset, element))
+    return _zones_in_view(node, rate, offset) if isinstance(node, Zones) else None
+
+
+def _zones_in_view(zones: Zones, rate: int, offset: int) -> Zones | None:
+    residue, phase, kept = zones.residue, zones.phase, np.ones(zones.groups, np.bool_)
+    if residue is not None:
+        # a phase counts from the first position of the group's batch element, and that of a distance from 0
+        first = np.zeros(zones.groups, np.int64)
+        if zones.each and residue.axis != D:
+            first = _element(zones.q0) * ELEMENT
+        begin = first if residue.axis == D else first + offset
+        found = _residue_in_view(residue, zones.phase - begin, rate)
+        if found is None:
+            return None
+        residue, phase, kept = found
+        phase = phase + first
+
+    def place(position: Int64) -> Int64:
+        """Return the first place at or after a position; bounds that leave a side free stay."""
+        base = _element(position) * ELEMENT if zones.each else np.zeros_like(position)
+        here = position - base
+        return np.where(np.abs(here) >= FAR, position, base - (offset - here) // rate)
+
+    q0, q1, k0, k1 = map(place, (zones.q0, zones.q1, zones.k0, zones.k1))
+    d0, d1 = (np.where(np.abs(d) >= ELEMENT, d, -(-d // rate)) for d in (zones.d0, zones.d1))
+    runs = np.ones(zones.groups, np.int64) if zones.ptr is None else np.diff(zones.ptr)
+    group = np.repeat(np.arange(zones.groups), runs)
+    used = (k0 < k1) & (kept & (q0 < q1) & (d0 < d1))[group]
+    count = np.bincount(group[used], minlength=zones.groups)
+    some = count > 0
+    return Zones(
+        (q0[some], q1[some]),
+        (k0[used], k1[used]),
+        (d0[some], d1[some]),
+        ptr=None if zones.ptr is None else np.append(0, np.cumsum(count[some])),
+        residue=residue,
+        phase=phase[some],
+        each=zones.each,
+    )
+
+
+def _residue_in_view(residue: Residue, phase: Int64, rate: int) -> tuple[Residue | None, Int64, Bool] | None:
+    """Return the residue of ``x`` with ``rate * x`` in a residue, its phases, and which groups have it; None if none.
+
+    Groups differ in phase only, so they have one residue, or there is none.
+    """
+    axis, m, width = residue
+    if rate % m == 0:
+        # the residue is the same in the whole view
+        return None, np.zeros_like(phase), -phase % m < width
+    if width == 1:
+        common = math.gcd(m, rate)
+        period = m // common
+        step = pow(rate // common, -1, period)
+        return Residue(axis, period, 1), phase // common % period * step % period, phase % common == 0
+    if m % rate:
+        return None
+    first, end = -(-phase // rate), -(-(phase + width) // rate)
+    widths = end - first
+    if len(widths) and (widths != widths[0]).any():
+        return None
+    return Residue(axis, m // rate, max(1, int(widths.max(initial=0)))), first, widths > 0
+
+
+def first_alike(node: Node, rate: int, offset: int) -> int:
+    """Return the first offset from which on, up to ``offset``, a relation has the same view."""
+    if isinstance(node, Not):
+        return first_alike(node.part, rate, offset)
+    if isinstance(node, (And, Or)):
+        return max(first_alike(part, rate, offset) for part in node.parts)
+    if not isinstance(node, Zones) or node.each or (node.residue is not None and node.residue.axis != D):
+        return offset
+    # the place of a bound falls by one where the offset reaches the bound's own residue
+    bounds = np.concatenate([node.q0, node.q1, node.k0, node.k1])
+    turns = bounds[np.abs(bounds) < FAR] % rate
+    return int(turns[turns <= offset].max(initial=0))
 
 
 def by_place(node: Node) -> Node:
