@@ -8,6 +8,7 @@ import functools
 import operator
 import threading
 import types
+import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -345,6 +346,30 @@ REFUSED: dict[str, tuple[str, Function]] = {
     "moves": ("another device", lambda b, h, q, k: q.to("cuda")),
     "error": ("ZeroDivisionError", lambda b, h, q, k: q + 1 // 0),
 }  # fmt: skip
+SCRIPTED = torch.nn.Linear(1, 1, device="cpu")
+
+
+def _scripted() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.trace(SCRIPTED, torch.zeros(1, device="cpu"))
+
+
+def test_code_that_may_read_other_tensors() -> None:
+    """TorchScript is refused with symbols; what it makes of captured tensors is known by its contents."""
+    layer, ones = _scripted(), torch.ones(1, device="cpu")
+    with pytest.raises(UntraceableError, match="other tensors"):
+        trace(lambda s, b, h, q, k: layer(s[None])[0], torch.float32)
+
+    def function(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + layer(ones)[q]
+
+    before = identity(function, torch.float32)
+    assert before == identity(function, torch.float32)
+    SCRIPTED.weight.data.add_(1)
+    assert before != identity(function, torch.float32)
+
+
 REFUSED_TYPES: dict[str, Function] = {
     "too many": lambda b, h, q, k: TABLE[b, h, q],
     "out of range": lambda b, h, q, k: TABLE[q, 4],

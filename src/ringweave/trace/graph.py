@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -140,7 +140,7 @@ _RULES: dict[Hashable, Kind] = {}
 
 
 def kind_of(node: Node) -> Kind:
-    """Return dtype and shape of a node's value for one pair; torch computes them, once for each kind of operands.
+    """Return dtype and shape of a node's value for one pair; torch computes them, once for each kind of numbers.
 
     Raises:
         UntraceableError: The operation fails for one pair, or its result is not one tensor.
@@ -193,8 +193,19 @@ def _rule(node: Node) -> Hashable | None:
 
 
 def _computed(node: Node) -> Kind:
+    operands = list(nodes_in((node.args, node.kwargs)))
+    examples = [example(kind_of(x)) for x in operands]
+
+    def one(*values: Tensor) -> Any:
+        given = dict(zip(operands, values, strict=True))
+        return node.function(*filled_in(node.args, given), **filled_in(node.kwargs, given))
+
     try:
-        result = node.function(*_meta(node.args), **_meta(node.kwargs))
+        if node.name == "call":
+            # as it will be evaluated; vmap refuses a function that reads a value
+            result = torch.vmap(one)(*[x[None] for x in examples])
+            return result.dtype, tuple(result.shape[1:])
+        result = one(*examples)
         return result.dtype, tuple(result.shape)
     except Exception as error:
         # whatever torch raises for these arguments, or another result than one tensor
@@ -202,15 +213,27 @@ def _computed(node: Node) -> Kind:
         raise UntraceableError(f"{name_of(node.function)} fails for one pair: {said}"[:150]) from error
 
 
-def _meta(x: Any) -> Any:
+def example(kind: Kind) -> Tensor:
+    """Return a tensor of a dtype and a shape, in the memory of one number.
+
+    A meta tensor would have no memory, but the first operation on one imports the compiler, which takes a second.
+    """
+    dtype, shape = kind
+    # not 0, by which integers cannot be divided
+    return torch.ones((), dtype=dtype, device="cpu").expand(shape)
+
+
+def filled_in(x: Any, values: Mapping[Node, Any]) -> Any:
+    """Return nested arguments with values in place of nodes."""
     kind = type(x)
     if kind is Node:
-        dtype, shape = x.kind
-        return torch.empty(shape, dtype=dtype, device="meta")
+        return values[x]
     if kind is tuple or kind is list:
-        return kind([_meta(each) for each in x])
+        return kind([filled_in(each, values) for each in x])
     if kind is dict:
-        return {name: _meta(each) for name, each in x.items()}
+        return {name: filled_in(each, values) for name, each in x.items()}
+    if kind is slice:
+        return slice(*[filled_in(each, values) for each in (x.start, x.stop, x.step)])
     return x
 
 

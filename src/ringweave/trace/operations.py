@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -124,6 +125,18 @@ def name_of(function: Any) -> str:
         # an overload is named add_.Tensor
         name = name.partition(".")[0]
     return name
+
+
+def is_torchs(function: Any) -> bool:
+    """Whether a function is one of torch, which reads its arguments alone; TorchScript may read other tensors."""
+    if _NAMES.get(function) is not None or type(function) in _NATIVE:
+        return True
+    if type(function) is types.FunctionType:
+        return function.__module__.partition(".")[0] == "torch"
+    return getattr(function, "namespace", "") == "aten" or str(function).startswith("aten.")
+
+
+_NATIVE = frozenset({types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType})
 
 
 def writes(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -18,8 +18,20 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import first_line
 from ..torch_compat import function_modes, version, without_function_modes, wrapped
-from .graph import ARGUMENTS, BITS, MASK_ARGUMENTS, Graph, Kind, Node, UntraceableError, deps_of, kind_of, nodes_in
-from .operations import CASTS, DRAWS, FRESH, OPERATORS, SPELLINGS, UNARY, Function, name_of, special, writes
+from .graph import (
+    ARGUMENTS,
+    BITS,
+    MASK_ARGUMENTS,
+    Graph,
+    Kind,
+    Node,
+    UntraceableError,
+    deps_of,
+    example,
+    kind_of,
+    nodes_in,
+)
+from .operations import CASTS, DRAWS, FRESH, OPERATORS, SPELLINGS, UNARY, Function, is_torchs, name_of, special, writes
 
 _CPU = torch.device("cpu")
 
@@ -328,6 +340,8 @@ class Trace(TorchFunctionMode):
             return self._size(name, args, kwargs)
         if name in _MAKERS and type(args[0]) is Symbol:
             return self._made(name, args, kwargs)
+        if not is_torchs(func):
+            self.refuse("it calls code that may read other tensors, as TorchScript does")
         return self.record("call", func, args, kwargs)
 
     def _converted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -360,9 +374,9 @@ class Trace(TorchFunctionMode):
             self.refuse("it moves values to another device")
 
     def _size(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        dtype, shape = self.kind(args[0])
+        kind = self.kind(args[0])
         with without_function_modes():
-            return getattr(torch.empty(shape, dtype=dtype, device="meta"), name)(*args[1:], **kwargs)
+            return getattr(example(kind), name)(*args[1:], **kwargs)
 
     def _written(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Symbol:
         """Record a write to a symbol as an operation without one."""
@@ -419,8 +433,8 @@ class Trace(TorchFunctionMode):
         result = func(*args, **kwargs)
         parts = result if isinstance(result, (tuple, list)) else (result,)
         made = [x for x in parts if isinstance(x, Tensor)]
-        if not made or any(isinstance(x, np.ndarray) for x in args):
-            # a number is a constant, and a tensor of an array is known by its contents
+        if not made or any(isinstance(x, np.ndarray) for x in args) or not is_torchs(func):
+            # a number is a constant; a tensor of an array, or of other code, is known by its contents once it is used
             return result
         values, key = self.given(tuple(args))
         named, of = self.given(kwargs)
@@ -490,16 +504,19 @@ def trace(function: Callable[..., Any], dtype: torch.dtype | None = None) -> Gra
         # its caller's mode would see no operation on a symbol
         raise UntraceableError("a function mode is active")
     arguments = [this.argument(name) for name in (MASK_ARGUMENTS if dtype is None else ARGUMENTS)]
+    enabled = torch.is_grad_enabled()
     try:
-        if torch.is_grad_enabled():
-            with this:
-                result = function(*arguments)
-        else:
-            with torch.enable_grad(), this:
-                result = function(*arguments)
+        if not enabled:
+            torch.set_grad_enabled(True)
+        with this:
+            result = function(*arguments)
         return this.graph(result)
     except UntraceableError:
         raise
     except Exception as error:
         # whatever a user's function raises for symbols
         raise UntraceableError(f"it raises {type(error).__name__} when it is traced: {first_line(error)}") from error
+    finally:
+        # a function that was refused may not have restored the mode either
+        if torch.is_grad_enabled() != enabled:
+            torch.set_grad_enabled(enabled)

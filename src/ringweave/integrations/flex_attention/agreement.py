@@ -6,19 +6,17 @@ compute other values with tensors.
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from ...cache import PATTERNS
 from ...terms import Term
 from ...terms.term import Pairs
 from ...torch_compat import dispatched, version, wrapped
+from ...trace.opaque import Mapped, codes
 from .symbols import Trace
 
 
@@ -56,7 +54,7 @@ def agrees(score_mod: Callable[..., Any], trace: Trace, factor: float, terms: Se
     """
     if dispatched() or any(map(wrapped, trace.tensors)):
         return True
-    key: Hashable = ("score function", tuple(_codes(score_mod)), tuple(trace.steps), sizes)
+    key: Hashable = ("score function", codes(score_mod), tuple(trace.steps), sizes)
     try:
         known = PATTERNS.get(key)
     except TypeError:
@@ -84,29 +82,6 @@ def agrees(score_mod: Callable[..., Any], trace: Trace, factor: float, terms: Se
     return same
 
 
-def _codes(fn: Any) -> list[object]:
-    """Return the code of a function, and that of the functions that it closes over."""
-    found, ahead = list[object](), [fn]
-    while ahead and len(found) < _MOST:
-        fn = ahead.pop()
-        while isinstance(fn, (functools.partial, types.MethodType)):
-            fn = fn.func if isinstance(fn, functools.partial) else fn.__func__
-        found.append(getattr(fn, "__code__", type(fn)))
-        for cell in getattr(fn, "__closure__", None) or ():
-            try:
-                inside = cell.cell_contents
-            except ValueError:
-                # nothing is bound yet
-                continue
-            if isinstance(inside, (types.FunctionType, types.MethodType, functools.partial)):
-                ahead.append(inside)
-    return found
-
-
-# functions that are looked at, since one may close over itself
-_MOST = 16
-
-
 def _pairs(sizes: Sizes) -> tuple[Tensor, Pairs]:
     """Return scores of several sizes, and pairs of first, last and middle positions, also beyond the edges of tiles."""
     queries, keys, heads, batch = (_some(size) for size in (sizes.nq, sizes.nk, sizes.heads, sizes.batch))
@@ -130,24 +105,13 @@ def _evaluated(score_mod: Callable[..., Any], scores: Tensor, at: Pairs) -> Tens
     """Return the function's values; None if it fails."""
     try:
         # with gradients, as in the trace, since the function may keep tables that it makes
-        with torch.enable_grad(), _Mapped():
+        with torch.enable_grad(), Mapped():
             result = torch.vmap(score_mod)(scores, at.batch, at.head, at.query, at.key)
     except Exception:  # noqa: BLE001
         # whatever a user's function raises; the general path calls it again
         return None
     fits = isinstance(result, Tensor) and result.shape == scores.shape and result.is_floating_point()
     return result.detach().to(scores.dtype) if fits else None
-
-
-class _Mapped(TorchFunctionMode):
-    """Let a function read tensors at the indices of a pair, as the general path does."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # imported with the first function
-        from .score_probe import ITEM, called, entries_of, places_of
-
-        places = places_of(args[0], args[1]) if func is ITEM else None
-        return called(func, args, kwargs or {}) if places is None else entries_of(args[0], *places)
 
 
 def _same(wanted: Tensor, found: Tensor, score: Tensor, rounding: float) -> bool:

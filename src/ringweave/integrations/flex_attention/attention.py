@@ -17,7 +17,6 @@ from ...validate import check_tensors, checked_scale
 from .agreement import Sizes
 from .argument_checks import Call, checked
 from .block_masks import pattern_of
-from .frozen import frozen
 from .recognised import Recognised, recognised
 from .symbols import UntraceableError
 
@@ -147,7 +146,7 @@ def _attend(
         from .score_tiles import attend
 
         check_tensors(query, key, value, empty=True)
-        given = frozen(score_mod) if score_mod else _unchanged
+        given = score_mod or _unchanged
         if score is None:
             out, lse, most = attend(query, key, value, pattern, given, scale=scale)
             return _in_order_of(query, out), lse, most if with_max else None
