@@ -487,8 +487,9 @@ def codes(fn: Any) -> tuple[object, ...]:
             except ValueError:
                 # nothing is bound yet
                 continue
-            if isinstance(inside, (types.FunctionType, types.MethodType, functools.partial)):
-                ahead.append(inside)
+            # torch's ``and_masks`` closes over a tuple of functions
+            listed = inside if type(inside) in (tuple, list) else (inside,)
+            ahead += [x for x in listed if isinstance(x, (types.FunctionType, types.MethodType, functools.partial))]
     return tuple(found)
 
 
