@@ -261,6 +261,7 @@ class Reader:
         self._linear: dict[Node, Linear] = {}
         self._by_distance: dict[Node, bool] = {}
         self._tables: dict[Node, Tensor] = {}
+        self._wholes: dict[Node, Linear | None] = {}
 
     # ---- logic
 
@@ -479,6 +480,12 @@ class Reader:
         """Return a value of whole numbers as a sum, also one converted to floats that have its terms exactly."""
         if type(x) is not Node or x.dtype not in (torch.float32, torch.float64):
             return self.linear(x)
+        if x not in self._wholes:
+            # a sum may be a part of many sums
+            self._wholes[x] = self._whole(x)
+        return self._wholes[x]
+
+    def _whole(self, x: Node) -> Linear | None:
         if x.name in ("to", "float", "double"):
             return self.whole(x.args[0])
         if x.name not in ("add", "sub", "neg") or x.kwargs:
