@@ -468,6 +468,7 @@ def hostile() -> dict[str, Mask]:
         "uint8": lambda b, h, q, k: q.to(torch.uint8) >= k.to(torch.uint8),
         "uint8 and a negative number": lambda b, h, q, k: (bytes_[q] >= -5) | (q - k == 2),
         "uint8 in reverse": lambda b, h, q, k: (bytes_[q] > bytes_[k]) & (bytes_[k] < bytes_[q]),
+        "int64 by distance that overflows": lambda b, h, q, k: far[(q - k).abs()] >= k - q,
         "int64 at its end": lambda b, h, q, k: (far[q] <= far[k]) & (far[q] > far[k] - 0),
         "sum of bools": lambda b, h, q, k: (q > 5).int() + (k > 9).int() == 1,
         "product of bools": lambda b, h, q, k: (q > 5) * (k > 9),

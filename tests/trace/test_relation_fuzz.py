@@ -74,6 +74,7 @@ def logic(r: random.Random, depth: int) -> str:
                 f"(IDS[q] {compare} IDS[k])",
                 f"(BYTES[{r.choice('qk')}] {compare} {r.choice([-3, 80, 300, 'BYTES[q]'])})",
                 f"(FAR[q] {compare} FAR[k])",
+                f"(FAR[(q - k).abs()] {compare} k - q + {r.randint(-3, 3)})",
                 f"BOOLS[{r.choice('qk')}]",
                 "BLOCKS[q // 8, k // 8]",
                 f"(q * 0.5 {compare} k / 3)",

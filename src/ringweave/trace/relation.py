@@ -36,6 +36,7 @@ _LARGE, _RANGE = 2**31, 2**63
 # positions whose sums and differences float32 has exactly
 _EXACT = 2**23
 _INTEGERS = frozenset([torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
+_FLOATS = frozenset([torch.float64, torch.float32, torch.float16, torch.bfloat16])
 _LOGICAL = {"logical_and": "and", "logical_or": "or", "logical_xor": "xor", "logical_not": "invert"}
 _OPPOSITE = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
 _MIRROR = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}
@@ -406,7 +407,10 @@ class Reader:
         u, v = self.table(a), self.table(b)
         common = torch.result_type(torch.empty((), dtype=a.dtype), torch.empty((), dtype=b.dtype))
         u, v = u.to(common), v.to(common)
-        if common.is_complex or (common.is_floating_point and bool(u.isnan().any() | v.isnan().any())):
+        if common in _FLOATS:
+            if bool(u.isnan().any() | v.isnan().any()):
+                return None
+        elif common not in _INTEGERS:
             return None
         if name in ("eq", "ne"):
             equal = Equal(u, v, False)
@@ -414,7 +418,7 @@ class Reader:
         if name in ("le", "gt"):
             return Order(u, v) if name == "le" else Not(Order(u, v))
         # u >= v is -u <= -v, and ~ of whole numbers reverses their order without overflow
-        reverse = torch.neg if common.is_floating_point else torch.bitwise_not
+        reverse = torch.neg if common in _FLOATS else torch.bitwise_not
         greater = Order(reverse(u), reverse(v))
         return greater if name == "ge" else Not(greater)
 
@@ -471,9 +475,7 @@ class Reader:
         if bound == _RANGE and torch.compiler.is_compiling():
             # the values are unknown; sums of tables of positions are far below
             return True
-        sizes = [
-            max(-int(t.amin()), int(t.amax())) * abs(n) for t, n in ((self.table(x), n) for x, n in x.terms.items())
-        ]
+        sizes = [_size(self.table(node)) * abs(times) for node, times in x.terms.items()]
         return sum(sizes) + abs(x.constant) < bound
 
     def whole(self, x: Any) -> Linear | None:
@@ -595,10 +597,11 @@ class Reader:
         if not known or any(node.deps & (B | H) & self.several for node in x.terms):
             return None
         at = self.distances()
-        total = torch.full_like(at["k"], x.constant)
+        total, most = torch.full_like(at["k"], x.constant), abs(x.constant)
         for node, times in x.terms.items():
-            total = total + self.computed(node, at).long().flatten() * times
-        return self._runs(holds(total))
+            values = self.computed(node, at).long().flatten()
+            total, most = total + values * times, most + _size(values) * abs(times)
+        return self._runs(holds(total)) if most < _RANGE else None
 
     def _runs(self, holds: Tensor) -> Distances | None:
         first = self.place.q0 - self.place.k0 - self.place.nk + 1
@@ -627,7 +630,7 @@ class Reader:
 
     def _entries(self, x: Node) -> tuple[Tensor, tuple[Any, ...]] | None:
         if x.name == "index" and not x.args[0].deps and isinstance(x.args[0].value, Tensor):
-            table, at = x.args[0].value, x.args[1]
+            table, at = x.args[0].value, x.args[1] if type(x.args[1]) is tuple else (x.args[1],)
             known = all(type(part) is int or (type(part) is Node and not _two_sided(part)) for part in at)
             return (table.detach(), at) if known and len(at) == table.ndim else None
         if not elementwise(x) or x.kwargs or len(x.args) > 2:
@@ -702,6 +705,11 @@ def _two_sided(x: Any) -> bool:
 def _side(x: Any) -> str:
     deps = deps_of(x) & (Q | K)
     return {0: "", Q: "q", K: "k"}.get(deps, "both")
+
+
+def _size(values: Tensor) -> int:
+    """Return the largest absolute value of whole numbers."""
+    return max(-int(values.amin()), int(values.amax()))
 
 
 def _operands(x: Node, name: str) -> list[Any]:
