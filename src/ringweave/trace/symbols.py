@@ -137,15 +137,16 @@ class Trace(TorchFunctionMode):
 
     Args:
         dtype: Dtype of the score.
+        transforms: Whether captured tensors may be those of a transform of ``torch.func``.
     Attributes:
         nodes: The operations.
         tensors: The captured tensors.
         refusal: The first thing that a graph cannot record. The function may have caught the error.
     """
 
-    def __init__(self, dtype: torch.dtype):
+    def __init__(self, dtype: torch.dtype, transforms: bool):
         super().__init__()
-        self.dtype = dtype
+        self.dtype, self.transforms = dtype, transforms
         self.nodes: list[Node] = []
         self.tensors: list[Tensor] = []
         self.refusal = ""
@@ -208,7 +209,7 @@ class Trace(TorchFunctionMode):
 
     def _check(self, x: Tensor) -> None:
         strange = type(x) not in _TENSORS or x.layout != torch.strided or x.is_quantized
-        if strange or (not torch.compiler.is_compiling() and wrapped(x)):
+        if strange or not (self.transforms or torch.compiler.is_compiling() or not wrapped(x)):
             self.refuse(f"it uses a {type(x).__name__} that is not an ordinary tensor")
 
     def given(self, x: Any) -> tuple[Any, Hashable]:
@@ -490,16 +491,17 @@ def _without_ellipsis(at: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
     return at
 
 
-def trace(function: Callable[..., Any], dtype: torch.dtype | None = None) -> Graph:
+def trace(function: Callable[..., Any], dtype: torch.dtype | None = None, *, transforms: bool = False) -> Graph:
     """Trace a function of (b, h, q, k), or of (score, b, h, q, k) for scores of a dtype.
 
     Args:
         function: The function.
         dtype: Dtype of the scores; None for a function of indices alone, as a mask is.
+        transforms: Whether to record tensors of a transform of ``torch.func``, which have no contents to compare.
     Raises:
         UntraceableError: The function cannot be recorded.
     """
-    this = Trace(torch.float32 if dtype is None else dtype)
+    this = Trace(torch.float32 if dtype is None else dtype, transforms)
     if not torch.compiler.is_compiling() and function_modes():
         # its caller's mode would see no operation on a symbol
         raise UntraceableError("a function mode is active")

@@ -7,7 +7,7 @@ reaches nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +19,6 @@ from ...backends.backend import delta_in_chunks
 from ...backends.chunk_threads import in_order
 from ...backends.dense_batched import Batch, Layout
 from ...backends.overflow import balanced, sides
-from ...cache import PATTERNS
 from ...call import Operands
 from ...errors import PatternError, UnsupportedError
 from ...merge import merge_into
@@ -31,9 +30,11 @@ from ...torch_compat import before_compiling, forward_mode, transforming
 from ...torch_ops import Differentiable, refuse_twice
 from ...trace.evaluate import Formula
 from ...trace.graph import Graph, Node, UntraceableError
-from ...trace.opaque import Opaque, agrees, codes
+from ...trace.opaque import Opaque
+from ...trace.relation import Place
 from ...trace.symbols import trace
 from ...types import acc_dtype
+from .agreement import agreed
 from .frozen import frozen
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -103,7 +104,14 @@ class Attended(NamedTuple):
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, score_mod: ScoreMod, *, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    score_mod: ScoreMod,
+    *,
+    scale: float,
+    graph: Graph | None = None,
 ) -> Attended:
     """Compute attention with a score_mod over the pairs that a pattern allows.
 
@@ -117,6 +125,7 @@ def attend(
         pattern: A relation, which is applied after the function.
         score_mod: The function; a score of -inf masks a pair.
         scale: Factor of the scores.
+        graph: The function's graph, if it was traced and agrees with the function.
     Raises:
         PatternError: The pattern is made for other lengths, heads or batch, or is a LongNet.
         ShapeError: The function does not return a 0-dim floating tensor.
@@ -128,7 +137,7 @@ def attend(
         raise UnsupportedError("score_mod", "a transform of torch.func", wanted, "Express it by terms, as in Softcap.")
     # autocast does not last until backward, and torch's FlexAttention disables it in the function
     with torch.autocast(query.device.type, enabled=False):
-        function = _function(before_compiling(score_mod), query, key)
+        function = _function(before_compiling(score_mod), graph, query, key)
     work = _Work(function, _plan(query, key, pattern, function), scale)
     inputs = query, key, value, *function.captured
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
@@ -136,40 +145,27 @@ def attend(
     return work.forward(query.detach(), key.detach(), value.detach())[0]
 
 
-def _function(score_mod: ScoreMod, query: Tensor, key: Tensor) -> ScoreFunction:
-    """Return a score_mod as the formula of its graph; as a function if it has no graph, or disagrees with it."""
+def _function(score_mod: ScoreMod, graph: Graph | None, query: Tensor, key: Tensor) -> ScoreFunction:
+    """Return a score_mod as the formula of its graph; as a function if it has no graph that agrees with it."""
     dtype = acc_dtype(query.dtype)
     try:
-        graph = trace(score_mod, dtype)
-        formula = Formula(graph)
+        if graph is None:
+            graph = trace(score_mod, dtype)
+            (batch, heads, nq, _), nk = query.shape, key.shape[2]
+            place = Place(batch, heads, nq, nk)
+            if 0 not in place[:4] and not agreed(score_mod, graph, place, dtype):
+                graph = None
+        if graph is not None and _is_number(graph):
+            return Formula(graph)
     except UntraceableError:
-        # a name may be bound again before backward, which calls the function
-        return Opaque(frozen(score_mod), dtype, query.device)
-    result = graph.result
-    number = type(result) is Node and not result.shape and result.dtype.is_floating_point
-    return (
-        formula if number and _agrees(score_mod, graph, query, key) else Opaque(frozen(score_mod), dtype, query.device)
-    )
+        pass
+    # a name may be bound again before backward, which calls the function
+    return Opaque(frozen(score_mod), dtype, query.device)
 
 
-# about the size of a key
-_NBYTES = 2**12
-_SCORES = 0.0, 0.5, -0.5, 3.0, -3.0, 40.0, -40.0
-
-
-def _agrees(score_mod: ScoreMod, graph: Graph, query: Tensor, key: Tensor) -> bool:
-    """Whether a graph was compared with its function, or agrees with it now; the code of a function counts."""
-    (batch, heads, nq, _), nk = query.shape, key.shape[2]
-    if 0 in (batch, heads, nq, nk):
-        return True
-    known: Hashable = "score function and graph", codes(score_mod), graph.key
-    found = PATTERNS.get(known)
-    if not isinstance(found, bool):
-        places = [torch.arange(n, device=query.device) for n in (batch, heads, nq, nk)]
-        scores = torch.tensor(_SCORES, dtype=acc_dtype(query.dtype), device=query.device)
-        found = agrees(score_mod, graph, dict(zip(("score", *"bhqk"), (scores, *places), strict=True)))
-        PATTERNS.put(known, found, _NBYTES)
-    return found
+def _is_number(graph: Graph) -> bool:
+    x = graph.typed().result
+    return type(x) is Node and not x.shape and x.dtype.is_floating_point
 
 
 def _plan(query: Tensor, key: Tensor, pattern: Pattern, function: ScoreFunction) -> BlockPlan | None:
