@@ -12,6 +12,7 @@ from ...api import attention_with_lse
 from ...errors import ShapeError
 from ...patterns import Full, Pattern
 from ...torch_compat import uncompiled
+from ...trace.relation import Place
 from ...types import acc_dtype
 from ...validate import check_tensors, checked_scale
 from .agreement import Sizes
@@ -122,7 +123,7 @@ def read(call: Call, score_mod: ScoreMod | None, block_mask: Any) -> Read:
     nk = call.key.shape[2]
     if 0 in (batch, heads, nq, nk):
         return Read(Full(), None, call.scale, "there are no pairs")
-    pattern = pattern_of(block_mask, nq, nk)
+    pattern = pattern_of(block_mask, Place(batch, heads, nq, nk))
     try:
         score = recognised(score_mod, Sizes(batch, heads, nq, nk, acc_dtype(call.query.dtype)))
     except UntraceableError as error:
@@ -152,7 +153,8 @@ def _attend(
             return _in_order_of(query, out), lse, most if with_max else None
         with torch.no_grad():
             most = attend(query, key, value, pattern, given, scale=scale)[2]
-    out, lse = attention_with_lse(query, key, value, pattern, scale=factor, terms=score.terms)
+    # given, since a causal mask of fewer queries than keys is no mistake here
+    out, lse = attention_with_lse(query, key, value, pattern, scale=factor, q_offset=0, terms=score.terms)
     return _in_order_of(query, out), lse, most
 
 
