@@ -16,6 +16,7 @@ from ringweave.errors import RingweaveError
 from ringweave.integrations.flex_attention import explain, flex_attention
 from ringweave.integrations.flex_attention.block_masks import pattern_of
 from ringweave.integrations.flex_attention.score_tiles import attend
+from ringweave.trace.relation import Place
 
 from ..oracle import Inputs, attention
 from ..trace import scores as corpus
@@ -131,7 +132,7 @@ def test_both_paths_are_equal(score: str) -> None:
     score_mod, leaves = SCORES[score][0](**dict(zip(tables(score), learned, strict=True))), x.leaves()
     results = [
         flex_attention(*leaves, score_mod, mask, enable_gqa=True, return_lse=True),
-        attend(*leaves, pattern_of(mask, N, N), score_mod, scale=0.25)[:2],
+        attend(*leaves, pattern_of(mask, Place(2, 4, N, N)), score_mod, scale=0.25)[:2],
     ]
     torch.testing.assert_close(*results)
     grads = [torch.autograd.grad(out, [*leaves, *learned], x.dout) for out, _ in results]

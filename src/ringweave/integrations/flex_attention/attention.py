@@ -127,7 +127,7 @@ def read(call: Call, score_mod: ScoreMod | None, block_mask: Any) -> Read:
     place, dtype = Place(batch, heads, nq, call.key.shape[2]), acc_dtype(call.query.dtype)
     if 0 in place[:4]:
         return Read(Full(), call.scale, why="there are no pairs")
-    pattern = pattern_of(block_mask, place.nq, place.nk)
+    pattern = pattern_of(block_mask, place)
     if score_mod is None:
         return Read(pattern, call.scale, Score(1.0, (), Full(), (place.nq, place.nk)))
     try:
@@ -167,6 +167,7 @@ def _attend(
         with torch.no_grad():
             most = attend(query, key, value, found.pattern, given, scale=scale, graph=found.graph)[2]
     terms = found.score.terms
+    # given, since a causal mask of fewer queries than keys is no mistake here
     out, lse = attention_with_lse(query, key, value, found.pattern, scale=found.scale, terms=terms, q_offset=0)
     return _in_order_of(query, out), lse, most
 
