@@ -47,6 +47,7 @@ NEEDED_BY = {
     "_C._functorch.is_functorch_wrapped_tensor": {"compile"},
     "_C._len_torch_function_stack": {"compile"},
     "_assert_async": {"compile"},
+    "overrides._get_current_function_mode_stack": {"compile", "hierarchical"},
     "utils._python_dispatch._disable_current_modes": {"compile"},
     "utils._python_dispatch._get_current_dispatch_mode": {"compile", "func"},
 }

@@ -28,6 +28,7 @@ _FLEX = "the flex backend does not support calls with gradients"
 _SDPA = "the sdpa backend is not available, and auto chooses another one"
 _FUSED = "the flash backend does not use this kernel of PyTorch"
 _NCCL = "a ring of CUDA tensors raises an error"
+_MODES = "in `with torch.device(...)` score functions are mapped by vmap, which is slower"
 
 #: Effect of the absence of each name, by its path below ``torch``.
 WITHOUT = {
@@ -41,7 +42,10 @@ WITHOUT = {
     "_C.DispatchKey.BackendSelect": _QUICK,
     "_C.DispatchKey.CPU": _QUICK,
     "_C.DispatchKeySet": _QUICK,
-    "_C.DisableTorchFunction": "a caller's function modes see the calls with which audit probes a layer",
+    "_C.DisableTorchFunction": (
+        "a caller's function modes see the calls with which audit probes a layer; score functions are mapped by vmap, "
+        "which is slower"
+    ),
     "_C._DisableFuncTorch": "a pattern with tensors raises RuntimeError inside a transform of torch.func",
     "_C._ForceDispatchKeyGuard": _FLEX,
     "_C._are_functorch_transforms_active": f"{_QUICK}; a transform is detected by the tensors that it wraps",
@@ -76,6 +80,7 @@ WITHOUT = {
     "utils._python_dispatch._get_current_dispatch_mode_stack": (
         "a FlopCounterMode made before ringweave registers its formulas counts 0 for its calls"
     ),
+    "overrides._get_current_function_mode_stack": _MODES,
     "utils._pytree.register_pytree_node": "a BlockPlan is one leaf to torch.export and tree_map",
 }
 
@@ -245,6 +250,27 @@ def dispatched() -> bool:
 def dispatch_modes() -> list[Any]:
     """Return the active dispatch modes."""
     return [] if _modes is None else _modes()
+
+
+_functions_now = find("overrides._get_current_function_mode_stack")
+
+
+def function_modes() -> bool:
+    """Whether a function mode may be active, other than that of ``torch.device``, which changes no values."""
+    if _functions is not None and not _functions():
+        return False
+    if _functions_now is None:
+        return True
+    # torch imports the module of this class with the first such mode
+    return any(type(mode).__module__ != "torch.utils._device" for mode in _functions_now())
+
+
+_hides_functions = find("_C.DisableTorchFunction")
+
+
+def without_function_modes() -> AbstractContextManager[None]:
+    """Hide operations from all function modes."""
+    return nullcontext() if _hides_functions is None else _hides_functions()
 
 
 _without_transforms = find("_C._DisableFuncTorch")

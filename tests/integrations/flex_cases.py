@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 from ringweave.integrations.flex_attention import flex_attention
 
 from ..oracle import Inputs, attention, check_errors, errors, results
+from ..trace.scores import by_pair
 
 SIDE = 32
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -101,10 +102,8 @@ def allowed(mask: BlockMask | None, batch: int, heads: int, nq: int, nk: int) ->
 
 
 def scored(score_mod: Callable[..., Tensor], t: Tensor) -> Tensor:
-    """Apply a score function that is elementwise to all scores."""
-    sizes = t.shape
-    indices = [torch.arange(n).reshape([-1 if i == j else 1 for j in range(4)]) for i, n in enumerate(sizes)]
-    return score_mod(t, *indices).expand(sizes)
+    """Apply a score function to all scores, pair by pair."""
+    return by_pair(score_mod, t).to(t.dtype)
 
 
 def compare(

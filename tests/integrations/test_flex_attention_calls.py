@@ -22,6 +22,7 @@ from ringweave.integrations.flex_attention import explain, flex_attention, insta
 from ringweave.integrations.flex_attention.block_masks import pattern_of
 from ringweave.integrations.flex_attention.frozen import frozen
 from ringweave.plan import plan_cache
+from ringweave.trace.relation import Place
 
 from ..oracle import Inputs, attention
 from .flex_cases import MASKS, allowed, causal, compare, scored, sparse
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without", 
 compiling = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:_compile flag")
 
 N = 70
+PLACE = Place(2, 4, N, N)
 torch_flex = peer.flex_attention
 
 
@@ -504,12 +506,12 @@ def test_one_code_object_with_other_numbers(x: Inputs) -> None:
 def test_one_pattern_for_each_mask(x: Inputs) -> None:
     """A mask keeps its pattern, and its plan, while it is the same; both go with it."""
     mask = masked()
-    pattern = pattern_of(mask, N, N)
+    pattern = pattern_of(mask, PLACE)
     check(x, mask, None)
-    assert pattern_of(mask, N, N) is pattern
+    assert pattern_of(mask, PLACE) is pattern
     mask.kv_num_blocks.mul_(1)
     mask.mask_mod = sparse
-    assert pattern_of(mask, N, N) is not pattern
+    assert pattern_of(mask, PLACE) is not pattern
     gone = weakref.ref(mask)
     del mask, pattern
     gc.collect()
@@ -642,12 +644,21 @@ def test_frozen_functions() -> None:
 
 
 def test_a_mask_function_that_changes_before_the_gradient(x: Inputs) -> None:
+    """A gradient is that of its call, or raises an error if the function is evaluated in tiles."""
     documents = torch.arange(N) // 20
     mask = create_block_mask(lambda b, h, q, k: documents[q] == documents[k], None, None, N, N, device="cpu")
-    out = flex_attention(*x.leaves(), None, mask)
+    before, after = (x.leaves() for _ in range(2))
+    out = [flex_attention(*leaves, None, mask) for leaves in (before, after)]
+    out[0].sum().backward()
     documents.zero_()
+    out[1].sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(before, after, strict=True))  # type: ignore[arg-type]
+
+    mask = create_block_mask(lambda b, h, q, k: (documents[q] + k) % 3 > 0, None, None, N, N, device="cpu")
+    changed = flex_attention(*x.leaves(), None, mask)
+    documents.fill_(1)
     with pytest.raises(PatternError, match="Change it after backward"):
-        out.sum().backward()
+        changed.sum().backward()
 
 
 # ---- masks and functions of any make -------------------------------------------------------------------------------

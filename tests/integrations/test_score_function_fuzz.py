@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from ringweave.integrations.flex_attention import explain, flex_attention
 
 from ..oracle import Inputs, attention, results
+from ..trace.scores import by_pair
 
 # torch has no rule to map some operations in place, and maps them one by one
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -38,6 +38,7 @@ SCORES = (
     "s = 5 * torch.tanh(s / 5)", "s = s + 0.1 * r", "s = s * slopes[h]", "s = s + s * s * 0.1", "s = s.to(s.dtype)", "r += 0.2",
     "s = torch.add(s, {}, alpha=2)", "s = s - ({} - {})", "s = s if torch.is_tensor(s) else s * 0",
 )  # fmt: skip
+MASKS = "s = torch.where(i >= j, s, -math.inf)", "s = s.masked_fill((i - j).abs() > 9, -math.inf)", "r = s"
 ARGUMENTS = "s", "b", "h", "i", "j"
 
 
@@ -48,7 +49,7 @@ def written(draw: random.Random) -> str:
     for _ in range(draw.randint(1, 3)):
         change = draw.choice(SCORES)
         lines.append(change.format(*(draw.choice(BIASES) for _ in range(change.count("{}")))))
-    lines.append("return s")
+    lines += [draw.choice(MASKS), "return s"]
     return "\n    ".join([f"def score_mod({', '.join(ARGUMENTS)}):", *lines])
 
 
@@ -66,33 +67,13 @@ def captured(draw: random.Random) -> dict[str, Tensor]:
     return {**tables, "whole": torch.tensor(draw.choice((0, 0, 4))), "number": torch.tensor(3).to(dtype)}
 
 
-class _Indexed(TorchFunctionMode):
-    """Reads tensors at indices of a pair, which ``Tensor.__getitem__`` would convert to numbers."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__getitem__:
-            x, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
-            rest = [None] * (x.ndim - sum(part is not Ellipsis for part in index))
-            parts = [each for part in index for each in (rest if part is Ellipsis else [torch.as_tensor(part)])]
-            return torch.ops.aten.index(x, parts)
-        return func(*args, **(kwargs or {}))
-
-
-def by_pair(score_mod: Callable[..., Tensor], scores: Tensor) -> Tensor:
-    """Map the function over all pairs."""
-    places = torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij")
-    with _Indexed():
-        mapped = torch.vmap(score_mod)(scores.flatten().clone(), *(place.flatten().clone() for place in places))
-    return mapped.to(scores.dtype).view(scores.shape)
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_random_functions(seed: int) -> None:
     """Out, lse and the gradients of all tensors are those of the function that torch maps over single pairs."""
     draw, kinds = random.Random(seed), []
     for _ in range(30):
         text, tensors = written(draw), captured(draw)
-        names = {**tensors, "torch": torch, "F": torch.nn.functional}
+        names = {**tensors, "math": math, "torch": torch, "F": torch.nn.functional}
         exec(text, names)
         score_mod: Any = names["score_mod"]
         x = Inputs.random(N, batch=1, heads=2, dim=8, dtype=torch.float64, seed=draw.getrandbits(30))
@@ -106,7 +87,9 @@ def test_random_functions(seed: int) -> None:
         leaves, exact = x.leaves(), x.leaves()
         pairs = torch.ones(1, 2, N, N, dtype=torch.float64)
         try:
-            want = found(*attention(*exact, pairs, 0.25, scored=lambda s, f=score_mod: by_pair(f, s)), exact)
+            want = found(
+                *attention(*exact, pairs, 0.25, scored=lambda s, f=score_mod: by_pair(f, s).to(s.dtype)), exact
+            )
             got = found(*flex_attention(*leaves, score_mod, scale=0.25, return_lse=True), leaves)
             for name, each in want.items():
                 torch.testing.assert_close(got[name], each, rtol=1e-6 if name in learned else 1e-9, atol=1e-6, msg=name)

@@ -607,22 +607,25 @@ def test_output_has_the_order_of_the_query() -> None:
     got.out.sum().backward()
 
 
-def test_autocast_reaches_the_function() -> None:
-    """A module in the function computes as in its caller's autocast, in backward too."""
+@pytest.mark.parametrize("opaque", [False, True])
+def test_autocast_does_not_reach_the_function(opaque: bool) -> None:
+    """A module in the function computes in its own dtype in a caller's autocast, as in backward."""
     x = Inputs.random(40, heads=2, dim=8)
     layer = torch.nn.Linear(1, 1, device=CPU)
-    kinds = []
+    results = []
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        changed = s[None, None] @ layer.weight
-        kinds.append(changed.dtype)
-        return changed[0, 0]
+        if opaque:
+            with torch.no_grad():
+                s = s * 1
+        return (s[None, None] @ layer.weight)[0, 0]
 
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out, lse, _ = attend(x.q, x.k, x.v, rw.Causal(), score_mod, scale=1.0)
-    out.sum().backward()
-    assert set(kinds) == {torch.bfloat16}
-    assert out.dtype == lse.dtype == layer.weight.grad.dtype == torch.float32
+    for enabled in (True, False):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            out, lse, _ = attend(x.q, x.k, x.v, rw.Causal(), score_mod, scale=1.0)
+            found = torch.autograd.grad(out.sum(), layer.weight)
+        results.append([out, lse, *found])
+    assert all(map(torch.equal, *results))
 
 
 def test_a_changed_tensor_raises() -> None:
@@ -637,22 +640,29 @@ def test_a_changed_tensor_raises() -> None:
             out.sum().backward()
 
 
-def test_values_that_change_before_backward_raise() -> None:
-    """A number, an attribute or a tensor that is bound again."""
+@pytest.mark.parametrize("opaque", [False, True])
+def test_values_that_change_before_backward(opaque: bool) -> None:
+    """A number or a tensor of an object is bound again: a graph has the values of the call; other functions raise."""
     x = Inputs.random(40, heads=2, dim=8)
 
     class Holder:
         factor, table = 2.0, torch.rand(40, device=CPU)
 
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, of: Holder) -> Tensor:
+        with torch.no_grad() if opaque else contextlib.nullcontext():
+            kept = s * of.factor
+        return s * of.factor + of.table[k] + 0 * kept
+
     for name, value in (("factor", 3.0), ("table", torch.rand(40, device=CPU))):
-        holder, (q, k, v) = Holder(), x.leaves()
-        out, _, _ = attend(
-            q, k, v, rw.Causal(), lambda s, b, h, q, k, of=holder: s * of.factor + of.table[k], scale=1.0
-        )
-        out.sum().backward(retain_graph=True)
+        holder, leaves = Holder(), x.leaves()
+        out, _, _ = attend(*leaves, rw.Causal(), functools.partial(score_mod, of=holder), scale=1.0)
+        want = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
         setattr(holder, name, value)
-        with pytest.raises(UnsupportedError, match="other values in backward"):
-            out.sum().backward()
+        if opaque:
+            with pytest.raises(UnsupportedError, match="other values in backward"):
+                torch.autograd.grad(out.sum(), leaves)
+        else:
+            assert all(map(torch.equal, torch.autograd.grad(out.sum(), leaves), want))
 
 
 def test_impure_functions_raise() -> None:
@@ -942,7 +952,7 @@ def test_a_captured_tensor_may_be_the_result_or_an_input() -> None:
 
 
 def test_code_that_no_mode_sees() -> None:
-    """TorchScript is mapped, and a tensor with a gradient inside it raises."""
+    """TorchScript is mapped, and a tensor with a gradient inside it gets its gradient."""
     x = Inputs.random(40, heads=2, dim=8)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -956,8 +966,10 @@ def test_code_that_no_mode_sees() -> None:
     assert all(map(torch.equal, got, want))
     q, k, v = x.leaves()
     out, _, _ = attend(q, k, v, rw.Causal(), lambda s, b, h, q, k: layer(s[None])[0], scale=1.0)
-    with pytest.raises(UnsupportedError, match="no function mode sees"):
-        out.sum().backward()
+    weight, bias = layer.parameters()
+    scripted_grads = torch.autograd.grad((out * x.dout).sum(), [q, k, v, weight, bias])
+    out, _, _ = attend(q, k, v, rw.Causal(), lambda s, b, h, q, k: s * weight[0, 0] + bias[0], scale=1.0)
+    torch.testing.assert_close(scripted_grads, torch.autograd.grad((out * x.dout).sum(), [q, k, v, weight, bias]))
 
 
 def test_a_table_that_the_first_call_makes() -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import PatternError
-from ..patterns import BlockTable, Pattern, from_mask_mod
+from ..patterns import BlockTable, Full, Pattern, from_mask_mod
 from ..patterns.function import MaskMod
 from ..patterns.per_pair import per_pair
 from ..torch_compat import outside_transforms
+from .cached_plans import plan_cache
+from .tile_size import MOST_SIDE
 
 if TYPE_CHECKING:
     from .block_plan import BlockPlan
@@ -91,30 +93,75 @@ def from_block_mask(block_mask: Any) -> Pattern:
             "block_mask", type(block_mask).__name__, "a FlexAttention BlockMask", "Build it with create_block_mask."
         )
     with outside_transforms(block_mask.kv_num_blocks, block_mask.kv_indices):
-        return _of_blocks(block_mask)
+        return in_blocks(blocks_of(block_mask), block_mask.mask_mod)
 
 
-def _of_blocks(block_mask: Any) -> Pattern:
-    from torch.nn.attention.flex_attention import noop_mask
+class Blocks(NamedTuple):
+    """The blocks of a BlockMask.
 
-    nq, nk = block_mask.seq_lengths
+    Attributes:
+        partial: Blocks of which the mask function allows some pairs, bool (..., rows, columns).
+        full: Blocks with all pairs, in the same form; None without a list of such blocks.
+        size: Queries and keys of a block.
+    """
+
+    partial: Tensor
+    full: Tensor | None
+    size: tuple[int, int]
+
+
+def blocks_of(block_mask: Any, lengths: tuple[int, int] | None = None) -> Blocks:
+    """Return the blocks of a BlockMask, for other lengths than its own if given."""
+    nq, nk = lengths or block_mask.seq_lengths
     # a side of 2 ** 30 stands for one block of any length
     size = min(block_mask.BLOCK_SIZE[0], nq), min(block_mask.BLOCK_SIZE[1], nk)
     blocks = -(-nq // size[0]), -(-nk // size[1])
-    listed = _set_blocks(block_mask.kv_num_blocks, block_mask.kv_indices, blocks)
-    full = None
-    if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
-        full = _set_blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, blocks)
-    if block_mask.mask_mod is noop_mask:
-        return _table(listed if full is None else full | listed, size)
+    partial = _set_blocks(block_mask.kv_num_blocks, block_mask.kv_indices, blocks)
+    if block_mask.full_kv_num_blocks is None or block_mask.full_kv_indices is None:
+        return Blocks(partial, None, size)
+    return Blocks(partial, _set_blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, blocks), size)
+
+
+def in_blocks(blocks: Blocks, pairs: Pattern | MaskMod) -> Pattern:
+    """Return the pairs of full blocks, and those of partial blocks that a pattern or a mask function allows."""
+    from torch.nn.attention.flex_attention import noop_mask
+
+    partial, full, size = blocks
+    if pairs is noop_mask or isinstance(pairs, Full):
+        return _table(partial if full is None else full | partial, size)
     # a table without set blocks is left out where that needs no copy from a GPU: calls then take less time
-    on_cpu = listed.device.type == "cpu"
-    if full is not None and on_cpu and not bool(listed.any()):
+    on_cpu = partial.device.type == "cpu"
+    if full is not None and on_cpu and not bool(partial.any()):
         return _table(full, size)
-    partial = _table(listed, size) & from_mask_mod(functools.partial(_of_pairs, block_mask.mask_mod))
+    if not isinstance(pairs, Pattern):
+        pairs = from_mask_mod(functools.partial(_of_pairs, pairs))
+    some = _table(partial, size) & pairs
     if full is None or (on_cpu and not bool(full.any())):
-        return partial
-    return _table(full, size) | partial
+        return some
+    return _table(full, size) | some
+
+
+def fits_blocks(blocks: Blocks, pairs: Pattern, lengths: tuple[int, int]) -> bool:
+    """Return whether the blocks leave a pattern as it is: all pairs are in a block, and full blocks have every pair.
+
+    Blocks with sides that are no sides of tiles are not compared, unless one block is as long as the call.
+    """
+    partial, full, size = blocks
+    if bool(partial.all()) and (full is None or not bool(full.any())):
+        return True
+    high, wide = (-(-side // 16) * 16 if side == n else side for side, n in zip(size, lengths, strict=True))
+    if high % 16 or wide % 16 or max(high, wide) > MOST_SIDE:
+        return False
+    batch, heads = (1 if made is None else made for made in pairs.extents())
+    plan = plan_cache.get(pairs, *lengths, heads=heads, batch=batch, tile=(high, wide))
+    line, col, bits = plan.listed()
+    filled, used = torch.zeros(2, plan.row_ptr.shape[0], plan.q_tiles, plan.kv_tiles, dtype=torch.bool, device="cpu")
+    used[line // plan.q_tiles, line % plan.q_tiles, col] = True
+    filled[line // plan.q_tiles, line % plan.q_tiles, col] = bits < 0
+    used, filled = (of[plan.row_set.long()] for of in (used, filled))
+    if full is None:
+        return not bool((used & ~partial).any())
+    return not bool((used & ~partial & ~full | full & ~filled).any())
 
 
 def _of_pairs(mask_mod: MaskMod, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

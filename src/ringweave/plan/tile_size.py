@@ -8,6 +8,8 @@ from ..errors import ShapeError, shown
 from ..patterns import Pattern
 
 DEFAULT_TILE_SIZE = 128
+#: Longest side of a tile.
+MOST_SIDE = 1024
 # Block sizes that are used as tile sizes; the overhead of smaller tiles is too large.
 _BLOCK_TILE_SIZES = (32, 128)
 
@@ -26,13 +28,13 @@ def check_tile_size(tile: object) -> tuple[int, int]:
     both = tile if isinstance(tile, (tuple, list)) else (tile, tile)
     if len(both) == 2 and all(_fits(size) for size in both):
         return int(both[0]), int(both[1])
-    raise ShapeError("tile", shown(tuple(both)), "multiples of 16 from 16 to 1024, one or two", "Use 128.")
+    raise ShapeError("tile", shown(tuple(both)), f"multiples of 16 from 16 to {MOST_SIDE}, one or two", "Use 128.")
 
 
 def _fits(size: object) -> bool:
     if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
         return False
-    return 16 <= int(size) <= 1024 and int(size) % 16 == 0
+    return 16 <= int(size) <= MOST_SIDE and int(size) % 16 == 0
 
 
 def tile_size_of(tile: int | tuple[int, int] | None, pattern: Pattern, nq: int, nk: int) -> tuple[int, int]:

@@ -12,14 +12,15 @@ from ...api import attention_with_lse
 from ...errors import ShapeError
 from ...patterns import Full, Pattern
 from ...torch_compat import uncompiled
+from ...trace.graph import Graph, UntraceableError
+from ...trace.relation import Place
+from ...trace.symbols import trace
 from ...types import acc_dtype
 from ...validate import check_tensors, checked_scale
-from .agreement import Sizes
+from .agreement import agreed
 from .argument_checks import Call, checked
 from .block_masks import pattern_of
-from .frozen import frozen
-from .recognised import Recognised, recognised
-from .symbols import UntraceableError
+from .score_terms import Score, score_of
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -46,9 +47,10 @@ def flex_attention(
     captures.
 
     Score functions that are score terms run in the kernel: a soft cap, ALiBi, a bias by head and distance, and a table
-    by batch element, head, query and key. Any other function is computed with torch in tiles, which is slower;
-    :func:`explain` tells which. Both functions are called with 0-dim tensors under ``torch.vmap``, and read at each
-    call, so that values that they capture may change between calls. Tensors on other devices go to torch's function.
+    by batch element, head, query and key. ``torch.where(allowed, score, -inf)`` around them is a mask, if a pattern has
+    its pairs. Any other function is computed with torch in tiles, which is slower; :func:`explain` tells which. Both
+    functions are called with 0-dim tensors under ``torch.vmap``, and read at each call, so that values that they
+    capture may change between calls. Tensors on other devices go to torch's function.
 
     Args:
         query: (B, Hq, L, E), float32, float16, bfloat16 or float64, any strides.
@@ -106,54 +108,67 @@ class Read(NamedTuple):
 
     Attributes:
         pattern: The allowed pairs.
+        scale: The call's scale times the factor of the score function.
         score: The score function as terms, which apply to scores with ``scale``; None if it takes the general path.
-        scale: The call's scale times the factor of the function.
+        graph: Its graph; None if it has none that agrees with it.
         why: The reason for the general path.
     """
 
     pattern: Pattern
-    score: Recognised | None
     scale: float
-    why: str
+    score: Score | None = None
+    graph: Graph | None = None
+    why: str = ""
 
 
 def read(call: Call, score_mod: ScoreMod | None, block_mask: Any) -> Read:
     """Read the mask and the score function of a checked call."""
     batch, heads, nq, _ = call.query.shape
-    nk = call.key.shape[2]
-    if 0 in (batch, heads, nq, nk):
-        return Read(Full(), None, call.scale, "there are no pairs")
-    pattern = pattern_of(block_mask, nq, nk)
+    place, dtype = Place(batch, heads, nq, call.key.shape[2]), acc_dtype(call.query.dtype)
+    if 0 in place[:4]:
+        return Read(Full(), call.scale, why="there are no pairs")
+    pattern = pattern_of(block_mask, place)
+    if score_mod is None:
+        return Read(pattern, call.scale, Score(1.0, (), Full(), (place.nq, place.nk)))
     try:
-        score = recognised(score_mod, Sizes(batch, heads, nq, nk, acc_dtype(call.query.dtype)))
+        graph = trace(score_mod, dtype, transforms=True)
+        score = score_of(graph, place)
     except UntraceableError as error:
-        return Read(pattern, None, call.scale, str(error))
-    if score.factor == 1:
-        return Read(pattern, score, call.scale, "")
-    try:
-        return Read(pattern, score, checked_scale(call.scale * score.factor, 1), "")
-    except ShapeError:
-        return Read(pattern, None, call.scale, f"it multiplies the score by {score.factor:g}, out of range of a scale")
+        return Read(pattern, call.scale, why=str(error))
+    if not agreed(score_mod, graph, place, dtype, *([] if isinstance(score, str) else [score.at])):
+        return Read(pattern, call.scale, why="it computes another value than its formula does when it is traced")
+    if isinstance(score, str):
+        return Read(pattern, call.scale, graph=graph, why=score)
+    scale = call.scale
+    if score.factor != 1:
+        try:
+            scale = checked_scale(scale * score.factor, 1)
+        except ShapeError:
+            why = f"it multiplies the score by {score.factor:g}, out of range of a scale"
+            return Read(pattern, scale, graph=graph, why=why)
+    return Read(pattern if isinstance(score.pattern, Full) else score.pattern & pattern, scale, score, graph)
 
 
 def _attend(
     call: Call, score_mod: ScoreMod | None, block_mask: Any, with_max: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     query, key, value, scale = call
-    pattern, score, factor, _ = read(call, score_mod, block_mask)
+    found = read(call, score_mod, block_mask)
     most = None
-    if score is None or with_max:
+    if found.score is None or with_max:
         # imported with the first call that needs it
         from .score_tiles import attend
 
         check_tensors(query, key, value, empty=True)
-        given = frozen(score_mod) if score_mod else _unchanged
-        if score is None:
-            out, lse, most = attend(query, key, value, pattern, given, scale=scale)
+        given = score_mod or _unchanged
+        if found.score is None:
+            out, lse, most = attend(query, key, value, found.pattern, given, scale=scale, graph=found.graph)
             return _in_order_of(query, out), lse, most if with_max else None
         with torch.no_grad():
-            most = attend(query, key, value, pattern, given, scale=scale)[2]
-    out, lse = attention_with_lse(query, key, value, pattern, scale=factor, terms=score.terms)
+            most = attend(query, key, value, found.pattern, given, scale=scale, graph=found.graph)[2]
+    terms = found.score.terms
+    # given, since a causal mask of fewer queries than keys is no mistake here
+    out, lse = attention_with_lse(query, key, value, found.pattern, scale=found.scale, terms=terms, q_offset=0)
     return _in_order_of(query, out), lse, most
 
 

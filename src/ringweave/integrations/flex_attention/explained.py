@@ -46,18 +46,15 @@ def explain(
     """
     call = checked(query, key, value, block_mask, scale, enable_gqa)
     check_tensors(*call[:3])
-    pattern, score, _, why = read(call, score_mod, block_mask)
+    found = read(call, score_mod, block_mask)
+    pattern, score = found.pattern, found.score
     query, key, value = call[:3]
     batch, heads, nq, head_dim = query.shape
     grad = any(x.requires_grad for x in (query, key, value))
     terms = () if score is None else score.terms
     facts = explanation.explain(
         pattern, nq, key.shape[2], heads=heads, kv_heads=key.shape[1], head_dim=head_dim, value_dim=value.shape[3],
-        batch=batch, dtype=query.dtype, device=query.device, needs_grad=grad, terms=terms, as_dict=as_dict,
+        batch=batch, dtype=query.dtype, device=query.device, needs_grad=grad, terms=terms, q_offset=0, as_dict=as_dict,
     )  # fmt: skip
-    if score is None:
-        said = f"general path, slower than terms: {why}"
-    else:
-        factors = [] if score.factor == 1 else [f"factor {score.factor:g}"]
-        said = ", ".join([*factors, *(type(term).__name__ for term in terms)]) or "none"
+    said = f"general path, slower than terms: {found.why}" if score is None else score.said
     return {**facts, "score_mod": said} if as_dict else f"{facts}\nscore_mod {said}"

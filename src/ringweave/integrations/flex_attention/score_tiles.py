@@ -7,9 +7,9 @@ reaches nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,10 +26,18 @@ from ...patterns import Pattern
 from ...patterns.fitting import fitting
 from ...plan import BlockPlan, plan_cache
 from ...plan.tile_size import tile_size_of
-from ...torch_compat import forward_mode, transforming
+from ...torch_compat import before_compiling, forward_mode, transforming
 from ...torch_ops import Differentiable, refuse_twice
+from ...trace.evaluate import Formula
+from ...trace.graph import Graph, Node, UntraceableError
+from ...trace.opaque import Opaque
+from ...trace.relation import Place
+from ...trace.symbols import trace
 from ...types import acc_dtype
-from .score_functions import Differentiated, Pairs, Pass, ScoreFunction, ScoreMod
+from .agreement import agreed
+from .frozen import frozen
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 # Bytes of a chunk's scores and of the tensors that the score_mod computes from them: fits a CPU's cache, and a bounded
 # part of a GPU's memory.
@@ -38,6 +46,47 @@ _BUDGET, _BUDGET_ELSEWHERE = 2**23, 2**28
 _LONG = 4
 # Sides of the smallest tile.
 _LEAST = 16
+
+
+class Differentiated(Protocol):
+    """A score_mod's result on some pairs, which is differentiated once."""
+
+    def backward(self, grad: Tensor) -> Tensor | None:
+        """Return the gradient of the scores for that of the result; None if the function does not use them."""
+
+    def finite(self) -> bool:
+        """Whether all gradients of captured tensors are finite."""
+
+    def add(self) -> None:
+        """Add the gradients of captured tensors to their sums."""
+
+
+class Pass(Protocol):
+    """An evaluation of a score_mod on all pairs, some at a time."""
+
+    def __call__(self, scores: Tensor, at: dict[str, Tensor]) -> Tensor:
+        """Return the function of scores, without gradients, in memory that nothing else uses but the scores."""
+
+    def differentiable(self, scores: Tensor, at: dict[str, Tensor]) -> tuple[Tensor, Differentiated]:
+        """Return the function of scores, and an object that computes gradients."""
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients of the captured tensors that learn, in their dtypes."""
+
+
+class ScoreFunction(Protocol):
+    """A score_mod, as a formula or as a function that is called for every tile.
+
+    Attributes:
+        captured: The tensors that it reads.
+        nbytes: Bytes of the tensors that it computes for a pair.
+    """
+
+    captured: list[Tensor]
+    nbytes: int
+
+    def begin(self, tensors: Sequence[Tensor] | None = None, learns: Sequence[bool] | None = None) -> Pass:
+        """Begin to evaluate it, with gradients of the captured tensors that learn."""
 
 
 class Attended(NamedTuple):
@@ -55,7 +104,14 @@ class Attended(NamedTuple):
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, score_mod: ScoreMod, *, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    score_mod: ScoreMod,
+    *,
+    scale: float,
+    graph: Graph | None = None,
 ) -> Attended:
     """Compute attention with a score_mod over the pairs that a pattern allows.
 
@@ -69,6 +125,7 @@ def attend(
         pattern: A relation, which is applied after the function.
         score_mod: The function; a score of -inf masks a pair.
         scale: Factor of the scores.
+        graph: The function's graph, if it was traced and agrees with the function.
     Raises:
         PatternError: The pattern is made for other lengths, heads or batch, or is a LongNet.
         ShapeError: The function does not return a 0-dim floating tensor.
@@ -78,12 +135,37 @@ def attend(
     if forward_mode() or transforming(query, key, value):
         wanted = "reverse-mode derivatives of first order, by torch.autograd"
         raise UnsupportedError("score_mod", "a transform of torch.func", wanted, "Express it by terms, as in Softcap.")
-    function = ScoreFunction(score_mod, acc_dtype(query.dtype), query.device)
+    # the caller's autocast does not last until backward, so the function computes without it
+    with torch.autocast(query.device.type, enabled=False):
+        function = _function(before_compiling(score_mod), graph, query, key)
     work = _Work(function, _plan(query, key, pattern, function), scale)
-    inputs = query, key, value, *function.reading.captured
+    inputs = query, key, value, *function.captured
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         return Attended(*_Attention.apply(work, *inputs))  # type: ignore[no-untyped-call]
     return work.forward(query.detach(), key.detach(), value.detach())[0]
+
+
+def _function(score_mod: ScoreMod, graph: Graph | None, query: Tensor, key: Tensor) -> ScoreFunction:
+    """Return a score_mod as the formula of its graph; as a function if it has no graph that agrees with it."""
+    dtype = acc_dtype(query.dtype)
+    try:
+        if graph is None:
+            graph = trace(score_mod, dtype)
+            (batch, heads, nq, _), nk = query.shape, key.shape[2]
+            place = Place(batch, heads, nq, nk)
+            if 0 not in place[:4] and not agreed(score_mod, graph, place, dtype):
+                graph = None
+        if graph is not None and _is_number(graph):
+            return Formula(graph)
+    except UntraceableError:
+        pass
+    # a name may be bound again before backward, which calls the function
+    return Opaque(frozen(score_mod), dtype, query.device)
+
+
+def _is_number(graph: Graph) -> bool:
+    x = graph.typed().result
+    return type(x) is Node and not x.shape and x.dtype.is_floating_point
 
 
 def _plan(query: Tensor, key: Tensor, pattern: Pattern, function: ScoreFunction) -> BlockPlan | None:
@@ -95,7 +177,7 @@ def _plan(query: Tensor, key: Tensor, pattern: Pattern, function: ScoreFunction)
     if not pattern.combinable:
         raise PatternError("pattern", repr(pattern), "a relation", "Call longnet_attention for a mixture.")
     q_tile, kv_tile = tile_size_of(None, pattern, nq, nk)
-    while q_tile > _LEAST and q_tile * kv_tile * function.reading.nbytes > 2 * _budget(query.device):
+    while q_tile > _LEAST and q_tile * kv_tile * function.nbytes > 2 * _budget(query.device):
         q_tile //= 2
     tile = max(q_tile - q_tile % _LEAST, _LEAST), kv_tile
     return plan_cache.get(pattern, nq, nk, heads=heads, batch=batch, tile=tile, device=query.device)
@@ -110,7 +192,7 @@ class _Chunk:
     """The scores of a batch of tiles, (R, q_tile, n * kv_tile), 0 where masked, and the indices of its pairs."""
 
     scores: Tensor
-    at: Pairs
+    at: dict[str, Tensor]
 
 
 @dataclass(eq=False)
@@ -124,7 +206,7 @@ class _Work:
     def limit(self, q: Tensor) -> int:
         """Return the most key tiles of a batch: as many as fit the budget, or a long row that nearly fits."""
         assert self.plan is not None
-        pair = self.function.reading.nbytes + 3 * acc_dtype(q.dtype).itemsize
+        pair = self.function.nbytes + 3 * acc_dtype(q.dtype).itemsize
         most = max(1, _budget(q.device) // (self.plan.q_tile * self.plan.kv_tile * pair))
         longest = int(self.plan.row_ptr.diff(dim=1).max())
         return max(most, longest) if longest <= _LONG * most else most
@@ -146,9 +228,8 @@ class _Work:
             scores.mul_(after)
         b, h, q, k = layout.indices(batch)
         # tiles reach beyond the last tokens, where a captured tensor has no entries
-        return _Chunk(
-            layout.masked(scores, batch, 0.0), Pairs(b, h, q.clamp(max=layout.nq - 1), k.clamp(max=layout.nk - 1))
-        )
+        q, k = q.clamp(max=layout.nq - 1), k.clamp(max=layout.nk - 1)
+        return _Chunk(layout.masked(scores, batch, 0.0), {"b": b, "h": h, "q": q, "k": k})
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Attended, Tensor]:
         """Compute attention, a batch of equally long rows at a time, and the output in the dtype of sums."""
@@ -161,7 +242,7 @@ class _Work:
             layout, finite = self.layout(q, k, v), bool(v.isfinite().all())
             out = q.new_zeros(layout.q_tiles.shape[0], self.plan.q_tile, v.shape[3], dtype=acc)
             lse = q.new_full(out.shape[:2], -torch.inf, dtype=acc)
-            largest, function = lse.clone(), Pass(self.function)
+            largest, function = lse.clone(), self.function.begin()
             parts = in_order(lambda batch: self._part(function, layout, batch, finite), layout.batches(), q.device)
             for batch, (part, part_lse, top) in parts:
                 whole, whole_lse = out[batch.line], lse[batch.line]
@@ -189,10 +270,11 @@ class _Work:
 
     def backward(self, inputs: Sequence[Tensor], returned: _Returned, learns: list[bool]) -> tuple[Tensor, ...]:
         """Compute (dq, dk, dv, gradients of captured tensors that learn)."""
-        function = Pass(self.function, learns)
+        q, k, v, *captured = inputs
+        with torch.autocast(q.device.type, enabled=False):
+            function = self.function.begin(captured, learns)
         if self.plan is None:
-            return *map(torch.zeros_like, inputs), *function.gradients()
-        q, k, v = inputs
+            return *map(torch.zeros_like, (q, k, v)), *function.gradients()
         q, k, scale, of_q, of_k = balanced(q, k, self.scale)
         with torch.autocast(q.device.type, enabled=False):
             grads = _Gradients(replace(self, scale=scale), function, (q, k, v), returned)
@@ -310,7 +392,7 @@ class _Gradients:
 
     def _at_attended(self, chunk: _Chunk, attended: Tensor, slopes: Tensor) -> tuple[Differentiated, Tensor | None]:
         """Compute the gradients of a chunk from evaluating the function at attended pairs only."""
-        at = Pairs(*(x.expand(attended.shape)[attended] for x in chunk.at))
+        at = {name: x.expand(attended.shape)[attended] for name, x in chunk.at.items()}
         _, differentiated = self.function.differentiable(chunk.scores[attended], at)
         score_grads = differentiated.backward(slopes[attended])
         if score_grads is not None:
@@ -382,8 +464,7 @@ class _Backward(Differentiable):
         out: Tensor | None,
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
-        work.function.check()
-        return work.backward(inputs[:3], _Returned(dout, dlse, lse, out), learns)
+        return work.backward(inputs, _Returned(dout, dlse, lse, out), learns)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

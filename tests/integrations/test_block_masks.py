@@ -1,0 +1,321 @@
+"""Masks of FlexAttention as patterns: their pairs, what is recognised, and what may change between calls."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+import ringweave as rw
+from ringweave.integrations.flex_attention import flex_attention
+from ringweave.integrations.flex_attention.block_masks import pattern_of
+from ringweave.patterns import TokenMask
+from ringweave.patterns.base import parts_of
+from ringweave.trace.relation import Place
+
+from ..trace.masks import both, causal, masks, transformers
+from .flex_cases import allowed
+
+N = 100
+PLACE = Place(1, 1, N, N)
+
+
+def created(function: Callable[..., Any], place: Place = PLACE, side: Any = 32) -> BlockMask:
+    def called(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return function(b, h, q, k)  # type: ignore[no-any-return]
+
+    # torch makes masks of functions only, and the call takes any callable
+    mask = create_block_mask(called, *place[:4], device="cpu", BLOCK_SIZE=side)
+    mask.mask_mod = function
+    return mask
+
+
+def recognised(mask: BlockMask, place: Place = PLACE) -> bool:
+    return not parts_of(pattern_of(mask, place), TokenMask)
+
+
+def dense(mask: BlockMask, place: Place = PLACE) -> Tensor:
+    return pattern_of(mask, place).to_dense(place.nq, place.nk, place.heads, batch=place.batch)
+
+
+def maskable() -> list[str]:
+    """Return the functions of the corpus that torch makes masks of."""
+    own = ("hostile: number", "hostile: kept symbol", "hostile: torch's random numbers")
+    return [name for name, mask in masks().items() if name not in own and (mask.state != "refused")]
+
+
+@pytest.mark.parametrize("name", maskable())
+def test_the_corpus(name: str) -> None:
+    """A mask has the pairs of its blocks and its function, and is the pattern that it was as an evaluated function."""
+    function = masks()[name].function
+    for place, side in ((Place(2, 4, 130, 100), 32), (Place(1, 2, 1100, 1300), 128), (Place(2, 1, 90, 64), (48, 20))):
+        mask = created(function, place, side)
+        got = dense(mask, place)
+        assert torch.equal(got, allowed(mask, *place[:4])), (name, place)
+        # a TokenMask refuses a function that changes a value that it reads
+        if place.nq < 1000 and name != "hostile: counter":
+            assert torch.equal(got, rw.from_block_mask(mask).to_dense(*place[2:4], place.heads, batch=place.batch))
+
+
+def test_how_many_are_recognised() -> None:
+    place = Place(2, 4, 256, 256)
+    count = {
+        group: sum(
+            recognised(created(masks()[name].function, place, 64), place)
+            for name in maskable()
+            if name.startswith(group)
+        )
+        for group in ("gym", "transformers", "trainers", "tests", "hostile")
+    }
+    assert count == {"gym": 13, "transformers": 12, "trainers": 7, "tests": 10, "hostile": 35}
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_created_masks_only_repeat_the_function() -> None:
+    assert pattern_of(created(causal), PLACE) == rw.Causal()
+    window = both(causal, lambda b, h, q, k: q - k < 40)
+    for side in (32, 128, (16, 48)):
+        assert pattern_of(created(window, side=side), PLACE) == rw.SlidingWindow(39)
+    # the sides of these blocks are no sides of tiles
+    assert "BlockTable" in str(pattern_of(created(window, side=20), PLACE))
+
+
+def listed(partial: list[list[int]], full: list[list[int]] | None = None) -> BlockMask:
+    """Return a causal mask with blocks of 32 in 4 rows and columns."""
+
+    def table(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+        counts = torch.tensor([len(row) for row in rows], dtype=torch.int32)
+        indices = torch.tensor([row + [0] * (4 - len(row)) for row in rows], dtype=torch.int32)
+        return counts[None, None], indices[None, None]
+
+    given = () if full is None else table(full)
+    return BlockMask.from_kv_blocks(*table(partial), *given, BLOCK_SIZE=32, mask_mod=causal, seq_lengths=(N, N))
+
+
+@pytest.mark.parametrize(
+    ("partial", "full"),
+    [
+        # a block less, a block that is not full, and a block that the function has and the list has not
+        ([[0], [0, 1], [0, 2], [0, 1, 2, 3]], None),
+        ([[0], [0], [0, 1, 2], [0, 1, 2, 3]], [[], [1], [], []]),
+        ([[], [1], [2], [3]], [[], [0], [0, 1], [0, 1]]),
+        ([[], [], [], []], [[0], [1], [2], [3]]),
+        ([[0], [1], [2], [3]], [[], [0], [0, 1], [0, 1, 2]]),
+        ([[0, 1, 2, 3]] * 4, None),
+        ([[0], [1], [2], [3]], [[0], [0], [0, 1], [0, 1, 2]]),
+    ],
+)  # fmt: skip
+def test_blocks_of_ones_own_count(partial: Any, full: Any) -> None:
+    mask = listed(partial, full)
+    assert torch.equal(dense(mask), allowed(mask, 1, 1, N, N))
+    assert recognised(mask)
+
+
+def test_a_mask_of_one_element_and_head_is_for_all() -> None:
+    """The function reads the element and the head of the call, and blocks are those of the mask."""
+
+    def function(b, h, q, k):  # type: ignore[no-untyped-def]
+        return q >= k + 5 * b - 3 * h
+
+    mask = create_block_mask(function, None, None, N, N, device="cpu", BLOCK_SIZE=32)
+    place = Place(2, 4, N, N)
+    assert torch.equal(dense(mask, place), allowed(mask, *place[:4]))
+    one = Place(1, 4, N, N)
+    assert torch.equal(dense(mask, one), allowed(mask, *one[:4]))
+    assert recognised(mask, one)
+
+
+# ---- changes ---------------------------------------------------------------------------------------------------------
+
+
+def test_equal_functions_share_their_pattern() -> None:
+    mask = created(causal)
+    ids = torch.arange(N) // 9
+    pattern = None
+    for _ in range(3):
+        mask.mask_mod = lambda b, h, q, k: (q >= k) & (ids[q] == ids[k])
+        found = pattern_of(mask, PLACE)
+        assert pattern is None or found is pattern
+        pattern = found
+
+
+def one_block(function: Callable[..., Any]) -> BlockMask:
+    """Return a mask of a single block, in which the function alone decides."""
+    one = torch.ones(1, 1, 1, dtype=torch.int32)
+    return BlockMask.from_kv_blocks(one, one[..., None] - 1, BLOCK_SIZE=128, mask_mod=function, seq_lengths=(N, N))
+
+
+class Reads:
+    """An object with a value that mask functions read."""
+
+    width = 5
+
+
+width = 5
+
+
+def test_nothing_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each change of a value that a function reads makes another pattern."""
+    reads, box, array, near = Reads(), [5], torch.arange(N).numpy() // 9, 5
+    tables = [torch.arange(N) // 9 for _ in range(4)]
+    large, weight = torch.arange(2**18) // 9, torch.nn.Parameter(torch.tensor(5.0))
+
+    def rebind() -> None:
+        nonlocal near
+        near = 12
+
+    def same(table: Tensor) -> Callable[..., Any]:
+        return lambda b, h, q, k: table[q] == table[k]
+
+    cases: list[tuple[Callable[..., Any], Callable[[], Any]]] = [
+        (lambda b, h, q, k: q - k < near, rebind),
+        (lambda b, h, q, k: q - k < width, lambda: monkeypatch.setitem(globals(), "width", 12)),
+        (lambda b, h, q, k: q - k < box[0], lambda: box.__setitem__(0, 12)),
+        (lambda b, h, q, k: q - k < reads.width, lambda: setattr(reads, "width", 12)),
+        (same(tables[0]), tables[0].zero_),
+        (same(tables[1]), tables[1].data.zero_),
+        (same(tables[2]), lambda: tables[2].numpy().fill(0)),
+        (same(large), large.zero_),
+        (lambda b, h, q, k: same(torch.from_numpy(array))(b, h, q, k), lambda: array.fill(0)),
+        (lambda b, h, q, k: q - k < weight, lambda: weight.data.fill_(12)),
+        (lambda b, h, q, k: q - k < tables[3][20].item(), lambda: tables[3].fill_(12)),
+    ]
+    for number, (function, change) in enumerate(cases):
+        mask = one_block(function)
+        before = dense(mask)
+        assert torch.equal(before, allowed(mask, 1, 1, N, N)), number
+        assert recognised(mask), number
+        change()
+        after = dense(mask)
+        assert torch.equal(after, allowed(mask, 1, 1, N, N)), number
+        assert not torch.equal(after, before), number
+
+
+def test_tables_of_blocks_are_followed() -> None:
+    mask = listed([[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]])
+    assert pattern_of(mask, PLACE) == rw.Causal()
+    mask.kv_num_blocks[0, 0, 3] = 2
+    assert torch.equal(dense(mask), allowed(mask, 1, 1, N, N))
+    mask.kv_num_blocks = mask.kv_num_blocks - 1
+    assert torch.equal(dense(mask), allowed(mask, 1, 1, N, N))
+    mask.kv_indices, mask.BLOCK_SIZE = mask.kv_indices.flip(-1), (32, 48)
+    assert torch.equal(dense(mask), allowed(mask, 1, 1, N, N))
+
+
+def test_a_pattern_goes_with_its_mask() -> None:
+    """Neither a mask nor a table that its function reads is kept alive."""
+    table = torch.zeros(2**19, dtype=torch.int64)
+    mask = one_block(functools.partial(lambda table, b, h, q, k: table[q] == table[k], table))
+    pattern_of(mask, PLACE)
+    gone = [weakref.ref(mask), weakref.ref(table.untyped_storage())]
+    del mask, table
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+
+
+# ---- functions that are evaluated ------------------------------------------------------------------------------------
+
+
+def test_functions_that_ask_for_a_type() -> None:
+    """A trace does not see it, so each code is compared with its graph, also one with the graph of another function."""
+
+    def honest(b, h, q, k):  # type: ignore[no-untyped-def]
+        return q <= k
+
+    def asking(b, h, q, k):  # type: ignore[no-untyped-def]
+        return q >= k if type(q) is Tensor else q <= k
+
+    for function in (honest, asking, both(asking), both(honest), both(honest), both(asking)):
+        mask = one_block(function)
+        assert torch.equal(dense(mask), allowed(mask, 1, 1, N, N))
+
+
+@pytest.mark.parametrize("name", ["tests: sparse", "tests: rows", "hostile: bits", "gym: neighborhood"])
+def test_others_are_evaluated(name: str) -> None:
+    place = Place(2, 4, N, N)
+    mask = created(masks()[name].function, place)
+    assert not recognised(mask, place)
+    assert torch.equal(dense(mask, place), allowed(mask, *place[:4]))
+    assert pattern_of(mask, place) is pattern_of(mask, place)
+
+
+def test_a_table_that_is_too_short_outside_of_the_blocks() -> None:
+    """The function is called in partial blocks only, and recognised only where it has values for all positions."""
+    short = torch.arange(40)
+    mask = BlockMask.from_kv_blocks(
+        torch.tensor([[[1, 1, 0, 0]]], dtype=torch.int32), torch.zeros(1, 1, 4, 4, dtype=torch.int32), BLOCK_SIZE=32,
+        mask_mod=lambda b, h, q, k: short[k] <= q, seq_lengths=(N, N),
+    )  # fmt: skip
+    want = torch.zeros(N, N, dtype=torch.bool)
+    want[:64, :32] = torch.arange(32) <= torch.arange(64)[:, None]
+    # a plan evaluates only the blocks
+    assert torch.equal(pattern_of(mask, PLACE).plan(N, tile=32).to_dense()[0, 0], want)
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["documents, causal", "window", "selected", "prefix", "documents, prefix"])
+def test_gradients(name: str) -> None:
+    """A recognised mask has the outputs and the gradients of the same mask as an evaluated function."""
+    function = masks()[f"gym: {name}"].function
+    place = Place(2, 4, N, N)
+    mask = created(function, place)
+    assert recognised(mask, place)
+    q, k, v = (torch.randn(2, 4, N, 8, requires_grad=True) for _ in range(3))
+    results = []
+    for out in (flex_attention(q, k, v, None, mask), rw.attention(q, k, v, rw.from_block_mask(mask))):
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    torch.testing.assert_close(*results)
+
+
+def test_inside_of_transforms() -> None:
+    """The values that a function reads have no part in a transform, and a mapped one is refused or followed."""
+    ids = torch.arange(N) // 9
+    mask = created(both(causal, lambda b, h, q, k: ids[q] == ids[k]))
+    q, k, v = (torch.randn(1, 1, N, 8) for _ in range(3))
+    want = flex_attention(q, k, v, None, mask)
+    rw.memory.trim()
+    grad = torch.func.grad(lambda v: flex_attention(q, k, v, None, mask).sum())(v)
+    assert grad.shape == v.shape
+    rw.memory.trim()
+    mapped = torch.vmap(lambda q: flex_attention(q, k, v, None, mask))(q[None])
+    torch.testing.assert_close(mapped[0], want)
+    rw.memory.trim()
+    with torch.inference_mode():
+        torch.testing.assert_close(flex_attention(q, k, v, None, mask), want)
+    torch.testing.assert_close(flex_attention(q, k, v, None, mask), want)
+
+
+def test_a_failure_leaves_nothing() -> None:
+    """A function that fails once is read at the next call."""
+    fails = [True]
+
+    def function(b, h, q, k):  # type: ignore[no-untyped-def]
+        if fails[0]:
+            raise ValueError("not yet")
+        return q >= k
+
+    mask = one_block(function)
+    with pytest.raises(rw.errors.PatternError, match="not yet"):
+        dense(mask)
+    fails[0] = False
+    assert pattern_of(mask, PLACE) == rw.Causal()
+
+
+def test_masks_of_transformers() -> None:
+    """The library's own functions, in a batch that is packed in different ways."""
+    place = Place(2, 1, 300, 300)
+    for name in ("packed", "packed window", "packed chunks", "chunks, padded", "window"):
+        mask = created(transformers()[name].function, place, 64)
+        assert recognised(mask, place)
+        assert torch.equal(dense(mask, place), allowed(mask, *place[:4]))
