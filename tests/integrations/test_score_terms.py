@@ -12,7 +12,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
 from ringweave.cache import PATTERNS
+from ringweave.errors import RingweaveError
 from ringweave.integrations.flex_attention import explain, flex_attention, score_terms
+from ringweave.integrations.flex_attention.argument_checks import checked
+from ringweave.integrations.flex_attention.attention import read
 from ringweave.patterns import Causal
 from ringweave.trace import relation, symbols
 
@@ -96,6 +99,32 @@ def test_the_first_call_may_be_without_gradients_or_in_a_transform(reads: str) -
     PATTERNS.clear()
     torch.testing.assert_close(grads(), want)
     torch.testing.assert_close(in_transform, want[0])
+
+
+@pytest.mark.parametrize("reads", READS)
+def test_a_transform_leaves_nothing_behind(reads: str) -> None:
+    """A function that is first called in a transform is read as in any other call, there and later."""
+    x, table, found = Inputs.random(N), torch.rand(2, N, N) - 0.5, list[str]()
+    score_mod = READS[reads](table)
+    PATTERNS.clear()
+
+    def of_query(q: Tensor) -> Tensor:
+        score = read(checked(q, x.k, x.v, None, None, False), score_mod, None).score
+        assert score is not None
+        found.append(score.said)
+        return flex_attention(q, x.k, x.v, score_mod).sum()
+
+    torch.func.grad(of_query)(x.q)
+    check(x, score_mod)
+    of_query(x.q)
+    assert found[0] == found[1]
+
+
+def test_a_function_that_disagrees_is_known_in_a_transform() -> None:
+    x, score_mod = Inputs.random(N), corpus.TYPES["type"].make()
+    check(x, score_mod)
+    with pytest.raises(RingweaveError, match=r"torch\.func"):
+        torch.func.grad(lambda q: flex_attention(q, x.k, x.v, score_mod).sum())(x.q)
 
 
 @pytest.mark.parametrize("reads", ["slopes", "distances", "a view"])
