@@ -202,6 +202,15 @@ def test_terms_are_tabulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(made) == times
 
 
+def test_a_compiled_function_is_read_as_it_was_written() -> None:
+    x, compiled = Inputs.random(N), list[Any]()
+    plain: Any = lambda s, b, h, q, k: s - 0.1 * (q - k).abs()  # noqa: E731
+    score_mod = torch.compile(plain, backend=lambda graph, inputs: compiled.append(graph) or graph)
+    assert explain(x.q, x.k, x.v, score_mod, as_dict=True)["score_mod"] == "ALiBi"
+    torch.testing.assert_close(flex_attention(x.q, x.k, x.v, score_mod), expected(x, plain))
+    assert not compiled
+
+
 # ---- comparison ------------------------------------------------------------------------------------------------------
 
 
