@@ -609,7 +609,7 @@ def test_output_has_the_order_of_the_query() -> None:
 
 @pytest.mark.parametrize("opaque", [False, True])
 def test_autocast_does_not_reach_the_function(opaque: bool) -> None:
-    """A module in the function computes in its own dtype in a caller's autocast, as in torch's FlexAttention."""
+    """A module in the function computes in its own dtype in a caller's autocast, as in backward."""
     x = Inputs.random(40, heads=2, dim=8)
     layer = torch.nn.Linear(1, 1, device=CPU)
     results = []

@@ -158,6 +158,8 @@ def test_writes_to_symbols_are_operations() -> None:
 
     graph = trace(function, torch.float32)
     assert names(graph) == ["add", "mul", "clamp", "to", "add", "add"]
+    # s is r
+    assert [each.name for each in graph.result.args] == ["to", "add"]
     assert graph.result.args[0].dtype == torch.float32
 
 
@@ -524,6 +526,20 @@ def test_the_callers_mode_is_no_part_of_a_trace(context: Any) -> None:
     with context():
         graph = trace(lambda b, h, q, k: TABLE[0, q] >= k)
         assert names(graph) == ["index", "ge"]
+    assert torch.is_grad_enabled()
+
+
+def test_a_refused_function_leaves_the_callers_mode() -> None:
+    """A function that switches gradients off, and does not reach the line that switches them on."""
+
+    def function(b: Any, h: Any, q: Any, k: Any) -> Any:
+        torch.set_grad_enabled(False)
+        inside = q >= k
+        torch.set_grad_enabled(True)
+        return inside
+
+    with pytest.raises(UntraceableError, match="without gradients"):
+        trace(function)
     assert torch.is_grad_enabled()
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..types import acc_dtype
 from .graph import SCORE, Graph, K, Node, Q, filled_in, nodes_in
 from .operations import ELEMENTWISE, FRESH
 
@@ -102,6 +101,11 @@ def _product_of_rows(node: Node) -> tuple[Node, Node] | None:
     return (rows[0], rows[1]) if rows[0].dtype.is_floating_point else None
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums of gradients: float32, or the dtype itself if it is wider or complex."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 class Table:
     """A tensor that learns, and the sum of its gradient.
 
@@ -133,8 +137,7 @@ class Table:
 
     def gradient(self) -> Tensor:
         """Return the gradient, in the dtype of the tensor."""
-        dtype = acc_dtype(self.source.dtype)
-        whole = torch.zeros(self.source.shape, dtype=dtype, device=self.source.device)
+        whole = torch.zeros(self.source.shape, dtype=wide(self.source.dtype), device=self.source.device)
         for (slices, order), total in self._sums.items():
             _View(slices, order).of(whole).add_(total)
         return whole.to(self.source.dtype)
@@ -143,7 +146,7 @@ class Table:
         key = view.slices, view.order
         if key not in self._sums:
             shape = view.of(self.leaf).shape
-            self._sums[key] = torch.zeros(shape, dtype=acc_dtype(self.source.dtype), device=self.source.device)
+            self._sums[key] = torch.zeros(shape, dtype=wide(self.source.dtype), device=self.source.device)
         return self._sums[key]
 
 
@@ -219,7 +222,7 @@ class _Evaluation:
     """
 
     def __init__(self, of: Pass, at: Arguments, cut: bool = False):
-        self._of, self._at, self._cut = of, at, cut
+        self.of, self._at, self._cut = of, at, cut
         self._lead = next(iter(at.values())).ndim
         self.reads: list[_Read] = []
         self.wholes: dict[Node, Tensor] = {}
@@ -241,8 +244,8 @@ class _Evaluation:
 
     def _constant(self, node: Node) -> Tensor:
         """Return a tensor that is the same for all pairs, with dimensions for the pairs."""
-        value = self._of.values[node]
-        if self._cut and node in self._of.tables:
+        value = self.of.values[node]
+        if self._cut and node in self.of.tables:
             if node not in self.wholes:
                 self.wholes[node] = value.detach().requires_grad_()
             value = self.wholes[node]
@@ -266,7 +269,7 @@ class _Evaluation:
         at = at if type(at) is tuple else (at,)
         if not all(type(part) in (Node, int, slice) for part in at):
             return None
-        value = self._of.values[of]
+        value = self.of.values[of]
         dims = [dim for dim, part in enumerate(at) if type(part) is not slice]
         slices = tuple((x.start, x.stop, x.step) if type(x) is slice else (None, None, None) for x in at)
         order = (*dims, *[dim for dim in range(value.ndim) if dim not in dims])
@@ -277,7 +280,7 @@ class _Evaluation:
             else torch.full((1,) * self._lead, at[dim], device=value.device)
             for dim in dims
         ]
-        table = self._of.tables.get(of) if self._cut else None
+        table = self.of.tables.get(of) if self._cut else None
         entries: Tensor = torch.ops.aten.index(view.of(value if table is None else table.leaf), indices)
         if table is not None:
             self.reads.append(_Read(table, view, indices, entries.requires_grad_()))
@@ -324,7 +327,7 @@ class Differentiated:
             for read, each in zip(of.reads, found[:count], strict=True)
             if each is not None
         ]
-        tables = [of._of.tables[node] for node in of.wholes]
+        tables = [of.of.tables[node] for node in of.wholes]
         self._wholes = [(table, each) for table, each in zip(tables, found[count:], strict=True) if each is not None]
         return of_scores
 

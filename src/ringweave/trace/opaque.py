@@ -19,8 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import RingweaveError, ShapeError, UnsupportedError, first_line, shown
 from ..torch_compat import version, wrapped
-from ..types import acc_dtype
-from .evaluate import Arguments, evaluated, looked_up
+from .evaluate import Arguments, evaluated, looked_up, wide
 from .graph import Graph, UntraceableError
 from .operations import filled, name_of, writes
 
@@ -170,7 +169,7 @@ class Pass:
         hidden = [x for x, learn in zip(of.hidden, wanted[count:], strict=True) if learn]
         #: Tensors for which gradients are computed, and the sums of these.
         self.inputs = [leaf for _, leaf in self.leaves.values()] + hidden
-        self.totals = [torch.zeros(x.shape, dtype=acc_dtype(x.dtype), device=x.device) for x in self.inputs]
+        self.totals = [torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in self.inputs]
 
     def __call__(self, scores: Tensor, at: Arguments) -> Tensor:
         """Return the function of scores, without gradients, in memory that nothing else uses."""

@@ -52,7 +52,7 @@ ELEMENTWISE = frozenset(OPERATORS.keys() - {"matmul", "index"}) | frozenset(
     for line in (
         "acos acosh addcdiv addcmul arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan atan2 atanh",
         "ceil celu clamp clamp_max clamp_min clip clone contiguous copysign cos cosh deg2rad detach elu erf erfc",
-        "erfinv exp exp2 expm1 fix float_power floor fmax fmin fmod frac full_like gelu hardsigmoid hardswish",
+        "erfinv exp exp2 expm1 fix float_power floor fmax fmin fmod frac gelu hardsigmoid hardswish",
         "hardtanh heaviside hypot isfinite isinf isnan leaky_relu lerp lgamma log log10 log1p log2 logaddexp",
         "logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid masked_fill maximum minimum mish",
         "nan_to_num ones_like rad2deg reciprocal relu relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc",

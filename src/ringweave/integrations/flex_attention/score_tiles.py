@@ -126,7 +126,7 @@ def attend(
     if forward_mode() or transforming(query, key, value):
         wanted = "reverse-mode derivatives of first order, by torch.autograd"
         raise UnsupportedError("score_mod", "a transform of torch.func", wanted, "Express it by terms, as in Softcap.")
-    # autocast does not last until backward, and torch's FlexAttention disables it in the function
+    # the caller's autocast does not last until backward, so the function computes without it
     with torch.autocast(query.device.type, enabled=False):
         function = _function(before_compiling(score_mod), query, key)
     work = _Work(function, _plan(query, key, pattern, function), scale)
