@@ -12,7 +12,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
 from ringweave.cache import PATTERNS
+from ringweave.errors import RingweaveError
 from ringweave.integrations.flex_attention import explain, flex_attention, score_terms
+from ringweave.integrations.flex_attention.argument_checks import checked
+from ringweave.integrations.flex_attention.attention import read
 from ringweave.patterns import Causal
 from ringweave.trace import relation, symbols
 
@@ -98,6 +101,32 @@ def test_the_first_call_may_be_without_gradients_or_in_a_transform(reads: str) -
     torch.testing.assert_close(in_transform, want[0])
 
 
+@pytest.mark.parametrize("reads", READS)
+def test_a_transform_leaves_nothing_behind(reads: str) -> None:
+    """A function that is first called in a transform is read as in any other call, there and later."""
+    x, table, found = Inputs.random(N), torch.rand(2, N, N) - 0.5, list[str]()
+    score_mod = READS[reads](table)
+    PATTERNS.clear()
+
+    def of_query(q: Tensor) -> Tensor:
+        score = read(checked(q, x.k, x.v, None, None, False), score_mod, None).score
+        assert score is not None
+        found.append(score.said)
+        return flex_attention(q, x.k, x.v, score_mod).sum()
+
+    torch.func.grad(of_query)(x.q)
+    check(x, score_mod)
+    of_query(x.q)
+    assert found[0] == found[1]
+
+
+def test_a_function_that_disagrees_is_known_in_a_transform() -> None:
+    x, score_mod = Inputs.random(N), corpus.TYPES["type"].make()
+    check(x, score_mod)
+    with pytest.raises(RingweaveError, match=r"torch\.func"):
+        torch.func.grad(lambda q: flex_attention(q, x.k, x.v, score_mod).sum())(x.q)
+
+
 @pytest.mark.parametrize("reads", ["slopes", "distances", "a view"])
 def test_gradients_reach_a_table_at_each_call(reads: str) -> None:
     x, table = Inputs.random(N), torch.rand(2, N, N, requires_grad=True)
@@ -171,6 +200,15 @@ def test_terms_are_tabulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(3):
             check(x, lambda s, b, h, q, k, t=table: s + t[0, q - k + N])
         assert len(made) == times
+
+
+def test_a_compiled_function_is_read_as_it_was_written() -> None:
+    x, compiled = Inputs.random(N), list[Any]()
+    plain: Any = lambda s, b, h, q, k: s - 0.1 * (q - k).abs()  # noqa: E731
+    score_mod = torch.compile(plain, backend=lambda graph, inputs: compiled.append(graph) or graph)
+    assert explain(x.q, x.k, x.v, score_mod, as_dict=True)["score_mod"] == "ALiBi"
+    torch.testing.assert_close(flex_attention(x.q, x.k, x.v, score_mod), expected(x, plain))
+    assert not compiled
 
 
 # ---- comparison ------------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def of_relation(x: Relation, place: Place, within: Tensor | None = None) -> Patt
     if isinstance(x, Side) and x.table.shape[1:3] == (1, 1):
         return _of_keys(x.table[:, 0, 0].expand(-1, place.nk))
     numbers = _numbers(x, place)
-    return _blocks(x, place) if numbers is None else Documents(ids=numbers)
+    return _blocks(x, place) if numbers is None else _documents(numbers)
 
 
 def _joined(x: And | Or, place: Place, within: Tensor | None) -> Pattern | None:
@@ -105,7 +105,7 @@ def _joined(x: And | Or, place: Place, within: Tensor | None) -> Pattern | None:
             numbers = mine if numbers is None else _both(numbers, mine)
     found: list[Pattern] = []
     if numbers is not None:
-        found.append(Documents(ids=numbers))
+        found.append(_documents(numbers))
         within = numbers if within is None else _both(numbers, within)
     # sets of distances merge, those inside of documents too
     merged = joined(type(x), [_by_distance(part, place, within) for part in rest])
@@ -124,6 +124,11 @@ def _numbers(x: Relation, place: Place) -> Tensor | None:
         return None
     # numbers of documents are not negative, and these may be any
     return _numbered(x.v[:, 0, 0])
+
+
+def _documents(numbers: Tensor) -> Documents:
+    # read now: nothing writes to these numbers, and each call would read them again
+    return Documents(ids=numbers).read()
 
 
 def _both(one: Tensor, other: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...cache import PATTERNS
 from ...patterns.cache_key import TableId
-from ...torch_compat import dispatched, wrapped
+from ...torch_compat import dispatched, transforming
 from ...trace.evaluate import Arguments
 from ...trace.graph import Graph
 from ...trace.opaque import agrees, codes
@@ -35,8 +35,8 @@ def agreed(
     """Return whether a function computes its graph, and what that was recognised as; a known one is not called again.
 
     A function is known by its code and its graph, in which numbers count by value and tables by shape. Where all
-    entries of a table are equal, as in one of zeros, it is compared again once the table is written to. Nothing can be
-    compared in a transform or a mode of torch, in which tensors may have no values.
+    entries of a table are equal, as in one of zeros, it is compared again once the table is written to. An unknown
+    function is trusted in a transform or a mode of torch, in which tensors may have no values to compare.
 
     Args:
         score_mod: The function.
@@ -45,12 +45,12 @@ def agreed(
         dtype: Dtype of the scores.
         recognised: Functions that compute it at pairs in another way.
     """
-    if dispatched() or any(map(wrapped, graph.tensors)):
-        return True
     key: Hashable = "score function", codes(score_mod), graph.key, place, len(recognised)
     known = PATTERNS.get(key)
     if isinstance(known, bool):
         return known
+    if transforming() or dispatched():
+        return True
     tables = tuple(map(TableId, graph.tensors))
     if known is not None and known == tables:
         return True

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...api import attention_with_lse
 from ...errors import ShapeError
 from ...patterns import Full, Pattern
-from ...torch_compat import uncompiled
+from ...torch_compat import before_compiling, uncompiled
 from ...trace.graph import Graph, UntraceableError
 from ...trace.relation import Place
 from ...trace.symbols import trace
@@ -130,6 +130,7 @@ def read(call: Call, score_mod: ScoreMod | None, block_mask: Any) -> Read:
     pattern = pattern_of(block_mask, place)
     if score_mod is None:
         return Read(pattern, call.scale, Score(1.0, (), Full(), (place.nq, place.nk)))
+    score_mod = before_compiling(score_mod)
     try:
         graph = trace(score_mod, dtype, transforms=True)
         score = score_of(graph, place)
