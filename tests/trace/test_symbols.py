@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ringweave.patterns.cache_key import CacheKey
 from ringweave.trace.graph import SCORE, B, Graph, H, K, Node, Q, UntraceableError
-from ringweave.trace.operations import DRAWS, SPELLINGS
+from ringweave.trace.operations import DRAWS, FUNCTIONS, SPELLINGS
 from ringweave.trace.symbols import Symbol, trace
 
 Function = Callable[..., Any]
@@ -91,6 +91,13 @@ def test_every_spelling_of_an_operator_is_one_name() -> None:
         lambda b, h, q, k: operator.ge(q, k),
     ):
         assert trace(function).key == trace(lambda b, h, q, k: q >= k).key
+    chosen = trace(lambda b, h, q, k: torch.where(q > k, q, k)).key
+    assert trace(lambda b, h, q, k: q.where(q > k, k)).key == chosen
+    both: list[Function] = [
+        lambda b, h, q, k: torch.where(q > 1, k > 1, h > 1),
+        lambda b, h, q, k: (q > 1).where(k > 1, h > 1),
+    ]
+    assert trace(both[0]).key != trace(both[1]).key
     for function in (lambda b, h, q, k: 7 - q, lambda b, h, q, k: torch.rsub(q, 7), lambda b, h, q, k: q.__rsub__(7)):
         assert trace(function).key == trace(lambda b, h, q, k: 7 - q).key
     casts: list[Function] = [lambda b, h, q, k: q.float(), lambda b, h, q, k: q.to(torch.float32)]
@@ -105,19 +112,23 @@ def test_a_name_has_the_meaning_of_each_spelling(name: str) -> None:
     for spelling, (found, function, swap) in SPELLINGS.items():
         if found != name:
             continue
+        assert function is FUNCTIONS[name]
         for x, y in (
             (torch.tensor([0.4, 0.7]), torch.tensor([0.2, 0.9])),
             (torch.tensor([5, 2]), torch.tensor([2, 1])),
         ):
-            args: list[Any] = [[x], [x, y], [x, y, x / 2], [x, torch.float64], [x, x > y, y]]
+            args: list[Any] = [[x], [x, y], [x, y, x / 2], [x, torch.float64], [x, x > y, y], [x > 1, x > y, y > x]]
             for given in args:
+                if name in ("relu", "selu") and len(given) > 1:
+                    # the second is whether to write in place
+                    continue
                 try:
                     want = spelling(*given)
                 except (TypeError, RuntimeError, AttributeError):
                     continue
                 if not isinstance(want, Tensor):
                     continue
-                got = function(*given[::-1]) if swap else function(*given)
+                got = function(given[1], given[0], *given[2:]) if swap else function(*given)
                 torch.testing.assert_close(got, want, equal_nan=True)
 
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..cache import process_cache
+from ..errors import in_a_line
 from ..torch_compat import without_function_modes
-from .operations import ELEMENTWISE, OPERATORS, Function, name_of
+from .operations import ELEMENTWISE, FUNCTIONS, OPERATORS, Function, name_of
 
 #: Bits of the arguments that a value depends on.
 SCORE, B, H, Q, K = 1, 2, 4, 8, 16
 #: Names of the arguments of a mask and of a score function, with their bits.
 MASK_ARGUMENTS = ("b", "h", "q", "k")
 ARGUMENTS = ("score", *MASK_ARGUMENTS)
-BITS = dict(zip(ARGUMENTS, (SCORE, B, H, Q, K), strict=True))
+BITS = {"score": SCORE, "b": B, "h": H, "q": Q, "k": K}
 
 Kind = tuple[torch.dtype, tuple[int, ...]]
 
@@ -134,11 +136,6 @@ def deps_of(x: Any) -> int:
     return bits
 
 
-# Kinds of the results of elementwise operations, which depend on the kinds of numbers: as many entries as there are
-# operations and dtypes.
-_RULES: dict[Hashable, Kind] = {}
-
-
 def kind_of(node: Node) -> Kind:
     """Return dtype and shape of a node's value for one pair; torch computes them, once for each kind of numbers.
 
@@ -162,34 +159,48 @@ def _kind(node: Node) -> Kind:
     for each in nodes_in(node.kwargs):
         if each.kind is None:
             each.kind = _kind(each)
-    rule = _rule(node)
-    known = None if rule is None else _RULES.get(rule)
-    if known is None:
-        known = _indexed(node) if node.name == "index" else _computed(node)
-        if rule is not None:
-            _RULES[rule] = known
-    return known
+    if node.name == "index":
+        return _indexed(node)
+    operands = _numbers(node)
+    if operands is None or torch.compiler.is_compiling():
+        return _computed(node)
+    return _kind_of_numbers(node.name, operands, torch.get_default_dtype())
 
 
-def _rule(node: Node) -> Hashable | None:
-    """Return everything that the kind of a number depends on; None for a result of another kind."""
+def _numbers(node: Node) -> tuple[Hashable, ...] | None:
+    """Return everything about the operands of an elementwise operation on numbers that its result's kind depends on."""
     if node.name not in ELEMENTWISE or node.kwargs:
         return None
-    rule: list[Hashable] = [node.name, torch.get_default_dtype()]
+    found: list[Hashable] = []
     for x in node.args:
         kind = type(x)
         if kind is Node:
             dtype, shape = x.kind
             if shape:
                 return None
-            rule.append(dtype)
+            found.append(dtype)
         elif kind is int or kind is float or kind is bool:
-            rule.append(kind.__name__)
+            found.append(kind.__name__)
         elif kind is torch.dtype:
-            rule.append((x,))
+            found.append((x,))
         else:
             return None
-    return tuple(rule)
+    return tuple(found)
+
+
+_PLAIN = {"int": 1, "float": 1.0, "bool": True}
+
+
+@process_cache
+def _kind_of_numbers(name: str, operands: tuple[Hashable, ...], default: torch.dtype) -> Kind:
+    """Return the kind of a number: there are as many as operations and dtypes, and ``default`` is torch's own now."""
+    given: list[Any] = []
+    for x in operands:
+        if isinstance(x, torch.dtype):
+            given.append(example((x, ())))
+        else:
+            given.append(x[0] if isinstance(x, tuple) else _PLAIN[str(x)])
+    return _tried(FUNCTIONS[name], given, name)
 
 
 def _computed(node: Node) -> Kind:
@@ -200,17 +211,20 @@ def _computed(node: Node) -> Kind:
         given = dict(zip(operands, values, strict=True))
         return node.function(*filled_in(node.args, given), **filled_in(node.kwargs, given))
 
+    if node.name != "call":
+        return _tried(one, examples, node.name)
+    # as it will be evaluated: vmap refuses a function that reads a value
+    dtype, shape = _tried(torch.vmap(one), [x[None] for x in examples], name_of(node.function))
+    return dtype, shape[1:]
+
+
+def _tried(function: Function, args: Sequence[Any], name: str) -> Kind:
     try:
-        if node.name == "call":
-            # as it will be evaluated; vmap refuses a function that reads a value
-            result = torch.vmap(one)(*[x[None] for x in examples])
-            return result.dtype, tuple(result.shape[1:])
-        result = one(*examples)
+        result = function(*args)
         return result.dtype, tuple(result.shape)
     except Exception as error:
         # whatever torch raises for these arguments, or another result than one tensor
-        said = f"{type(error).__name__} {error}"
-        raise UntraceableError(f"{name_of(node.function)} fails for one pair: {said}"[:150]) from error
+        raise UntraceableError(f"{name} fails for one pair: {in_a_line(error)}") from error
 
 
 def example(kind: Kind) -> Tensor:

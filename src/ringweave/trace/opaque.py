@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import RingweaveError, ShapeError, UnsupportedError, first_line, shown
 from ..torch_compat import version, wrapped
 from .evaluate import Arguments, evaluated, looked_up, wide
-from .graph import Graph, UntraceableError
+from .graph import Graph
 from .operations import filled, name_of, writes
 
 ScoreFunction = Callable[..., Tensor]
@@ -458,7 +458,7 @@ def agrees(function: Callable[..., Any], graph: Graph, lengths: Mapping[str, Ten
         # with gradients, as in the trace, since the function may keep tables that it makes
         with torch.enable_grad(), Mapped():
             want = torch.vmap(function)(*[x.clone() for x in at.values()])
-    except (UntraceableError, Exception):  # noqa: BLE001
+    except Exception:  # noqa: BLE001
         # whatever a user's function raises; its caller calls it again in another way
         return False
     if not isinstance(want, Tensor) or got.dtype != want.dtype:

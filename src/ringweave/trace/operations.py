@@ -85,11 +85,12 @@ def filled(x: Tensor, mask: Tensor, value: Any) -> Tensor:
 
 def _spellings() -> dict[Function, tuple[str, Function, bool]]:
     found: dict[Function, tuple[str, Function, bool]] = {}
-    for name in ELEMENTWISE:
-        # as a function of torch where it is one, else as a method
-        for space in reversed(_SPACES):
-            if hasattr(space, name):
-                found[getattr(space, name)] = name, getattr(space, name), False
+    for name in ELEMENTWISE - OPERATORS.keys():
+        spelled = [getattr(space, name) for space in _SPACES if hasattr(space, name)]
+        # one function for all spellings, since a graph knows them by one name
+        found |= dict.fromkeys(spelled, (name, spelled[0], False))
+    # x.where(condition, y) is torch.where(condition, x, y)
+    found[Tensor.where] = "where", torch.where, True
     for name, (function, reverses) in OPERATORS.items():
         method = special(name)
         names = (name, *_ALIASES.get(name, "").split()) if name != "index" else ()
@@ -106,8 +107,10 @@ def _spellings() -> dict[Function, tuple[str, Function, bool]]:
     return found
 
 
-#: Name and function of each spelling of a known operation, and whether its operands are exchanged.
+#: Name and function of each spelling of a known operation, and whether its first two operands are exchanged.
 SPELLINGS = _spellings()
+#: The function of each name.
+FUNCTIONS = {name: function for name, function, _ in SPELLINGS.values()}
 # torch.compile knows no name of a function that it traces
 _NAMES = {
     getattr(space, name): name

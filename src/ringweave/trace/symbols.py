@@ -275,7 +275,8 @@ class Trace(TorchFunctionMode):
         named: dict[str, Any] = {}
         if kwargs:
             named, of = self.given(kwargs)
-            key.append(of)
+            # spellings of one name may name their arguments in different ways
+            key += [function, of]
             deps |= deps_of(named)
         return Symbol(self, self._added(name, function, tuple(values), named, tuple(key), deps))
 
@@ -325,7 +326,8 @@ class Trace(TorchFunctionMode):
             if not kwargs:
                 if name == "index":
                     return self.index(*args)
-                return self.record(name, None if name in OPERATORS else function, args[::-1] if swap else args)
+                given = (args[1], args[0], *args[2:]) if swap else args
+                return self.record(name, None if name in OPERATORS else function, given)
             # an operator of Python takes no named arguments, such as rounding_mode
             return self.record("call" if swap or name == "index" else name, func, args, kwargs)
         if name in CASTS:
