@@ -207,7 +207,9 @@ def test_tables_of_blocks_are_followed() -> None:
     assert torch.equal(dense(mask), allowed(mask, 1, 1, N, N))
     mask.kv_num_blocks = mask.kv_num_blocks - 1
     assert torch.equal(dense(mask), allowed(mask, 1, 1, N, N))
-    mask.kv_indices, mask.BLOCK_SIZE = mask.kv_indices.flip(-1), (32, 48)
+    mask.kv_indices = mask.kv_indices.flip(-1)
+    assert torch.equal(dense(mask), allowed(mask, 1, 1, N, N))
+    mask.BLOCK_SIZE = 32, 48
     assert torch.equal(dense(mask), allowed(mask, 1, 1, N, N))
 
 
@@ -234,8 +236,9 @@ def test_functions_that_ask_for_a_type() -> None:
     def asking(b, h, q, k):  # type: ignore[no-untyped-def]
         return q >= k if type(q) is Tensor else q <= k
 
+    mask = one_block(honest)
     for function in (honest, asking, both(asking), both(honest), both(honest), both(asking)):
-        mask = one_block(function)
+        mask.mask_mod = function
         assert torch.equal(dense(mask), allowed(mask, 1, 1, N, N))
 
 
@@ -248,12 +251,17 @@ def test_others_are_evaluated(name: str) -> None:
     assert pattern_of(mask, place) is pattern_of(mask, place)
 
 
-def test_a_table_that_is_too_short_outside_of_the_blocks() -> None:
+@pytest.mark.parametrize("sides", [1, 2])
+def test_a_table_that_is_too_short_outside_of_the_blocks(sides: int) -> None:
     """The function is called in partial blocks only, and recognised only where it has values for all positions."""
-    short = torch.arange(40)
+    short, by_block = torch.arange(40), torch.tensor([[True], [True]])
+
+    def function(b, h, q, k):  # type: ignore[no-untyped-def]
+        return short[k] <= q if sides == 1 else by_block[q // 32, k // 32] & (k <= q)
+
     mask = BlockMask.from_kv_blocks(
         torch.tensor([[[1, 1, 0, 0]]], dtype=torch.int32), torch.zeros(1, 1, 4, 4, dtype=torch.int32), BLOCK_SIZE=32,
-        mask_mod=lambda b, h, q, k: short[k] <= q, seq_lengths=(N, N),
+        mask_mod=function, seq_lengths=(N, N),
     )  # fmt: skip
     want = torch.zeros(N, N, dtype=torch.bool)
     want[:64, :32] = torch.arange(32) <= torch.arange(64)[:, None]

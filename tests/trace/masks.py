@@ -386,6 +386,7 @@ def hostile() -> dict[str, Mask]:
     bools = torch.rand(2, 4, N // 64, N // 64, generator=drawn(10)) < 0.5
     array, narrow, bytes_ = np.arange(N) % 7, torch.arange(N, dtype=torch.int32) // 9, torch.arange(N).to(torch.uint8)
     far = torch.arange(N).where(torch.arange(N) % 5 > 0, torch.iinfo(torch.int64).max)
+    wide = torch.arange(N) + 2**32
     counter, memo = [0], {}
 
     def nested(b, h, q, k):  # type: ignore[no-untyped-def]
@@ -469,6 +470,7 @@ def hostile() -> dict[str, Mask]:
         "uint8 and a negative number": lambda b, h, q, k: (bytes_[q] >= -5) | (q - k == 2),
         "uint8 in reverse": lambda b, h, q, k: (bytes_[q] > bytes_[k]) & (bytes_[k] < bytes_[q]),
         "int64 by distance that overflows": lambda b, h, q, k: far[(q - k).abs()] >= k - q,
+        "int32 of a number beyond it": lambda b, h, q, k: wide[q].int() <= k,
         "int64 at its end": lambda b, h, q, k: (far[q] <= far[k]) & (far[q] > far[k] - 0),
         "sum of bools": lambda b, h, q, k: (q > 5).int() + (k > 9).int() == 1,
         "product of bools": lambda b, h, q, k: (q > 5) * (k > 9),
