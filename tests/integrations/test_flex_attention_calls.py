@@ -17,6 +17,7 @@ from torch.nn.attention import flex_attention as peer
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, create_block_mask
 from torch.utils.checkpoint import checkpoint
 
+from ringweave.cache import PATTERNS
 from ringweave.errors import PatternError, RingweaveError, UnsupportedError
 from ringweave.integrations.flex_attention import explain, flex_attention, install
 from ringweave.integrations.flex_attention.block_masks import pattern_of
@@ -923,3 +924,35 @@ def test_transformers_trains() -> None:
             torch.testing.assert_close(mine.grad, want.grad, rtol=1e-3, atol=1e-5)
     assert theirs.flex_attention is torch_flex
     torch._dynamo.reset()
+
+
+def biased(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return score * 1.5 - (q - k).abs() / (h + 1)
+
+
+def squared(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.where(q >= k, score + 0.1 * score * score, -torch.inf)
+
+
+@pytest.mark.parametrize("score", [None, biased, squared])
+@pytest.mark.parametrize("name", list(MASKS))
+def test_a_default_device_changes_nothing(name: str, score: Callable[..., Tensor] | None) -> None:
+    """Functions are read, compared and evaluated on the device of the call."""
+    # lengths that no other test has, so that nothing is cached
+    n = 71 + list(MASKS).index(name)
+    x = Inputs.random(n, batch=2, heads=4)
+    mask = MASKS[name](2, 4, n, n)
+
+    def results() -> tuple[str, list[Tensor]]:
+        inputs = [each.clone().requires_grad_() for each in (x.q, x.k, x.v)]
+        said = str(explain(*inputs, score, mask))
+        out, lse = flex_attention(*inputs, score, mask, return_lse=True)
+        return said, [out, lse, *torch.autograd.grad(out, inputs, x.dout)]
+
+    with torch.device("meta"):
+        said, got = results()
+    # as in a new process
+    PATTERNS.clear()
+    expected, want = results()
+    assert said == expected
+    assert all(map(torch.equal, got, want))

@@ -234,7 +234,10 @@ class _Evaluation:
                 # arguments have no entry
                 self._values.pop(each, None)
         result = formula.result
-        self.out = self._value(result) if type(result) is Node else torch.tensor(result).reshape((1,) * self._lead)
+        if type(result) is Node:
+            self.out = self._value(result)
+        else:
+            self.out = torch.full((1,) * self._lead, result, device=next(iter(at.values())).device)
         self._values.clear()
 
     def _value(self, node: Node) -> Tensor:

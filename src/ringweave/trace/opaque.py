@@ -454,11 +454,11 @@ def agrees(
         lengths: The values that each argument can have, by name, (n,).
         recognised: Functions that compute the graph at pairs in another way, in any dtype.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     at: dict[str, Tensor] = {}
     for bit, (name, values) in enumerate(lengths.items()):
-        corners = (torch.arange(2 ** len(lengths)) >> bit & 1) * (len(values) - 1)
-        further = torch.randint(len(values), (max(0, _PAIRS - len(corners)),), generator=generator)
+        corners = (torch.arange(2 ** len(lengths), device="cpu") >> bit & 1) * (len(values) - 1)
+        further = torch.randint(len(values), (max(0, _PAIRS - len(corners)),), generator=generator, device="cpu")
         at[name] = values[torch.cat([corners, further])]
     try:
         with torch.no_grad():

@@ -405,7 +405,7 @@ class Reader:
         if _side(a) == "k":
             a, b, name = b, a, _MIRROR[name]
         u, v = self.table(a), self.table(b)
-        common = torch.result_type(torch.empty((), dtype=a.dtype), torch.empty((), dtype=b.dtype))
+        common = torch.result_type(*(torch.empty((), dtype=x.dtype, device="cpu") for x in (a, b)))
         u, v = u.to(common), v.to(common)
         if common in _FLOATS:
             if bool(u.isnan().any() | v.isnan().any()):
@@ -642,7 +642,9 @@ class Reader:
         fill = [inner[0] if each is dependent[0] else each.value if type(each) is Node else each for each in x.args]
         if len(fill) == 2:
             # as of numbers: the dtype of a whole table would win over that of one number
-            a, b = (torch.empty((), dtype=each.dtype) if isinstance(each, Tensor) else each for each in fill)
+            a, b = (
+                torch.empty((), dtype=each.dtype, device="cpu") if isinstance(each, Tensor) else each for each in fill
+            )
             common = torch.result_type(a, b)
             fill = [each.to(common) if isinstance(each, Tensor) else each for each in fill]
         return x.function(*fill), inner[1]
