@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
-from ringweave.integrations.flex_attention import flex_attention
+from ringweave.integrations.flex_attention import flex_attention, score_tiles
+from ringweave.integrations.flex_attention.agreement import agreed
+from ringweave.integrations.flex_attention.recognised import ScoreMod
+from ringweave.integrations.flex_attention.score_tiles import Attended
+from ringweave.patterns import Pattern
+from ringweave.torch_compat import before_compiling
+from ringweave.trace.graph import UntraceableError
+from ringweave.trace.relation import Place
+from ringweave.trace.symbols import trace
+from ringweave.types import acc_dtype
 
 from ..oracle import Inputs, attention, check_errors, errors, results
 from ..trace.scores import by_pair
@@ -34,6 +43,18 @@ def documents(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 def sparse(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """Rows of the first 40 queries are empty."""
     return (q >= 40) & ((q + 2 * k + b) % 5 == 0)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, score_mod: ScoreMod, *, scale: float) -> Attended:
+    """Compute attention in tiles, by the graph of a function if it has one that agrees with it, as flex_attention does."""
+    place, dtype = Place(*q.shape[:3], k.shape[2]), acc_dtype(q.dtype)
+    with torch.autocast("cpu", enabled=False):
+        try:
+            graph = trace(before_compiling(score_mod), dtype, transforms=True)
+            agrees = 0 in place[:4] or agreed(before_compiling(score_mod), graph.typed(), place, dtype)
+        except UntraceableError:
+            agrees = False
+    return score_tiles.attend(q, k, v, pattern, score_mod, scale=scale, graph=graph if agrees else None)
 
 
 def created(mask_mod: MaskMod, side: Any = SIDE) -> Callable[..., BlockMask]:

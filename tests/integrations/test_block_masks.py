@@ -1,4 +1,4 @@
-"""Masks of FlexAttention as patterns: their pairs, what is recognised, and what may change between calls."""
+"""Masks of FlexAttention as patterns: their pairs, the functions that are recognised, and changes between calls."""
 
 from __future__ import annotations
 

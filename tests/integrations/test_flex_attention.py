@@ -15,12 +15,11 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex
 from ringweave.errors import RingweaveError
 from ringweave.integrations.flex_attention import explain, flex_attention
 from ringweave.integrations.flex_attention.block_masks import pattern_of
-from ringweave.integrations.flex_attention.score_tiles import attend
 from ringweave.trace.relation import Place
 
 from ..oracle import Inputs, attention
 from ..trace import scores as corpus
-from .flex_cases import MASKS, compare, scored
+from .flex_cases import MASKS, attend, compare, scored
 
 # torch warns of its own function without a compiler, and of return_lse
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without", "ignore:return_lse is deprecated")

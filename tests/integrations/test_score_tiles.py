@@ -21,13 +21,13 @@ from torch.overrides import TorchFunctionMode
 import ringweave as rw
 from ringweave.errors import ShapeError, UnsupportedError
 from ringweave.integrations.flex_attention import explain, flex_attention
-from ringweave.integrations.flex_attention.score_tiles import attend
 from ringweave.patterns import Pattern
 
 from .. import oracle
 from ..cases import PATTERNS
 from ..oracle import Inputs
 from ..test_conformance import POWERS, check_powers, with_powers
+from .flex_cases import attend
 from .test_memory import Largest
 
 # torch warns of its own function without a compiler, and of return_lse

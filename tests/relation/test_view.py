@@ -17,7 +17,7 @@ from ringweave.relation.opaque import Opaque
 from ringweave.relation.placed import Documents, Placed
 from ringweave.relation.shapes import neighborhood
 from ringweave.relation.tiles import Masks, strips, tiling
-from ringweave.relation.transforms import first_alike, view
+from ringweave.relation.transforms import first_equal, view
 from ringweave.relation.zones import D, K, Q, Residue, Zones
 
 ELEMENTS, N = 2, 50
@@ -131,7 +131,7 @@ def residues_of(node: Node) -> list[Residue]:
 @given(trees(), st.integers(1, 13), st.data())
 def test_views_from_the_first_equal_offset_on_are_equal(node: Node, rate: int, data: st.DataObject) -> None:
     offset = data.draw(st.integers(0, rate - 1))
-    first = first_alike(node, rate, offset)
+    first = first_equal(node, rate, offset)
     assert 0 <= first <= offset
     views = [view(node, rate, each) for each in (first, offset)]
     if views[0] is None or views[1] is None:
@@ -167,6 +167,6 @@ def test_grids_places_and_placed_leaves_have_no_view() -> None:
 
 def test_the_place_of_a_bound_falls_where_the_offset_reaches_its_residue() -> None:
     sinks = Zones(k=(0, 37))
-    assert [first_alike(sinks, 16, offset) for offset in range(16)] == [0] * 5 + [5] * 11
-    assert first_alike(Zones(d=(-37, 1), residue=Residue(D, 4, 1)), 16, 9) == 0
-    assert first_alike(Zones(residue=Residue(K, 16, 3)), 16, 9) == 9
+    assert [first_equal(sinks, 16, offset) for offset in range(16)] == [0] * 5 + [5] * 11
+    assert first_equal(Zones(d=(-37, 1), residue=Residue(D, 4, 1)), 16, 9) == 0
+    assert first_equal(Zones(residue=Residue(K, 16, 3)), 16, 9) == 9

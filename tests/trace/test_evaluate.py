@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringweave.trace.evaluate import Formula, evaluated
 from ringweave.trace.graph import UntraceableError
-from ringweave.trace.opaque import Mapped, over_pairs
 from ringweave.trace.symbols import trace
+from ringweave.trace.vmapped import ScalarIndices, over_pairs
 
 from .. import oracle
 
@@ -90,7 +90,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Captured], Function], bool]] = {
 
 
 def by_vmap(function: Function, scores: Tensor, at: dict[str, Tensor]) -> Tensor:
-    with Mapped():
+    with ScalarIndices():
         return over_pairs(lambda *pair: function(*[x.clone() for x in pair]), scores, at)
 
 

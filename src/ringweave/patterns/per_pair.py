@@ -3,32 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-
-class ScalarIndices(TorchFunctionMode):
-    """Let ``table[i]`` look up a mapped 0-dim tensor; torch would read it as a number, which vmap forbids."""
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Replace a look-up by scalars with the operator that takes tensors."""
-        if func is Tensor.__getitem__:
-            table, index = args
-            listed = index if isinstance(index, tuple) else (index,)
-            if any(isinstance(each, Tensor) for each in listed) and all(map(_is_place, listed)):
-                places = [each if isinstance(each, Tensor) else torch.tensor(each, device="cpu") for each in listed]
-                return torch.ops.aten.index(table, places)
-        return func(*args, **(kwargs or {}))
-
-
-def _is_place(index: object) -> bool:
-    return isinstance(index, Tensor) or type(index) is int
+from ..trace.vmapped import ScalarIndices
 
 
 def per_pair(fn: Callable[..., Tensor], *arguments: Tensor, narrow: Sequence[int] = ()) -> Tensor:

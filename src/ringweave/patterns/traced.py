@@ -3,7 +3,8 @@
 Sets of distances, keys and documents have patterns. Any other leaf has one if its functions of the query and of the key
 are constant on blocks of tokens: a table of blocks. The others have no pattern yet, and would be zones: an ``Order``
 with keys that ascend is an interval of keys for each query, an ``Equal`` of two functions is runs of keys for runs of
-queries, and a ``Side`` of queries is zones of these. Only a ``Lookup`` or a ``Member`` token by token is none.
+queries, and a ``Side`` of queries is zones of these. Only a ``Lookup`` or a ``Member`` that differs from token to token
+has no zones.
 """
 
 from __future__ import annotations

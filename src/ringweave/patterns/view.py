@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..relation.node import ELEMENT, Node
-from ..relation.transforms import first_alike, simplified, view
+from ..relation.transforms import first_equal, simplified, view
 from ..relation.zones import Zones
 from .algebra import Combined, Not, PerHead
 from .base import Composite, Derived, Full, Pattern
@@ -70,7 +70,7 @@ def in_view(pattern: Pattern, rate: int, offset: int, n: int) -> Pattern | None:
 
 def _of_leaf(pattern: Pattern, rate: int, offset: int, n: int) -> Pattern | None:
     whole = simplified(pattern.zones(n))
-    offset = first_alike(whole, rate, offset)
+    offset = first_equal(whole, rate, offset)
     node = view(whole, rate, offset)
     if node is None:
         return None

@@ -100,7 +100,7 @@ class Blocks(NamedTuple):
     """The blocks of a BlockMask.
 
     Attributes:
-        partial: Blocks of which the mask function allows some pairs, bool (..., rows, columns).
+        partial: Blocks in which the mask function allows some pairs, bool (..., rows, columns).
         full: Blocks with all pairs, in the same form; None without a list of such blocks.
         size: Queries and keys of a block.
     """

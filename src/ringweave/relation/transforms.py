@@ -140,7 +140,7 @@ def _zones_in_view(zones: Zones, rate: int, offset: int) -> Zones | None:
 def _residue_in_view(residue: Residue, phase: Int64, rate: int) -> tuple[Residue | None, Int64, Bool] | None:
     """Return the residue of ``x`` with ``rate * x`` in a residue, its phases, and which groups have it; None if none.
 
-    Groups differ in phase only, so they have one residue, or there is none.
+    Groups differ in phase only, so the result has one residue for all of them.
     """
     axis, m, width = residue
     if rate % m == 0:
@@ -160,12 +160,12 @@ def _residue_in_view(residue: Residue, phase: Int64, rate: int) -> tuple[Residue
     return Residue(axis, m // rate, max(1, int(widths.max(initial=0)))), first, widths > 0
 
 
-def first_alike(node: Node, rate: int, offset: int) -> int:
+def first_equal(node: Node, rate: int, offset: int) -> int:
     """Return the first offset from which on, up to ``offset``, a relation has the same view."""
     if isinstance(node, Not):
-        return first_alike(node.part, rate, offset)
+        return first_equal(node.part, rate, offset)
     if isinstance(node, (And, Or)):
-        return max(first_alike(part, rate, offset) for part in node.parts)
+        return max(first_equal(part, rate, offset) for part in node.parts)
     if not isinstance(node, Zones) or node.each or (node.residue is not None and node.residue.axis != D):
         return offset
     # the place of a bound falls by one where the offset reaches the bound's own residue

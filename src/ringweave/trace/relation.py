@@ -33,7 +33,7 @@ MOST_RUNS = 256
 _MOST_LEAVES = 512
 # Factors and constants up to which a sum of positions does not overflow, and sums of tables that do not.
 _LARGE, _RANGE = 2**31, 2**63
-# positions whose sums and differences float32 has exactly
+# float32 represents the sums and differences of positions up to this one exactly
 _EXACT = 2**23
 _INTEGERS = frozenset([torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
 _FLOATS = frozenset([torch.float64, torch.float32, torch.float16, torch.bfloat16])

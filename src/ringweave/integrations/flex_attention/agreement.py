@@ -15,9 +15,9 @@ from torch import Tensor
 from ...cache import PATTERNS
 from ...patterns.cache_key import TableId
 from ...torch_compat import dispatched, transforming
+from ...trace.comparison import agrees, codes
 from ...trace.evaluate import Arguments
 from ...trace.graph import Graph
-from ...trace.opaque import agrees, codes
 from ...trace.relation import Place
 
 _SCORES = 0.0, 0.5, -0.5, 3.0, -3.0, 40.0, -40.0

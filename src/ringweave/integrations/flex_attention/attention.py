@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +19,7 @@ from ...validate import check_tensors, checked_scale
 from .agreement import agreed
 from .argument_checks import Call, checked
 from .block_masks import pattern_of
-from .score_terms import Score, score_of
-
-ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+from .recognised import Score, ScoreMod, score_of
 
 
 @uncompiled("Call it outside of code that is compiled with fullgraph=True; other compiled code breaks its graph here.")
@@ -161,12 +158,14 @@ def _attend(
         from .score_tiles import attend
 
         check_tensors(query, key, value, empty=True)
-        given = score_mod or _unchanged
+        given, graph = score_mod or _unchanged, found.graph
+        if score_mod is None:
+            graph = trace(given, acc_dtype(query.dtype))
         if found.score is None:
-            out, lse, most = attend(query, key, value, found.pattern, given, scale=scale, graph=found.graph)
+            out, lse, most = attend(query, key, value, found.pattern, given, scale=scale, graph=graph)
             return _in_order_of(query, out), lse, most if with_max else None
         with torch.no_grad():
-            most = attend(query, key, value, found.pattern, given, scale=scale, graph=found.graph)[2]
+            most = attend(query, key, value, found.pattern, given, scale=scale, graph=graph)[2]
     terms = found.score.terms
     # given, since a causal mask of fewer queries than keys is no mistake here
     out, lse = attention_with_lse(query, key, value, found.pattern, scale=found.scale, terms=terms, q_offset=0)

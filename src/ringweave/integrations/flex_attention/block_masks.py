@@ -21,8 +21,8 @@ from ...patterns.cache_key import CacheKey, TableId
 from ...patterns.function import Reads
 from ...plan.interop import blocks_of, fits_blocks, in_blocks
 from ...torch_compat import outside_transforms
+from ...trace.comparison import agrees, codes
 from ...trace.graph import B, Graph, H, UntraceableError, deps_of
-from ...trace.opaque import agrees, codes
 from ...trace.relation import Place
 from ...trace.symbols import trace
 from .frozen import frozen
@@ -51,7 +51,7 @@ def pattern_of(block_mask: Any, place: Place) -> Pattern:
 
 
 def _recognised(block_mask: Any, tables: dict[str, Tensor], place: Place) -> Pattern | None:
-    """Return the pattern of a mask whose function patterns have; None for another function."""
+    """Return the pattern with the pairs of a mask's function; None if no pattern has them."""
     function = block_mask.mask_mod
     try:
         graph = trace(function)
@@ -104,7 +104,7 @@ class _Read:
 
 
 def _followed(block_mask: Any, tables: dict[str, Tensor], place: Place) -> Pattern:
-    """Return the pattern of a mask whose function is evaluated in tiles."""
+    """Return the pattern that evaluates the function of a mask in tiles."""
     size = tuple(block_mask.BLOCK_SIZE), place.nq, place.nk
     reads = Reads(block_mask.mask_mod)
     listed = CacheKey.following("", tuple(tables.values())).value

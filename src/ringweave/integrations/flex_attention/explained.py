@@ -9,7 +9,8 @@ from torch import Tensor
 from ...reports import explanation
 from ...validate import check_tensors
 from .argument_checks import checked
-from .attention import ScoreMod, read
+from .attention import read
+from .recognised import ScoreMod
 
 
 def explain(

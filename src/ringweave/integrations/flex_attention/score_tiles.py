@@ -7,7 +7,7 @@ reaches nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -29,15 +29,11 @@ from ...plan.tile_size import tile_size_of
 from ...torch_compat import before_compiling, forward_mode, transforming
 from ...torch_ops import Differentiable, refuse_twice
 from ...trace.evaluate import Formula
-from ...trace.graph import Graph, Node, UntraceableError
-from ...trace.opaque import Opaque
-from ...trace.relation import Place
-from ...trace.symbols import trace
+from ...trace.graph import Graph, Node
+from ...trace.vmapped import Vmapped
 from ...types import acc_dtype
-from .agreement import agreed
 from .frozen import frozen
-
-ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+from .recognised import ScoreMod
 
 # Bytes of a chunk's scores and of the tensors that the score_mod computes from them: fits a CPU's cache, and a bounded
 # part of a GPU's memory.
@@ -111,7 +107,7 @@ def attend(
     score_mod: ScoreMod,
     *,
     scale: float,
-    graph: Graph | None = None,
+    graph: Graph | None,
 ) -> Attended:
     """Compute attention with a score_mod over the pairs that a pattern allows.
 
@@ -125,7 +121,7 @@ def attend(
         pattern: A relation, which is applied after the function.
         score_mod: The function; a score of -inf masks a pair.
         scale: Factor of the scores.
-        graph: The function's graph, if it was traced and agrees with the function.
+        graph: The function's graph, which agrees with the function; None if there is none.
     Raises:
         PatternError: The pattern is made for other lengths, heads or batch, or is a LongNet.
         ShapeError: The function does not return a 0-dim floating tensor.
@@ -137,7 +133,7 @@ def attend(
         raise UnsupportedError("score_mod", "a transform of torch.func", wanted, "Express it by terms, as in Softcap.")
     # the caller's autocast does not last until backward, so the function computes without it
     with torch.autocast(query.device.type, enabled=False):
-        function = _function(before_compiling(score_mod), graph, query, key)
+        function = _function(before_compiling(score_mod), graph, query)
     work = _Work(function, _plan(query, key, pattern, function), scale)
     inputs = query, key, value, *function.captured
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
@@ -145,22 +141,12 @@ def attend(
     return work.forward(query.detach(), key.detach(), value.detach())[0]
 
 
-def _function(score_mod: ScoreMod, graph: Graph | None, query: Tensor, key: Tensor) -> ScoreFunction:
-    """Return a score_mod as the formula of its graph; as a function if it has no graph that agrees with it."""
-    dtype = acc_dtype(query.dtype)
-    try:
-        if graph is None:
-            graph = trace(score_mod, dtype)
-            (batch, heads, nq, _), nk = query.shape, key.shape[2]
-            place = Place(batch, heads, nq, nk)
-            if 0 not in place[:4] and not agreed(score_mod, graph, place, dtype):
-                graph = None
-        if graph is not None and _is_number(graph):
-            return Formula(graph)
-    except UntraceableError:
-        pass
+def _function(score_mod: ScoreMod, graph: Graph | None, query: Tensor) -> ScoreFunction:
+    """Return a score_mod as the formula of its graph; as a function if it has no graph, or no number for each pair."""
+    if graph is not None and _is_number(graph):
+        return Formula(graph)
     # a name may be bound again before backward, which calls the function
-    return Opaque(frozen(score_mod), dtype, query.device)
+    return Vmapped(frozen(score_mod), acc_dtype(query.dtype), query.device)
 
 
 def _is_number(graph: Graph) -> bool:

@@ -1,4 +1,4 @@
-"""Evaluate a score function that no graph records, and compare functions with their graphs.
+"""Evaluate a score function that no graph records.
 
 FlexAttention defines a score function for one pair: it gets 0-dim tensors and returns one. ``torch.vmap`` evaluates any
 such function on many pairs, in forward and again in backward. The function is therefore refused if it has effects, or
@@ -7,9 +7,7 @@ if it computes other operations or reads other values in another evaluation.
 
 from __future__ import annotations
 
-import functools
-import types
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,15 +17,14 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import RingweaveError, ShapeError, UnsupportedError, first_line, shown
 from ..torch_compat import version, wrapped
-from .evaluate import Arguments, evaluated, looked_up, wide
-from .graph import Graph
+from .evaluate import Arguments, looked_up, wide
+from .graph import SCORE, K, Q
 from .operations import filled, name_of, writes
 
 ScoreFunction = Callable[..., Tensor]
-_SCORE, _Q, _K = 1, 8, 16
 
 
-class Opaque:
+class Vmapped:
     """A score function that is called for every tile.
 
     Args:
@@ -154,14 +151,14 @@ def _variables(result: Tensor, known: set[int]) -> Iterator[Tensor]:
 
 
 class Pass:
-    """An evaluation of an opaque function on all pairs, some at a time.
+    """An evaluation of a function on all pairs, some at a time.
 
     Args:
         of: The function.
         learns: Whether the gradient of each captured tensor is needed; None for a pass without gradients.
     """
 
-    def __init__(self, of: Opaque, learns: Sequence[bool] | None = None):
+    def __init__(self, of: Vmapped, learns: Sequence[bool] | None = None):
         self.of = of
         wanted = [False] * len(of.captured) if learns is None else list(learns)
         count = len(of.captured) - len(of.hidden)
@@ -256,8 +253,8 @@ def _equal(one: tuple[_Seen, Tensor], other: tuple[_Seen, Tensor]) -> bool:
     return one[0].same(other[0]) and torch.equal(one[1].nan_to_num(), other[1].nan_to_num())
 
 
-class Mapped(TorchFunctionMode):
-    """Lets a function under ``torch.vmap`` read tensors at the indices of a pair."""
+class ScalarIndices(TorchFunctionMode):
+    """Lets a function under ``torch.vmap`` read tensors at 0-dim indices, which torch would read as numbers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _called(func, args, kwargs or {})
@@ -326,7 +323,7 @@ class _Recorder(TorchFunctionMode):
                 self.deps[id(x)] = deps
                 if name_of(func) == "__get__":
                     self.held.append(x)
-                if deps & _SCORE or (deps & _Q and deps & _K):
+                if deps & SCORE or (deps & Q and deps & K):
                     # tensors of queries alone or of keys alone are small
                     self.nbytes += x.numel() * x.element_size()
         return result
@@ -350,7 +347,7 @@ class _Recorder(TorchFunctionMode):
                 # made by code that no mode sees, such as TorchScript
                 self.names[id(x)] = "made", len(self.kept)
                 self.kept.append(x)
-                self.deps[id(x)] = _SCORE
+                self.deps[id(x)] = SCORE
             elif id(x) not in self.names:
                 self.names[id(x)] = "captured", len(self.captured)
                 self.captured.append(x)
@@ -428,87 +425,3 @@ def _unmapped(error: RuntimeError) -> UnsupportedError:
         return UnsupportedError("score_mod", got, "operations of tensors", "Use torch.where in place of `if`.")
     got = f"a function that torch.vmap cannot map: {said}"
     return UnsupportedError("score_mod", got, "operations that torch.vmap maps", "Compute it with other operations.")
-
-
-# ---- functions and their graphs --------------------------------------------------------------------------------------
-
-_PAIRS, _ROUNDINGS = 64, 32
-# share of a value that rounding to 16 bits may change; another distance or entry changes more
-_MOST_ROUNDED = 2.0**-7
-
-
-def agrees(
-    function: Callable[..., Any],
-    graph: Graph,
-    lengths: Mapping[str, Tensor],
-    *recognised: Callable[[Arguments], Tensor],
-) -> bool:
-    """Whether a function and its graph compute the same at the corners of a call, and at some further pairs.
-
-    A function that asks for the type of its arguments may behave in another way for symbols. So a graph that is seen
-    for the first time of the code of a function is compared with the function itself.
-
-    Args:
-        function: The function.
-        graph: Its graph.
-        lengths: The values that each argument can have, by name, (n,).
-        recognised: Functions that compute the graph at pairs in another way, in any dtype.
-    """
-    generator = torch.Generator("cpu").manual_seed(0)
-    at: dict[str, Tensor] = {}
-    for bit, (name, values) in enumerate(lengths.items()):
-        corners = (torch.arange(2 ** len(lengths), device="cpu") >> bit & 1) * (len(values) - 1)
-        further = torch.randint(len(values), (max(0, _PAIRS - len(corners)),), generator=generator, device="cpu")
-        at[name] = values[torch.cat([corners, further])]
-    try:
-        with torch.no_grad():
-            got = evaluated(graph, at)
-            others = [compute(at) for compute in recognised]
-        # with gradients, as in the trace, since the function may keep tables that it makes
-        with torch.enable_grad(), Mapped():
-            want = torch.vmap(function)(*[x.clone() for x in at.values()])
-    except Exception:  # noqa: BLE001
-        # whatever a user's function raises; its caller calls it again in another way
-        return False
-    if not isinstance(want, Tensor) or got.dtype != want.dtype:
-        return False
-    want, got, *others = (each.detach().to(want.dtype).expand(want.shape) for each in (want, got, *others))
-    if not want.is_floating_point():
-        return all(torch.equal(each, want) for each in (got, *others))
-    # sums of products are rounded in another order
-    eps = max(torch.finfo(x.dtype).eps for x in graph.nodes if x.deps and x.dtype.is_floating_point)
-    eps = min(_ROUNDINGS * eps, max(2 * eps, _MOST_ROUNDED))
-    size = want.nan_to_num(0.0, 0.0, 0.0).abs()
-    if not _near(got, want, eps * (size + size.max())):
-        return False
-    # terms have no sums that cancel, and an entry next to the right one may be as near as the largest value's rounding
-    room = eps * (2 * size + at["score"].abs() if "score" in at else 2 * size)
-    return all(_near(each, want, room) for each in others)
-
-
-def _near(x: Tensor, want: Tensor, room: Tensor) -> bool:
-    return bool((((x - want).abs() <= room) | (x == want) | (x.isnan() & want.isnan())).all())
-
-
-def codes(fn: Any) -> tuple[object, ...]:
-    """Return the code of a function, and that of the functions that it closes over."""
-    found, ahead = list[object](), [fn]
-    while ahead and len(found) < _MOST:
-        fn = ahead.pop()
-        while isinstance(fn, (functools.partial, types.MethodType)):
-            fn = fn.func if isinstance(fn, functools.partial) else fn.__func__
-        found.append(getattr(fn, "__code__", type(fn)))
-        for cell in getattr(fn, "__closure__", None) or ():
-            try:
-                inside = cell.cell_contents
-            except ValueError:
-                # nothing is bound yet
-                continue
-            # torch's ``and_masks`` closes over a tuple of functions
-            listed = inside if type(inside) in (tuple, list) else (inside,)
-            ahead += [x for x in listed if isinstance(x, (types.FunctionType, types.MethodType, functools.partial))]
-    return tuple(found)
-
-
-# functions that are looked at, since one may close over itself
-_MOST = 16

@@ -6,7 +6,7 @@ the tensors that it captures, and the sizes of the call.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,8 @@ from ...trace.evaluate import Arguments
 from ...trace.graph import MASK_ARGUMENTS, Graph, UntraceableError
 from ...trace.relation import Place
 from ...trace.terms import as_terms
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 # Bytes of captured tensors, and of the tables made of them, up to which terms are kept: larger ones take longer to
 # compare than to tabulate again.

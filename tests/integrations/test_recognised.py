@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
 from ringweave.cache import PATTERNS
 from ringweave.errors import RingweaveError
-from ringweave.integrations.flex_attention import explain, flex_attention, score_terms
+from ringweave.integrations.flex_attention import explain, flex_attention, recognised
 from ringweave.integrations.flex_attention.argument_checks import checked
 from ringweave.integrations.flex_attention.attention import read
 from ringweave.patterns import Causal
@@ -191,8 +191,8 @@ def test_threads_with_functions_of_one_code() -> None:
 def test_terms_are_tabulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeated calls with small tables, new functions of one text too, use the terms of the first."""
     x, made = Inputs.random(N), []
-    as_terms = score_terms.as_terms
-    monkeypatch.setattr(score_terms, "as_terms", lambda *args: made.append(1) or as_terms(*args))
+    as_terms = recognised.as_terms
+    monkeypatch.setattr(recognised, "as_terms", lambda *args: made.append(1) or as_terms(*args))
     small, large = torch.rand(1, 2 * N), torch.rand(1, 2**13)
     for table, times in ((small, 1), (large, 3)):
         PATTERNS.clear()
@@ -231,7 +231,7 @@ def without_notes(patch: pytest.MonkeyPatch) -> None:
 
 
 def with_other_masks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(score_terms, "of_graph", lambda *args: Causal())
+    patch.setattr(recognised, "of_graph", lambda *args: Causal())
 
 
 def with_other_tables(patch: pytest.MonkeyPatch) -> None:
