@@ -68,7 +68,7 @@ def test_patterns_define_no_other_method(kind: type[Pattern]) -> None:
 
 
 #: Classes that operators and calls create; users do not write these names.
-MADE = {"And", "Or", "Not", "Combined", "Shifted", "Offsets", "View", "Composite", "Derived"}
+MADE = {"And", "Or", "Not", "Combined", "Shifted", "Offsets", "View", "Composite", "Derived", "ZoneTable"}
 
 
 def test_every_pattern_is_declared_and_exported() -> None:

@@ -1,17 +1,13 @@
 """The pattern of a mask function that was traced, where patterns have its pairs.
 
-Sets of distances, keys and documents have patterns. Any other leaf has one if its functions of the query and of the key
-are constant on blocks of tokens: a table of blocks. The others have no pattern yet, and would be zones: an ``Order``
-with keys that ascend is an interval of keys for each query, an ``Equal`` of two functions is runs of keys for runs of
-queries, and a ``Side`` of queries is zones of these. Only a ``Lookup`` or a ``Member`` that differs from token to token
-has no zones.
+Sets of distances, keys and documents have patterns of their own. The pairs of any other comparison are zones, unless
+they are so many that evaluating the function takes less time.
 """
 
 from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,8 +16,6 @@ from ..trace.relation import (
     And,
     Distances,
     Equal,
-    Lookup,
-    Member,
     Not,
     Or,
     Order,
@@ -35,20 +29,19 @@ from ..trace.relation import (
 )  # fmt: skip
 from . import algebra
 from .algebra import PerHead, join
-from .base import Full, Pattern
+from .base import Full, Pattern, parts_of
+from .compared import Compared, is_compared, most_zones, zones_of
 from .dilated import Strided
 from .documents import Documents
 from .global_tokens import Sinks
 from .key_padding import KeyPadding
 from .local import Causal, SlidingWindow
-from .table import BlockTable
+from .zone_table import ZoneTable
 
 # most windows in a union of distances: planning more takes longer than evaluating the function
 _MOST_WINDOWS = 32
 # most heads that are read one by one
 _MOST_HEADS = 256
-# least side of a block, and most blocks of a table
-_LEAST_SIDE, _MOST_BLOCKS = 16, 2**22
 
 
 def of_graph(graph: Graph, place: Place) -> Pattern | None:
@@ -83,7 +76,7 @@ def of_relation(x: Relation, place: Place, within: Tensor | None = None) -> Patt
     """
     if isinstance(x, (And, Or)):
         return _joined(x, place, within)
-    if isinstance(x, Not):
+    if isinstance(x, Not) and not isinstance(x.part, Order):
         part = of_relation(x.part, place, within)
         return None if part is None else ~part
     if isinstance(x, Distances):
@@ -91,7 +84,9 @@ def of_relation(x: Relation, place: Place, within: Tensor | None = None) -> Patt
     if isinstance(x, Side) and x.table.shape[1:3] == (1, 1):
         return _of_keys(x.table[:, 0, 0].expand(-1, place.nk))
     numbers = _numbers(x, place)
-    return _blocks(x, place) if numbers is None else _documents(numbers)
+    if numbers is not None:
+        return _documents(numbers)
+    return zones_of([x], place) if is_compared(x) else None
 
 
 def _joined(x: And | Or, place: Place, within: Tensor | None) -> Pattern | None:
@@ -110,11 +105,24 @@ def _joined(x: And | Or, place: Place, within: Tensor | None) -> Pattern | None:
         within = numbers if within is None else _both(numbers, within)
     # sets of distances merge, those inside of documents too
     merged = joined(type(x), [_by_distance(part, place, within) for part in rest])
+    compared: list[Compared] = []
+    zones = 0
     for part in merged.parts if isinstance(merged, (And, Or)) and type(merged) is type(x) else (merged,):
+        if isinstance(x, And) and is_compared(part):
+            compared.append(part)
+            continue
         pattern = of_relation(part, place, within)
         if pattern is None:
             return None
+        zones += sum(part.table.shape[:2].numel() for part in parts_of(pattern, ZoneTable))
+        if zones > most_zones(place, place.batch):
+            return None
         found.append(pattern)
+    if compared:
+        table = zones_of(compared, place)
+        if table is None:
+            return None
+        found.append(table)
     return join(algebra.And if isinstance(x, And) else algebra.Or, *found)
 
 
@@ -223,49 +231,3 @@ def _of_keys(keys: Tensor) -> Pattern:
     if bool((keys.sum(-1) != end - begin).any()):
         return Sinks(keys)
     return KeyPadding(int(end), int(begin)) if len(keys) == 1 else KeyPadding(end, begin)
-
-
-def _blocks(x: Relation, place: Place) -> BlockTable | None:
-    """Return a leaf as a table of blocks; None if its functions of one side are not constant on blocks."""
-    if isinstance(x, (Order, Equal)):
-        of = [x.u, x.v]
-    elif isinstance(x, (Side, Member)):
-        of = list(x)
-    elif isinstance(x, Lookup):
-        of = list(x.at)
-    else:
-        return None
-    if place.q0 or place.k0:
-        return None
-    high, wide = (_side_of(of, dim, n) for dim, n in ((2, place.nq), (3, place.nk)))
-    rows, columns = -(-place.nq // high), -(-place.nk // wide)
-    if high < min(_LEAST_SIDE, place.nq) or wide < min(_LEAST_SIDE, place.nk):
-        return None
-    # the first query and the first key of each block
-    of = [table[:, :, ::high, ::wide] for table in of]
-    if isinstance(x, Side):
-        (mask,) = of
-    elif isinstance(x, Lookup):
-        mask = x.table[tuple(torch.broadcast_tensors(*of))]
-    elif isinstance(x, Member):
-        mask = (of[0] == of[1][..., None]).any(-1)
-    else:
-        mask = of[0] <= of[1] if isinstance(x, Order) else of[0] == of[1]
-    batch, heads = mask.shape[:2]
-    if batch * heads * rows * columns > _MOST_BLOCKS:
-        return None
-    mask = mask.expand(-1, -1, rows, columns)
-    # axes of length 1 are dropped, since they broadcast
-    lead = (batch, heads) if batch > 1 else (heads,) if heads > 1 else ()
-    return BlockTable(mask.reshape(*lead, rows, columns), (high, wide))
-
-
-def _side_of(tables: list[Tensor], dim: int, n: int) -> int:
-    """Return the largest side of blocks along a dimension in which tables are constant."""
-    side = n
-    for table in tables:
-        if table.shape[dim] > 1:
-            lines = table.movedim(dim, 0).flatten(1)
-            change = (lines[1:] != lines[:-1]).any(1).nonzero() + 1
-            side = int(np.gcd.reduce(change.flatten().numpy(), initial=side if side < n else 0)) or n
-    return side
