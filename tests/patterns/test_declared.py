@@ -35,6 +35,7 @@ SAID = {"tables", "residue_rate", "tile_size", "by_place"}
 BESIDES = {
     "TokenMask": {"key", "value", "stays_equal", "looks_up", "_for_call", "_holders"},
     "Bounds": {"key", "stays_equal"},
+    "ZoneTable": {"key"},
     "LongNet": {"combinable", "to_dense"},
     "OnGrid": {"looks_up", "_allowed_pairs"},
     "Sinks": {"lists_tokens", "_either"},

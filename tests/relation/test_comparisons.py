@@ -8,6 +8,8 @@ from numpy.typing import NDArray
 
 from ringweave.relation.arrays import Bool, Int64
 from ringweave.relation.comparisons import AtMost, Comparison, Listed, Rectangles, Runs, _stretches
+from ringweave.relation.tiles import strips
+from ringweave.relation.zones import Zones
 
 Values = NDArray[np.int64] | NDArray[np.float64]
 
@@ -113,3 +115,16 @@ def test_stretches() -> None:
             if code[i - 1] < 0 or (first[-1] < i - 1 and code[i - 1] != code[i - 2]):
                 first.append(i)
         assert _stretches(code, items).tolist() == first
+
+
+def test_tiles_that_several_zones_fill() -> None:
+    """A tile is known to be full, without an evaluation, where all of its queries have all of its keys."""
+    place = np.arange(4096)
+    frame, zero = strips(4096, 4096, (128, 128)), np.zeros(4096, np.int64)
+    filled = Zones((place, place + 1), (zero, place + place * 7 % 5 + 1)).filled(frame)
+    # every tile before the diagonal
+    assert int((filled.stop - filled.start).sum()) == 32 * 31 // 2
+    # a query in no zone leaves its strip open
+    gap = np.delete(place, 200)
+    places = Zones((gap, gap + 1), (zero[1:], zero[1:] + 4096)).filled(frame).places()
+    assert set(range(32)) - set((places // 32).tolist()) == {1}

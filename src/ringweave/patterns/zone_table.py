@@ -14,6 +14,7 @@ from ..relation.node import ELEMENT, Node
 from ..relation.zones import Zones
 from .base import Pattern
 from .batch_axis import Bounds, rows_of
+from .cache_key import CacheKey
 
 
 class ZoneTable(Bounds):
@@ -35,6 +36,13 @@ class ZoneTable(Bounds):
     def __init__(self, table: Tensor, queries: tuple[int, int], keys: int):
         self.table, self.queries, self.keys = table, queries, keys
         self.__post_init__()
+
+    def __post_init__(self) -> None:
+        self.write(self._text(), follows=False, function=False)
+
+    def key(self) -> CacheKey:
+        # nothing writes to the table, so its contents are not hashed at each call
+        return Pattern.key(self)
 
     @classmethod
     def of(cls, zones: Int64, element: Int64, batch: int, queries: tuple[int, int], keys: int) -> ZoneTable:
