@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 from typing import Any
@@ -17,10 +16,10 @@ from ringweave.integrations.flex_attention import flex_attention
 from ringweave.integrations.flex_attention.block_masks import pattern_of
 from ringweave.patterns import Pattern, TokenMask
 from ringweave.patterns.base import parts_of
+from ringweave.patterns.function import called
 from ringweave.patterns.traced import of_graph
 from ringweave.patterns.zone_table import ZoneTable
 from ringweave.plan import BlockPlan
-from ringweave.plan.interop import _of_pairs
 from ringweave.trace.graph import UntraceableError
 from ringweave.trace.relation import Place
 from ringweave.trace.symbols import trace
@@ -48,7 +47,7 @@ def evaluated(function: Any, place: Place) -> Pattern:
     def moved(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return torch.as_tensor(function(b, h + place.h0, q + place.k0, k + place.k0))
 
-    return rw.from_mask_mod(functools.partial(_of_pairs, moved))
+    return called(moved, "it is to be evaluated", pairs=True)
 
 
 def planned(pattern: Pattern, place: Place, tile: tuple[int, int] = (128, 128)) -> BlockPlan:
