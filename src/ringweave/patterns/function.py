@@ -31,7 +31,14 @@ from ..checks import whole
 from ..errors import PatternError, in_a_line, shown
 from ..relation.node import Node
 from ..relation.opaque import Opaque
-from ..torch_compat import dispatched, outside_transforms, transforming, uncompiled, vmap_enabled, wrapped
+from ..torch_compat import (
+    dispatched,
+    outside_transforms,
+    transforming,
+    uncompiled,
+    vmap_enabled,
+    wrapped,
+)
 from ..trace.comparison import agrees, codes
 from ..trace.evaluate import Formula, constants_of
 from ..trace.graph import B, Graph, H, UntraceableError, deps_of
