@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import Bool, Int64, listed
+from .arrays import Int64, listed
 from .node import ELEMENT
 
 
@@ -39,14 +39,9 @@ class Runs(NamedTuple):
         base, value = place // n * (ELEMENT - n) + first, table.reshape(rows * n, *table.shape[2:])[place]
         return Runs(place + base, np.append(place[1:], rows * n) + base, value)
 
-    def adjacent(self) -> Bool:
-        """Return whether each run but the first begins where the one before it ends."""
-        adjacent: Bool = self.start[1:] == self.stop[:-1]
-        return adjacent
-
     def valued(self, value: Int64) -> Runs:
-        """Return runs with other values; neighbours with one value merge."""
-        first = np.flatnonzero(np.append(True, ~self.adjacent() | (value[1:] != value[:-1])))
+        """Return runs with other values; neighbours with one value merge, also over the end of a batch element."""
+        first = np.flatnonzero(np.append(True, value[1:] != value[:-1]))
         return Runs(self.start[first], self.stop[np.append(first[1:], len(value)) - 1], value[first])
 
 
@@ -171,7 +166,8 @@ class AtMost:
         # u <= v exactly if the number of values below u is at most that below v
         self.q = u.valued(np.searchsorted(values, u.value))
         rank = np.searchsorted(values, v.value)
-        rises = np.where(v.adjacent(), rank[1:] > rank[:-1], -1)
+        # a piece may go over the end of a batch element, since rectangles are cut at it
+        rises = (rank[1:] > rank[:-1]).astype(np.int64)
         self.first = _stretches(rises, len(rank))
         self.last = np.append(self.first[1:], len(rank))
         self.falls = np.append(rises, -1)[self.first] == 0
