@@ -191,11 +191,11 @@ def test_zones_are_bounded() -> None:
     place = Place(1, 1, 4096, 4096)
     assert read(lambda b, h, q, k: alternating[q] <= alternating[k], place) is None
     assert read(lambda b, h, q, k: (alternating[q] == 1 - alternating[k]) | (alternating[k] > q), place) is None
-    drawn = torch.rand(2, 256, generator=torch.Generator().manual_seed(0))
-    for kinds, known in ((4, False), (16, True)):
+    drawn = torch.rand(2, 512, generator=torch.Generator().manual_seed(0))
+    for kinds, known in ((8, False), (64, True)):
         # more zones than are kept, though not than are listed on the way; and fewer
         mine, theirs = (drawn * kinds).long()
-        found = read(lambda b, h, q, k, u=mine, v=theirs: u[q] == v[k], Place(1, 1, 256, 256))
+        found = read(lambda b, h, q, k, u=mine, v=theirs: u[q] == v[k], Place(1, 1, 512, 512))
         assert isinstance(found, ZoneTable) == known
     # under &, only the pairs that another comparison leaves are cut
     block = torch.arange(4096) // 2
