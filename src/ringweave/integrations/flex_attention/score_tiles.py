@@ -32,7 +32,6 @@ from ...trace.evaluate import Formula
 from ...trace.graph import Graph, Node
 from ...trace.vmapped import Vmapped
 from ...types import acc_dtype
-from .frozen import frozen
 from .recognised import ScoreMod
 
 # Bytes of a chunk's scores and of the tensors that the score_mod computes from them: fits a CPU's cache, and a bounded
@@ -146,7 +145,7 @@ def _function(score_mod: ScoreMod, graph: Graph | None, query: Tensor) -> ScoreF
     if graph is not None and _is_number(graph):
         return Formula(graph)
     # a name may be bound again before backward, which calls the function
-    return Vmapped(frozen(score_mod), acc_dtype(query.dtype), query.device)
+    return Vmapped(score_mod, acc_dtype(query.dtype), query.device)
 
 
 def _is_number(graph: Graph) -> bool:
