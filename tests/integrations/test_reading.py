@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
 from transformers import masking_utils as masks
 
 import ringweave as rw
@@ -422,3 +423,68 @@ def test_a_step_makes_few_calls() -> None:
         for _ in range(14):
             # two of them leave the cache as it was if the step fails
             assert calls(lambda: layer.update(token, token)) <= 8
+
+
+# ---- compiled calls --------------------------------------------------------------------------------------------------
+
+
+def compiled(function: Callable[..., Any], place: str, padded: Tensor, *, row: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the pairs of a mask with padding by one graph and by the library, as attention to one-hot values."""
+    nq, nk, q_offset, kv_offset = PLACES[place]
+    values = torch.eye(nk).expand(B, 1, nk, nk)
+
+    def call(position: Tensor) -> Tensor:
+        mask = pattern_mask(B, nq, nk, position if row else q_offset, kv_offset, function, padded)
+        zeros = torch.zeros(B, 1, nq, nk), torch.zeros(B, 1, nk, nk)
+        return rw.attention(*zeros, values, mask.pattern, q_offset=mask.q_offset)
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        got = torch.compile(call, fullgraph=True, backend="eager")(torch.tensor(q_offset))
+    wanted = masks.sdpa_mask(B, nq, nk, q_offset, kv_offset, function, padded, allow_is_causal_skip=False)
+    assert wanted is not None
+    return got > 0, wanted
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "all but a window"])
+def test_one_graph_has_the_pairs_of_a_mask(name: str) -> None:
+    """A prefill, and a step at a position in a tensor; torch.compile cannot trace ``~`` of a symbol."""
+    padded = torch.ones(B, N, dtype=torch.bool)
+    padded[1, :4] = padded[0, 17:] = False
+    for place, row in (("prefill", False), ("one, of fewer", True)):
+        got, wanted = compiled(FUNCTIONS[name], place, padded, row=row)
+        assert torch.equal(got, wanted), place
+
+
+def apart_by(table: Tensor, numbers: Tensor) -> Callable[..., Any]:
+    """Return a packed mask of differences between entries of a table."""
+    return lambda b, h, q, k: (table[b, k] <= table[b, q]) & (numbers[b, q] == numbers[b, k])
+
+
+def test_positions_of_packed_documents_are_checked() -> None:
+    """Compiled code takes entries of a table for positions, and raises an error if they are none."""
+    every = torch.ones(B, N, dtype=torch.bool)
+    got, wanted = compiled(apart_by(POSITIONS + 7, NUMBERS - 3), "prefill", every)
+    assert torch.equal(got, wanted)
+    pieces = torch.where(torch.arange(N) < 4, 2, NUMBERS)
+    for table, numbers in ((POSITIONS // 2, NUMBERS), (-POSITIONS, NUMBERS), (torch.arange(N).expand(B, N), pieces)):
+        check(apart_by(table, numbers))
+        with pytest.raises(RuntimeError, match="a packed mask: got positions"):
+            compiled(apart_by(table, numbers), "prefill", every)
+
+
+def test_numbers_of_documents_may_be_any() -> None:
+    """Numbers at both ends of int64 are told apart; compiled code, which cannot rank them, raises an error."""
+    ends = torch.where(NUMBERS == 0, torch.iinfo(torch.int64).min, NUMBERS + torch.iinfo(torch.int64).max - 2)
+    check(packed_of(ends))
+    with pytest.raises(RuntimeError, match="numbers of documents"):
+        compiled(packed_of(ends), "prefill", torch.ones(B, N, dtype=torch.bool))
+
+
+def test_sums_that_may_overflow_are_refused_in_compiled_code() -> None:
+    """An int64 table may have any entries, so compiled code moves none to the other side of a comparison."""
+    far = torch.full((B, N), torch.iinfo(torch.int64).max)
+    sums = lambda b, h, q, k: far[b, q] + k <= far[b, k] + 5  # noqa: E731
+    check(sums)
+    with pytest.raises(Unsupported):
+        compiled(sums, "prefill", torch.ones(B, N, dtype=torch.bool))

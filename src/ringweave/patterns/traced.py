@@ -158,6 +158,11 @@ def _numbers(x: Relation, place: Place) -> Tensor | None:
     return _numbered(x.v[:, 0, 0])
 
 
+def of_documents(values: Tensor) -> Documents:
+    """Return the pairs of tokens with equal values (B or 1, tokens)."""
+    return _documents(_numbered(values))
+
+
 def _documents(numbers: Tensor) -> Documents:
     documents = Documents(ids=numbers)
     # read now: nothing writes to these numbers, and each call would read them again

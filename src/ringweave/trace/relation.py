@@ -231,13 +231,17 @@ def as_relation(graph: Graph, place: Place, counted: Collection[Node] = ()) -> R
         return Open(graph.result, graph)
 
 
-def distances_of(graph: Graph) -> Runs | None:
+def distances_of(graph: Graph, counted: Collection[Node] = (), given: Node | None = None) -> Runs | None:
     """Return the distances of the pairs that the graph of a mask function allows; None if they depend on the call.
 
+    Args:
+        graph: The graph.
+        counted: As in :func:`as_relation`.
+        given: A condition that holds in all pairs that matter.
     Raises:
         UntraceableError: The result is not one bool for each pair.
     """
-    reader = _OfAnyCall(graph, Place(2, 2, 2, 2))
+    reader = _OfAnyCall(graph, Place(2, 2, 2, 2), counted, given)
     try:
         found = reader.pairs()
     except (_DependsOnCall, RecursionError):
@@ -268,15 +272,21 @@ class Linear(NamedTuple):
 
 
 class Reader:
-    """Reads the nodes of a graph for the positions of a call; arguments as in :func:`as_relation`.
+    """Reads the nodes of a graph for the positions of a call.
+
+    Args:
+        graph: The graph.
+        place: Indices of the call.
+        counted: As in :func:`as_relation`.
+        given: As in :func:`distances_of`.
 
     While torch.compile traces, the values of captured tables are unknown, and lengths may be. Positions and factors are
     below 2**31 in every call. A comparison of other whole numbers is left as it is written, since moving a term might
     overflow. Values are not tabulated by distance, and entries at both sides are left open.
     """
 
-    def __init__(self, graph: Graph, place: Place, counted: Collection[Node] = ()):
-        self.graph, self.place, self.counted = graph, place, counted
+    def __init__(self, graph: Graph, place: Place, counted: Collection[Node] = (), given: Node | None = None):
+        self.graph, self.place, self.counted, self.given = graph, place, counted, given
         #: Bits of the arguments with several values.
         self.several = (B if place.batch > 1 else 0) | (H if place.heads > 1 else 0) | Q | K
         self._read: dict[tuple[Node, bool], Relation] = {}
@@ -302,6 +312,8 @@ class Reader:
         """Return the pairs where a bool holds, or with ``no`` where it does not."""
         if type(x) is not Node:
             return ALL if bool(x) != no else NOTHING
+        if x is self.given:
+            return NOTHING if no else ALL
         found = self._read.get((x, no))
         if found is None:
             found = self._logic(x, no)

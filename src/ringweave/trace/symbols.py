@@ -431,7 +431,8 @@ class Trace(TorchFunctionMode):
         """Make one or zero, which are known also while torch.compile traces."""
         with without_function_modes():
             made: Tensor = _MAKERS[name]((), dtype=dtype, device=_CPU)
-        node = self._of_tensor[id(made)] = self._added(_NUMBERS[name], None, (), {}, (_NUMBERS[name], dtype), 0)
+        known, kwargs = _NUMBERS[name], {"dtype": dtype, "device": _CPU}
+        node = self._of_tensor[id(made)] = self._added(known, _MAKERS[name], ((),), kwargs, (known, dtype), 0)
         node.value = made if node.value is None else node.value
         self._kept.append(made)
         return made

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ...trace.comparison import agrees, codes
 from ...trace.graph import Graph, H, Node, UntraceableError, deps_of, filled_in
 from ...trace.relation import Place, Reader, Runs, as_relation, distances_of, operands
 from ...trace.symbols import trace
-from .positions import Positions
+from .positions import MisreadError, Positions
 
 MaskFunction = Callable[..., Any]
 
@@ -47,35 +47,43 @@ def read(function: MaskFunction, positions: Positions) -> tuple[Pattern, Documen
     graph = trace(function, transforms=True)
     if deps_of(graph.result) & H:
         raise UntraceableError("it depends on the head")
-    runs = _distances(function, graph, positions)
-    pattern: Pattern | None
-    packing: Node | None = None
-    if runs is not None:
-        pattern = positions.at_distances(runs)
-    elif positions.row is not None:
-        pattern = of_keys(_allowed(graph, positions, positions.row))
-    else:
-        packing = _packing(graph)
-        place = positions.place(_device(graph))
-        _check_lengths(graph, place)
-        pattern = of_relation(as_relation(graph, place, _counted(graph, packing)), place)
+    packed = _packed(graph)
+    runs = _distances(function, graph, positions, packed)
+    if runs is not None and packed is None:
+        return _found(positions.at_distances(runs)), None
+    if positions.row is not None:
+        return of_keys(_allowed(graph, positions, positions.row)), None
+    place = positions.place(_device(graph))
+    _check_lengths(graph, place)
+    if packed is None:
+        return _found(of_relation(as_relation(graph, place), place)), None
+    documents, rises = positions.documents(packed.numbers), packed.rises()
+    if runs is not None and rises:
+        return _found(positions.at_distances(runs)) & documents, documents
+    relation = as_relation(graph, place, packed.counted if rises else ())
+    return _found(of_relation(relation, place)), documents
+
+
+def _found(pattern: Pattern | None) -> Pattern:
     if pattern is None:
         raise UntraceableError("no pattern has its pairs")
-    return pattern, None if packing is None else positions.documents(packing.value)
+    return pattern
 
 
-def _distances(function: MaskFunction, graph: Graph, positions: Positions) -> Runs | None:
+def _distances(function: MaskFunction, graph: Graph, positions: Positions, packed: _Packed | None) -> Runs | None:
     """Return the distances that a mask allows in every call, or None, and compare the function with its graph.
 
+    In a packed mask they are those in each document.
     A function is compared in the first call with its code and graph. It is not in transforms, and if it reads tables,
     not where the query's position is a tensor.
     """
+    within = () if packed is None else (packed.counted, packed.equal)
     if torch.compiler.is_compiling() or transforming() or dispatched():
-        return distances_of(graph)
+        return distances_of(graph, *within)
     key = "mask", codes(function), graph.key
     known: tuple[Runs | None] | None = PATTERNS.get(key)
     if known is None:
-        known = (distances_of(graph),)
+        known = (distances_of(graph, *within),)
         if positions.row is None or not graph.tensors:
             _compare(function, graph, positions, known[0])
             PATTERNS.put(key, known, _BYTES)
@@ -83,14 +91,14 @@ def _distances(function: MaskFunction, graph: Graph, positions: Positions) -> Ru
 
 
 def _compare(function: MaskFunction, graph: Graph, positions: Positions, runs: Runs | None) -> None:
-    """Raise UntraceableError unless a function computes its graph at some pairs, of earlier positions too."""
+    """Raise MisreadError unless a function computes its graph at some pairs, of earlier positions too."""
     n = positions.kv_offset + positions.nk
-    if runs is not None:
+    if runs is not None and not graph.tensors:
         # all its distances occur
         ends = [abs(int(end)) for run in runs for end in run if math.isfinite(end)]
         n = min(2 * max(ends, default=0) + _LEAST, _LONGEST)
     if not agrees(function, graph, Place(positions.batch, 1, n, n).lengths()):
-        raise UntraceableError("it computes another mask for tensors than for symbols")
+        raise MisreadError("it computes another mask for tensors than for symbols")
 
 
 def _device(graph: Graph) -> torch.device:
@@ -133,31 +141,57 @@ def _entry(x: Any) -> tuple[Node, Node] | None:
     if type(x) is not Node or x.name != "index" or x.args[0].deps or type(x.args[1]) is not tuple:
         return None
     table, at = x.args
-    plain = len(at) == 2 and all(type(each) is Node and each.name == "argument" for each in at)
+    plain = table.value.ndim == len(at) == 2 and all(type(each) is Node and each.name == "argument" for each in at)
     if not plain or at[0].args[0] != "b" or at[1].args[0] not in ("q", "k"):
         return None
     return table, at[1]
 
 
-def _packing(graph: Graph) -> Node | None:
-    """Return the table of the documents' numbers, if all pairs of a mask are inside of documents."""
+class _Packed(NamedTuple):
+    """The packed documents in which all pairs of a mask are.
+
+    Attributes:
+        equal: The comparison of their numbers.
+        numbers: The table of their numbers, (B, tokens).
+        counted: Tables of positions. A table with entries that a mask compares for equality has numbers of documents.
+    """
+
+    equal: Node
+    numbers: Tensor
+    counted: list[Node]
+
+    def rises(self) -> bool:
+        """Whether positions rise by one in each document; in compiled code, an error is raised otherwise.
+
+        transformers packs documents where positions do not rise by one.
+        """
+        if not self.counted:
+            return True
+        document, steps = self.numbers.diff(dim=-1), [table.value.diff(dim=-1) for table in self.counted]
+        one = torch.stack([step == 1 for step in steps]).all(0)
+        rises = ((document > 0) | ((document == 0) & one)).all()
+        if torch.compiler.is_compiling():
+            require(rises, _UNCOUNTED)
+            return True
+        return bool(rises)
+
+
+def _packed(graph: Graph) -> _Packed | None:
+    """Return the documents in which all pairs of a mask are, or None."""
+    if not graph.tensors:
+        return None
     for part in operands(graph.result, "and"):
         if type(part) is Node and part.name == "eq":
             one, other = map(_entry, part.args)
-            if one is not None and other is not None and one[0] is other[0] and one[1] is not other[1]:
-                return one[0]
+            if one is None or other is None or one[0] is not other[0] or one[1] is other[1]:
+                continue
+            if one[0].dtype in INTEGERS:
+                return _Packed(part, one[0].value, _counted(graph))
     return None
 
 
-def _counted(graph: Graph, packing: Node | None) -> list[Node]:
-    """Return the tables of positions of packed documents, while torch.compile traces; else their values are known.
-
-    transformers packs documents where positions do not rise by one, so in a document they rise by one. Compiled code
-    checks it. A table with entries that a mask compares for equality has numbers of documents.
-    """
-    if packing is None or not torch.compiler.is_compiling():
-        return []
-    numbers = [packing]
+def _counted(graph: Graph) -> list[Node]:
+    numbers: list[Node] = []
     for node in graph.nodes:
         if node.name in ("eq", "ne"):
             numbers += [found[0] for found in map(_entry, node.args) if found is not None]
@@ -165,8 +199,6 @@ def _counted(graph: Graph, packing: Node | None) -> list[Node]:
     for table, _ in _looked_up(graph):
         if table not in numbers and table not in counted and table.dtype in INTEGERS:
             counted.append(table)
-            document, step = packing.value.diff(dim=-1), table.value.diff(dim=-1)
-            require(((document > 0) | ((document == 0) & (step == 1))).all(), _UNCOUNTED)
     return counted
 
 
@@ -194,7 +226,7 @@ def read_sharded(
         UntraceableError: As of :func:`read`, or the function reads more of the rank's tokens than their padding.
     """
     graph = trace(function, transforms=True)
-    _distances(function, graph, shard)
+    _distances(function, graph, shard, None)
     paddings = {node for node in graph.nodes if _is_padding(node)}
     if len(graph.tensors) > len({node.args[0] for node in paddings}):
         raise UntraceableError("it reads a table of the rank's tokens")

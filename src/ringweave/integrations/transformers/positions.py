@@ -12,8 +12,14 @@ from torch import Tensor
 from ...errors import PatternError, UnsupportedError, in_a_line, shown
 from ...patterns import Documents, Full, KeyPadding, Pattern, Sinks, from_mask_mod
 from ...patterns.algebra import And
-from ...patterns.traced import of_distances, of_keys
+from ...patterns.function import called
+from ...patterns.traced import of_distances, of_documents, of_keys
+from ...trace.graph import UntraceableError
 from ...trace.relation import ALL, Place, Runs
+
+
+class MisreadError(UntraceableError):
+    """A function computes another mask for tensors than for symbols, so it has no graph."""
 
 
 class Positions:
@@ -58,8 +64,7 @@ class Positions:
 
     def documents(self, numbers: Tensor) -> Documents:
         """Return the documents of the keys by the numbers (B, positions) of all tokens."""
-        numbers = numbers[:, self.kv_offset : self.kv_offset + self.nk]
-        return Documents(ids=numbers - numbers.amin())
+        return of_documents(numbers[:, self.kv_offset : self.kv_offset + self.nk])
 
     def padding(self, mask: Tensor) -> Pattern | None:
         """Return the pattern of the keys that exist, or None if all are known to exist.
@@ -95,7 +100,7 @@ class Positions:
             result: Tensor = function(b, h, q + offset, k + offset)
             return result
 
-        return from_mask_mod(of_places)
+        return called(of_places, str(why)) if isinstance(why, MisreadError) else from_mask_mod(of_places)
 
 
 def bounds_of(pattern: Pattern) -> KeyPadding | None:
