@@ -99,6 +99,15 @@ def test_a_mask_is_read_as_what_it_allows(name: str, place: str, padded: bool) -
         assert torch.equal(dense, wanted), form
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("nk", [N, 12])
+def test_queries_past_the_keys_and_tables_of_more_elements(name: str, nk: int) -> None:
+    got = pattern_mask(1, N, nk, 0, 0, FUNCTIONS[name])
+    wanted = masks.sdpa_mask(1, N, nk, 0, 0, FUNCTIONS[name], allow_is_causal_skip=False)
+    assert wanted is not None
+    assert torch.equal(got.pattern.to_dense(N, nk), wanted)
+
+
 ROWS: list[Any] = [
     (slice(None), slice(None), slice(0, None), slice(None)), (slice(None), slice(None), slice(-1, None), slice(None)),
     (Ellipsis, slice(-3, None), slice(None)), (slice(None), slice(None), slice(2, 9)), (Ellipsis, slice(None, N)),

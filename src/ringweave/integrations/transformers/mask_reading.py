@@ -55,7 +55,8 @@ def read(function: MaskFunction, positions: Positions) -> tuple[Pattern, Documen
         return of_keys(_allowed(graph, positions, positions.row)), None
     place = positions.place(_device(graph))
     _check_lengths(graph, place)
-    if packed is None:
+    if packed is None or positions.first < 0 or positions.first + positions.nq > positions.nk:
+        # documents are those of the keys, so every query must be one of them
         return _found(of_relation(as_relation(graph, place), place)), None
     documents, rises = positions.documents(packed.numbers), packed.rises()
     if runs is not None and rises:

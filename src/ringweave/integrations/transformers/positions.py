@@ -64,7 +64,7 @@ class Positions:
 
     def documents(self, numbers: Tensor) -> Documents:
         """Return the documents of the keys by the numbers (B, positions) of all tokens."""
-        return of_documents(numbers[:, self.kv_offset : self.kv_offset + self.nk])
+        return of_documents(numbers[: self.batch, self.kv_offset : self.kv_offset + self.nk])
 
     def padding(self, mask: Tensor) -> Pattern | None:
         """Return the pattern of the keys that exist, or None if all are known to exist.
