@@ -198,7 +198,12 @@ def _positions(given: Arguments) -> tuple[Pattern, Pattern, int]:
         if type(first) is type(given.k_offset) is int and first == given.k_offset == 0:
             check_places(bound, max(q.shape[2], k.shape[2]))
     pattern = bound
-    if bound.has_function and given.context is None and type(first) is int and given.k_offset == 0:
+    if (
+        bound.has_function
+        and given.context is None
+        and type(first) is type(given.k_offset) is int
+        and not given.k_offset
+    ):
         pattern = _recognised(bound, q, q.shape[2], k.shape[2], first)
     pattern, q_offset = with_offsets(pattern, first, given.k_offset, q.shape[0])
     if given.context is not None and (pattern is not bound or isinstance(given.q_offset, str)):

@@ -181,13 +181,13 @@ def recorded(fn: Callable[..., Any], named: Sequence[Tensor] | None = None, *, p
     try:
         with outside_transforms():
             graph = trace(fn)
-            graph.typed()
+            key = "mask function", graph.key
+            function = PATTERNS.get(key)
+            if function is None:
+                graph.typed()
+                function = _by_key.get(key)
     except UntraceableError as error:
         return called(fn, str(error), named, pairs=pairs)
-    key = "mask function", graph.key
-    function = PATTERNS.get(key)
-    if function is None:
-        function = _by_key.get(key)
     if function is None:
         _check_result(graph.result)
         function = _by_key[key] = MaskFunction(fn, graph.without_values())
@@ -230,6 +230,15 @@ class Recorded(Pattern):
     """
 
     looks_up = True
+    function: MaskFunction
+    ticket: Ticket | None
+    _tables: tuple[Tensor, ...]
+    _graph: Graph | None
+    _fn: Callable[..., Any] | None
+    _batch: int | None
+    _head: int | None
+    _place: list[tuple[int, int]]
+    _computed: list[list[Tensor]]
 
     def __init__(
         self,
@@ -242,14 +251,17 @@ class Recorded(Pattern):
         head: int | None = None,
         ticket: Ticket | None = None,
     ):
-        self.function, self._tables, self._graph, self._fn = function, tables, graph, fn
-        self._batch, self._head, self.ticket = batch, head, ticket
-        # the last query and the last key of a call, at which a function that is called may be tried
-        self._place = [_FIRST]
-        self._computed: list[list[Tensor]] = []
-        self.write(self._text(), follows=True, function=True)
+        # a call makes one, so attributes are not set one by one
+        self.__dict__.update(
+            function=function, _tables=tables, _graph=graph, _fn=fn, _batch=batch, _head=head, ticket=ticket,
+            # the last query and the last key of a call, at which a function that is called may be tried
+            _place=[_FIRST],
+            # what the graph reads of the tensors, once it is computed
+            _computed=[],
+            _spec="", _follows=True, has_function=True,
+        )  # fmt: skip
 
-    def chosen(self, batch: int | None, head: int | None, ticket: Ticket | None = None) -> Recorded:
+    def _chosen(self, batch: int | None, head: int | None, ticket: Ticket | None = None) -> Recorded:
         """Return the pattern of a batch element, a head, or both."""
         if (batch, head, ticket) == (self._batch, self._head, self.ticket):
             return self
@@ -279,7 +291,7 @@ class Recorded(Pattern):
 
     def at_place(self, place: Place) -> Place:
         """Return the indices of a call, with one batch element and head where the mask does not depend on them."""
-        by_batch, by_head = self.depends()
+        by_batch, by_head = self._depends()
         return place._replace(batch=place.batch if by_batch else 1, heads=place.heads if by_head else 1)
 
     def compared(self, place: Place) -> Recorded:
@@ -287,7 +299,7 @@ class Recorded(Pattern):
         if self._graph is None or self._fn is None or self.function.computes(self._fn, self._graph, place):
             return self
         why = "it computes other pairs for tensors than for the symbols of a trace"
-        return called(self._fn, why, pairs=True).chosen(self._batch, self._head)
+        return called(self._fn, why, pairs=True)._chosen(self._batch, self._head)
 
     def relation(self, place: Place) -> Pattern | None:
         """Return the pattern with the pairs of the graph over the positions of a call; None without one."""
@@ -320,7 +332,7 @@ class Recorded(Pattern):
         # the last query and the last key are positions of every call
         self._place[0] = q_offset + nq - 1, nk - 1
 
-    def depends(self) -> tuple[bool, bool]:
+    def _depends(self) -> tuple[bool, bool]:
         """Return whether the mask depends on the batch element and on the head."""
         if self.function.graph is not None:
             deps = deps_of(self.function.graph.result)
@@ -341,10 +353,10 @@ class Recorded(Pattern):
         return shape[0] > 1, shape[1] > 1
 
     def select(self, b: int, h: int) -> Recorded:
-        by_batch, by_head = self.depends()
+        by_batch, by_head = self._depends()
         batch = b if by_batch and self._batch is None else self._batch
         head = h if by_head and self._head is None else self._head
-        return self.chosen(batch, head, self.ticket)
+        return self._chosen(batch, head, self.ticket)
 
     def bound(self, heads: int | None, kv_heads: int | None = None, rank: int = 0, ranks: int = 1) -> Pattern:
         return _of_rank(self, heads, rank, ranks)
@@ -377,13 +389,13 @@ def _constants(tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def _of_rank(pattern: Recorded | TokenMask, heads: int | None, rank: int, ranks: int) -> Pattern:
     """Return the heads of a rank; see :meth:`Pattern.bound`."""
-    if ranks == 1 or pattern._head is not None or not pattern.depends()[1]:
+    if ranks == 1 or pattern._head is not None or not pattern._depends()[1]:
         return pattern
     if heads is None:
         remedy = "Pass heads=, the number of heads of all ranks."
         raise PatternError("heads", None, "a number, for a function that reads the head", remedy)
     count = heads // ranks
-    return PerHead([pattern.chosen(pattern._batch, head) for head in range(rank * count, (rank + 1) * count)])
+    return PerHead([pattern._chosen(pattern._batch, head) for head in range(rank * count, (rank + 1) * count)])
 
 
 @declare("TokenMask(lambda b, h, q, k: (q // 64 + k // 64) % 3 == 0)", "By table, function or head", text=False)
@@ -435,7 +447,7 @@ class TokenMask(Pattern):
         self._of(fn, None if tables is None else tuple(tables), batch, head)
 
     @classmethod
-    def of_pairs(cls, fn: MaskMod) -> TokenMask:
+    def _of_pairs(cls, fn: MaskMod) -> TokenMask:
         """Make the pattern of a function of 0-dim tensors, which is mapped over the pairs if it cannot be traced."""
         return cls.__new__(cls)._of(fn, None, None, None, pairs=True)
 
@@ -451,22 +463,22 @@ class TokenMask(Pattern):
         self._function = now.function
         # its present values, which torch.compile uses, and the name of the pattern in compiled code
         self._tables, self._number = now._tables, _numbered(fn, named, now._tables)
-        self.write(now.chosen(batch, head)._text(), follows=True, function=True)
+        self.write(now._chosen(batch, head)._text(), follows=True, function=True)
         return self
 
-    def chosen(self, batch: int | None, head: int | None) -> TokenMask:
+    def _chosen(self, batch: int | None, head: int | None) -> TokenMask:
         """Return the pattern of a batch element, a head, or both."""
         return TokenMask.__new__(TokenMask)._of(self.fn, self._named, batch, head, self._pairs)
 
-    def now(self) -> Recorded:
+    def _now(self) -> Recorded:
         """Return the function as it computes now."""
-        return recorded(self.fn, self._named, pairs=self._pairs).chosen(self._batch, self._head)
+        return recorded(self.fn, self._named, pairs=self._pairs)._chosen(self._batch, self._head)
 
     def _for_call(self) -> Pattern:
-        return self if torch.compiler.is_compiling() else self.now()
+        return self if torch.compiler.is_compiling() else self._now()
 
     def _owners(self) -> list[object]:
-        return self.now()._owners()
+        return self._now()._owners()
 
     @classmethod
     def own(cls, number: int | Tensor, *tables: Tensor, batch: int | None = None, head: int | None = None) -> Recorded:
@@ -478,7 +490,7 @@ class TokenMask(Pattern):
             number = int(number)
             ticket = _tickets.get(number)
             if ticket is not None:
-                return ticket.now(tables).chosen(batch, head, ticket)
+                return ticket.now(tables)._chosen(batch, head, ticket)
         function = _functions.get(number)
         if function is None:
             raise PatternError(
@@ -493,7 +505,7 @@ class TokenMask(Pattern):
         return Recorded(function, tuple(given), batch=batch, head=head)
 
     def _text(self) -> str:
-        return self.now()._text()
+        return self._now()._text()
 
     def __repr__(self) -> str:
         return f"TokenMask({getattr(self.fn, '__name__', type(self.fn).__name__)}{_bound(self._batch, self._head)})"
@@ -501,17 +513,17 @@ class TokenMask(Pattern):
     def __reduce__(self) -> tuple[Any, ...]:
         # pickled with its function, which the pickler must be able to pickle
         if self._pairs:
-            return TokenMask.of_pairs, (self.fn,)
+            return TokenMask._of_pairs, (self.fn,)
         return functools.partial(TokenMask, tables=self._named, batch=self._batch, head=self._head), (self.fn,)
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
         if torch.compiler.is_compiling():
             return self._number, *_constants(self._tables)
-        return self.now().tables
+        return self._now().tables
 
     def key(self) -> CacheKey:
-        return self.now().key()
+        return self._now().key()
 
     def value(self) -> Hashable:
         return self.key().value
@@ -520,20 +532,20 @@ class TokenMask(Pattern):
         # another function object may read other values later
         return super().stays_equal(other) and isinstance(other, TokenMask) and self.fn is other.fn
 
-    def depends(self) -> tuple[bool, bool]:
+    def _depends(self) -> tuple[bool, bool]:
         """Return whether the mask depends on the batch element and on the head."""
-        return self.now().depends()
+        return self._now()._depends()
 
     def select(self, b: int, h: int) -> Pattern:
-        now = self.now()
+        now = self._now()
         found = now.select(b, h)
-        return self if found is now else self.chosen(found._batch, found._head)
+        return self if found is now else self._chosen(found._batch, found._head)
 
     def bound(self, heads: int | None, kv_heads: int | None = None, rank: int = 0, ranks: int = 1) -> Pattern:
         return _of_rank(self, heads, rank, ranks)
 
     def zones(self, n: int | None) -> Node:
-        return self.now().zones(n)
+        return self._now().zones(n)
 
 
 # ---- what a call keeps for its gradient ------------------------------------------------------------------------------

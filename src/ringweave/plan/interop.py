@@ -91,7 +91,7 @@ def from_block_mask(block_mask: Any) -> Pattern:
         )
     with outside_transforms(block_mask.kv_num_blocks, block_mask.kv_indices):
         function = block_mask.mask_mod
-        return in_blocks(blocks_of(block_mask), Full() if function is noop_mask else TokenMask.of_pairs(function))
+        return in_blocks(blocks_of(block_mask), Full() if function is noop_mask else TokenMask._of_pairs(function))
 
 
 class Blocks(NamedTuple):
