@@ -11,6 +11,9 @@ import torch
 import ringweave as rw
 from ringweave.patterns import Pattern
 from ringweave.patterns.declared import DECLARED
+from ringweave.patterns.traced import of_graph
+from ringweave.trace.relation import Place
+from ringweave.trace.symbols import trace
 
 
 def _not_future(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -44,6 +47,19 @@ def _chosen(n: int, most: int, block_size: int = 1, lead: tuple[int, ...] = ()) 
     """Return lists of at most ``most`` blocks for each of ``n`` queries, with pads and repeats."""
     generator = torch.Generator("cpu").manual_seed(n)
     return torch.randint(-1, -(-n // block_size), (*lead, n, most), generator=generator, device="cpu")
+
+
+def _compared(n: int) -> Pattern:
+    """Return tables of zones: bands of distances, and queries with several runs of keys or none."""
+    at = torch.arange(n, device="cpu")
+    least, most, value, marked = at - 40, at.clamp(min=n // 3), at * 5 // 3 % 70, at % 90 > 4
+
+    def function(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return marked[q] & (least[q] <= k) & (k <= most[q]) | (value[k] <= 3 * (q // 32) - 5)
+
+    pattern = of_graph(trace(function), Place(1, 1, n, n))
+    assert pattern is not None
+    return pattern
 
 
 #: name -> pattern for a length; each works with four heads and any batch
@@ -86,6 +102,8 @@ PATTERNS: dict[str, Callable[[int], Pattern]] = {
     "local_global": lambda n: rw.patterns.local_global(20, 37),
     "dilated_blocks": lambda n: rw.patterns.dilated_blocks(3, [1, 4, 16]),
     "natten": lambda n: rw.patterns.natten_1d(9, 3, tokens=n),
+    "compared": _compared,
+    "compared_and_causal": lambda n: _compared(n) & rw.Causal() | ~_compared(n) & rw.Strided(7),
     "image": lambda n: rw.GridNeighborhood(_image(n), [min(3, side) for side in _image(n).shape], causal=(False, True)),
     "tree": lambda n: (rw.Causal() | rw.Strided(5)) & ~rw.Segments(70) | ~(rw.SlidingWindow(99) | rw.Sinks(4)),
 }

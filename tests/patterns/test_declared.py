@@ -36,6 +36,7 @@ BESIDES = {
     "TokenMask": {"key", "value", "stays_equal", "looks_up", "_for_call", "_owners"},
     "Recorded": {"key", "value", "looks_up", "_owners", "_recognised"},
     "Bounds": {"key", "stays_equal"},
+    "ZoneTable": {"key"},
     "LongNet": {"combinable", "to_dense"},
     "OnGrid": {"looks_up", "_allowed_pairs"},
     "Sinks": {"lists_tokens", "_either"},
@@ -69,7 +70,7 @@ def test_patterns_define_no_other_method(kind: type[Pattern]) -> None:
 
 
 #: Classes that operators and calls create; users do not write these names.
-MADE = {"And", "Or", "Not", "Combined", "Shifted", "Offsets", "View", "Recorded", "Composite", "Derived"}
+MADE = {"And", "Or", "Not", "Combined", "Shifted", "Offsets", "View", "Recorded", "Composite", "Derived", "ZoneTable"}
 
 
 def test_every_pattern_is_declared_and_exported() -> None:

@@ -124,18 +124,27 @@ def test_a_mask_that_reads_a_parameter_has_gradients(compiled: bool) -> None:
 @pytest.mark.parametrize("learns", [True, False])
 @pytest.mark.parametrize("kind", WRITES_TO_PARAMETERS)
 def test_a_large_parameter_is_followed_whoever_writes_it(kind: str, learns: bool) -> None:
-    """Fused optimizers, among others, change a parameter and not its version; a gradient is then refused."""
+    """Fused optimizers, among others, change a parameter and not its version.
+
+    A recognised mask then has the gradient of its call, and that of an evaluated one is refused.
+    """
     gate = torch.nn.Parameter(torch.randn(600, 600, generator=torch.Generator().manual_seed(0)))
     gate.requires_grad_(learns)
     assert gate.nbytes > 2**20
-    pattern = rw.TokenMask(lambda b, h, q, k: gate[q, k] > 0)
+    recognised = rw.TokenMask(lambda b, h, q, k: gate[q, k] > 0)
+    pattern = rw.TokenMask(lambda b, h, q, k: gate[q, k] > -gate[q, k])
+    follows(recognised, lambda: gate.detach()[Q, K] > 0)
     follows(pattern, lambda: gate.detach()[Q, K] > 0)
     x = torch.randn(1, 1, N, 8, requires_grad=True)
+    (want,) = torch.autograd.grad(rw.attention(x, x, x, recognised).sum(), x)
+    known = rw.attention(x, x, x, recognised)
     out, version = rw.attention(x, x, x, pattern), gate._version
     gate.grad = 2 * gate.detach()
     WRITES_TO_PARAMETERS[kind](gate)
     assert gate._version == version
+    follows(recognised, lambda: gate.detach()[Q, K] > 0)
     follows(pattern, lambda: gate.detach()[Q, K] > 0)
+    assert torch.equal(torch.autograd.grad(known.sum(), x)[0], want)
     with pytest.raises(PatternError, match="Change it after backward"):
         out.sum().backward()
 

@@ -24,7 +24,7 @@ HEADS = 4
 #: patterns made for one length: each document or key count is fixed by it
 OF_ONE_LENGTH = {
     "documents", "causal_documents", "documents_by_ids", "documents_in_pieces", "within_documents", "keys", "within_keys",
-    "natten", "image", "token_tree", "within_token_tree",
+    "natten", "image", "token_tree", "within_token_tree", "compared", "compared_and_causal",
 }  # fmt: skip
 TABLES = {"table", "table_per_head", "bigbird", "variable", "selected", "selected_per_head", "selected_blocks"}
 

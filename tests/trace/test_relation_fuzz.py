@@ -22,6 +22,10 @@ ROWS = torch.stack([IDS, torch.arange(N) // 53])
 NARROW = (torch.arange(N) // 11).int()
 BYTES = (torch.arange(N) * 7).to(torch.uint8)
 FAR = torch.where(torch.arange(N) % 6 > 0, torch.arange(N), torch.iinfo(torch.int64).max)
+LISTS = torch.randint(-2, 90, (N, 5), generator=drawn(3))
+FLOATS = torch.randn(N, generator=drawn(4))
+FLOATS[::7], FLOATS[3::7], FLOATS[4::7], FLOATS[5::7] = torch.inf, -torch.inf, 0.0, -0.0
+NANS = torch.where(torch.arange(N) % 9 > 0, FLOATS, torch.nan)
 BOOLS = torch.rand(N, generator=drawn(1)) < 0.4
 BLOCKS = torch.rand(N // 8 + 1, N // 8 + 1, generator=drawn(2)) < 0.5
 
@@ -77,6 +81,9 @@ def logic(r: random.Random, depth: int) -> str:
                 f"(FAR[(q - k).abs()] {compare} k - q + {r.randint(-3, 3)})",
                 f"BOOLS[{r.choice('qk')}]",
                 "BLOCKS[q // 8, k // 8]",
+                f"(LISTS[q // {r.choice([1, 4])}] == (k // {r.choice([1, 3])})).any()",
+                f"({r.choice(['FLOATS', 'NANS', 'FLOATS.half()'])}[q] {compare} FLOATS[k])",
+                f"(BOOLS[q] {compare} BOOLS[k])",
                 f"(q * 0.5 {compare} k / 3)",
             ]
         )

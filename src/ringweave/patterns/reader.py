@@ -18,6 +18,7 @@ from .boxes import Grid
 from .declared import DECLARED
 from .shifted import Offsets, Shifted
 from .view import View
+from .zone_table import ZoneTable
 
 _LONGEST = 2**20  # most characters of a user's text
 _SIGNS = 64  # most signs before one value
@@ -78,7 +79,7 @@ def names() -> dict[str, Callable[..., object]]:
 def _held() -> dict[str, Callable[..., object]]:
     """Return the names of a ``spec``, with constructors that do not copy their tensors."""
     own = {name: each.make.own for name, each in DECLARED.items() if hasattr(each.make, "own")}
-    return names() | own | {"Offsets": Offsets, "Shifted": Shifted, "View": View}
+    return names() | own | {"Offsets": Offsets, "Shifted": Shifted, "View": View, "ZoneTable": ZoneTable}
 
 
 def tree(text: str) -> ast.expr:

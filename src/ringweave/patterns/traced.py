@@ -1,19 +1,16 @@
 """The pattern of a mask function that was traced, where patterns have its pairs.
 
-Sets of distances, keys and documents have patterns. Any other leaf has one if its functions of the query and of the key
-are constant on blocks of tokens: a table of blocks. The others have no pattern yet, and would be zones: an ``Order``
-with keys that ascend is an interval of keys for each query, an ``Equal`` of two functions is runs of keys for runs of
-queries, and a ``Side`` of queries is zones of these. Only a ``Lookup`` or a ``Member`` that differs from token to token
-has no zones.
+Sets of distances, keys and documents have patterns of their own. The pairs of any other comparison are zones, unless
+they are so many that evaluating the function takes less time.
 
-torch.compile traces this file for masks of models. Values are then unknown, and one graph serves all lengths.
+torch.compile traces this file for masks of models. Values are then unknown, and one graph serves all lengths, so other
+comparisons have no pattern.
 """
 
 from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,8 +21,6 @@ from ..trace.relation import (
     And,
     Distances,
     Equal,
-    Lookup,
-    Member,
     Not,
     Or,
     Order,
@@ -39,13 +34,14 @@ from ..trace.relation import (
 )  # fmt: skip
 from . import algebra
 from .algebra import PerHead, join
-from .base import Full, Pattern
+from .base import Full, Pattern, parts_of
+from .compared import Compared, is_compared, most_zones, zones_of
 from .dilated import Strided
 from .documents import Documents
 from .global_tokens import Sinks
 from .key_padding import KeyPadding
 from .local import Causal, SlidingWindow
-from .table import BlockTable
+from .zone_table import ZoneTable
 
 # most windows in a union of distances: planning more takes longer than evaluating the function
 _MOST_WINDOWS = 32
@@ -56,8 +52,6 @@ _FAR_APART = f"numbers of documents: got two that are {_MOST_NUMBERS} or more ap
 _BYTES_OF_TEXT = 64
 # most heads that are read one by one
 _MOST_HEADS = 256
-# least side of a block, and most blocks of a table
-_LEAST_SIDE, _MOST_BLOCKS = 16, 2**22
 
 
 def of_graph(graph: Graph, place: Place) -> Pattern | None:
@@ -92,7 +86,7 @@ def of_relation(x: Relation, place: Place, within: Tensor | None = None) -> Patt
     """
     if isinstance(x, (And, Or)):
         return _joined(x, place, within)
-    if isinstance(x, Not):
+    if isinstance(x, Not) and not isinstance(x.part, Order):
         part = of_relation(x.part, place, within)
         return None if part is None else _not(part)
     if isinstance(x, Distances):
@@ -103,7 +97,7 @@ def of_relation(x: Relation, place: Place, within: Tensor | None = None) -> Patt
     numbers = _numbers(x, place)
     if numbers is not None:
         return _documents(numbers)
-    return None if torch.compiler.is_compiling() else _blocks(x, place)
+    return zones_of([x], place) if is_compared(x) else None
 
 
 def _not(pattern: Pattern) -> Pattern:
@@ -127,11 +121,24 @@ def _joined(x: And | Or, place: Place, within: Tensor | None) -> Pattern | None:
         within = numbers if within is None else _both(numbers, within)
     # sets of distances merge, those inside of documents too
     merged = joined(type(x), [_by_distance(part, place, within) for part in rest])
+    compared: list[Compared] = []
+    zones = 0
     for part in merged.parts if isinstance(merged, (And, Or)) and type(merged) is type(x) else (merged,):
+        if isinstance(x, And) and is_compared(part):
+            compared.append(part)
+            continue
         pattern = of_relation(part, place, within)
         if pattern is None:
             return None
+        zones += sum(part.table.shape[:2].numel() for part in parts_of(pattern, ZoneTable))
+        if zones > most_zones(place, place.batch):
+            return None
         found.append(pattern)
+    if compared:
+        table = zones_of(compared, place)
+        if table is None:
+            return None
+        found.append(table)
     return join(algebra.And if isinstance(x, And) else algebra.Or, *found)
 
 
@@ -291,49 +298,3 @@ def of_keys(keys: Tensor) -> Pattern:
         return bounds
     # the bounds skip tiles without reading the mask, so they are kept beside it
     return bounds & Sinks(keys)
-
-
-def _blocks(x: Relation, place: Place) -> BlockTable | None:
-    """Return a leaf as a table of blocks; None if its functions of one side are not constant on blocks."""
-    if isinstance(x, (Order, Equal)):
-        of = [x.u, x.v]
-    elif isinstance(x, (Side, Member)):
-        of = list(x)
-    elif isinstance(x, Lookup):
-        of = list(x.at)
-    else:
-        return None
-    if place.q0 or place.k0:
-        return None
-    high, wide = (_side_of(of, dim, n) for dim, n in ((2, place.nq), (3, place.nk)))
-    rows, columns = -(-place.nq // high), -(-place.nk // wide)
-    if high < min(_LEAST_SIDE, place.nq) or wide < min(_LEAST_SIDE, place.nk):
-        return None
-    # the first query and the first key of each block
-    of = [table[:, :, ::high, ::wide] for table in of]
-    if isinstance(x, Side):
-        (mask,) = of
-    elif isinstance(x, Lookup):
-        mask = x.table[tuple(torch.broadcast_tensors(*of))]
-    elif isinstance(x, Member):
-        mask = (of[0] == of[1][..., None]).any(-1)
-    else:
-        mask = of[0] <= of[1] if isinstance(x, Order) else of[0] == of[1]
-    batch, heads = mask.shape[:2]
-    if batch * heads * rows * columns > _MOST_BLOCKS:
-        return None
-    mask = mask.expand(-1, -1, rows, columns)
-    # axes of length 1 are dropped, since they broadcast
-    lead = (batch, heads) if batch > 1 else (heads,) if heads > 1 else ()
-    return BlockTable(mask.reshape(*lead, rows, columns), (high, wide))
-
-
-def _side_of(tables: list[Tensor], dim: int, n: int) -> int:
-    """Return the largest side of blocks along a dimension in which tables are constant."""
-    side = n
-    for table in tables:
-        if table.shape[dim] > 1:
-            lines = table.movedim(dim, 0).flatten(1)
-            change = (lines[1:] != lines[:-1]).any(1).nonzero() + 1
-            side = int(np.gcd.reduce(change.flatten().numpy(), initial=side if side < n else 0)) or n
-    return side

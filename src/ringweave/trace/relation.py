@@ -509,6 +509,9 @@ class Reader:
             return Linear({}, int(x.value))
         if _is_argument(x) and not x.deps & self.several:
             return Linear({}, self.place.h0 if x.deps & H else 0)
+        if x.deps and not x.deps & self.several and not torch.compiler.is_compiling():
+            # one value in the whole call, such as an entry for the only head
+            return Linear({}, int(self.table(x)))
         if x.kwargs or x.dtype not in (torch.int64, torch.int32):
             return alone
         found = alone
