@@ -93,7 +93,8 @@ def of_relation(x: Relation, place: Place, within: Tensor | None = None) -> Patt
         first = place.q0 - place.k0
         return of_distances(x.runs, first - place.nk + 1, first + place.nq - 1)
     if isinstance(x, Side) and x.table.shape[1:3] == (1, 1):
-        return of_keys(x.table[:, 0, 0].expand(-1, place.nk))
+        # each decoding step has other bounds, and one program for those in tensors
+        return of_keys(x.table[:, 0, 0].expand(-1, place.nk), numbers=place.nq > 1)
     numbers = _numbers(x, place)
     if numbers is not None:
         return _documents(numbers)
@@ -289,12 +290,19 @@ def _from(least: int) -> Pattern:
     return Causal() | SlidingWindow(0, -least) if least < 0 else Causal() & _not(SlidingWindow(least - 1))
 
 
-def of_keys(keys: Tensor) -> Pattern:
-    """Return the keys that a table (B or 1, Nk) allows: bounds, and if needed a mask inside of them."""
+def of_keys(keys: Tensor, numbers: bool = False) -> Pattern:
+    """Return the keys that a table (B or 1, Nk) allows: bounds, and if needed a mask inside of them.
+
+    Args:
+        keys: The table.
+        numbers: Whether bounds of all batch elements may be numbers in place of tensors, so that they are constant.
+    """
     begin = keys.int().argmax(-1)
     end = torch.where(keys.any(-1), keys.shape[1] - keys.flip(-1).int().argmax(-1), 0)
-    bounds = KeyPadding(end, begin)
-    if not torch.compiler.is_compiling() and bool((keys.sum(-1) == end - begin).all()):
+    known = not torch.compiler.is_compiling()
+    constant = numbers and known and len(keys) == 1
+    bounds = KeyPadding(int(end), int(begin)) if constant else KeyPadding(end, begin)
+    if known and bool((keys.sum(-1) == end - begin).all()):
         return bounds
     # the bounds skip tiles without reading the mask, so they are kept beside it
     return bounds & Sinks(keys)
