@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -11,13 +12,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
 from transformers import masking_utils as masks
 
 import ringweave as rw
 from ringweave.cache import PATTERNS as KEPT
 from ringweave.integrations.transformers import mask_reading, pattern_mask
-from ringweave.integrations.transformers.mask_reading import Unread, read
+from ringweave.integrations.transformers.mask_reading import read
 from ringweave.integrations.transformers.model_cache import PagedLayer
+from ringweave.integrations.transformers.positions import Positions
+from ringweave.trace.graph import UntraceableError
+from ringweave.trace.operations import OPERATORS
 
 from .frames import calls
 
@@ -78,7 +83,7 @@ PLACES = {"prefill": (N, N, 0, 0), "step": (1, N, N - 1, 0), "tokens": (3, 13, 1
 def test_a_mask_is_read_as_what_it_allows(name: str, place: str, padded: bool) -> None:
     nq, nk, q_offset, kv_offset = PLACES[place]
     function = FUNCTIONS[name]
-    read(function)  # read by symbols, not evaluated as a mask_mod
+    read(function, Positions(B, nq, nk, q_offset, kv_offset))  # by its trace, not evaluated as a mask_mod
     mask = torch.ones(B, N, dtype=torch.bool)
     if padded:
         mask[1, :4] = mask[0, 17:] = False
@@ -86,12 +91,21 @@ def test_a_mask_is_read_as_what_it_allows(name: str, place: str, padded: bool) -
     assert wanted is not None
     wanted = wanted[:, 0]
     forms: list[int | Tensor] = [q_offset]
-    if nq == 1 and not any(word in name for word in ("packed", "blocks")):
+    if nq == 1:
         forms.append(torch.tensor(q_offset))
     for form in forms:
         got = pattern_mask(B, nq, nk, form, kv_offset, function, mask)
         dense = got.pattern.to_dense(nq, nk, batch=B, q_offset=got.q_offset)[:, 0]
         assert torch.equal(dense, wanted), form
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("nk", [N, 12])
+def test_queries_past_the_keys_and_tables_of_more_elements(name: str, nk: int) -> None:
+    got = pattern_mask(1, N, nk, 0, 0, FUNCTIONS[name])
+    wanted = masks.sdpa_mask(1, N, nk, 0, 0, FUNCTIONS[name], allow_is_causal_skip=False)
+    assert wanted is not None
+    assert torch.equal(got.pattern.to_dense(N, nk), wanted)
 
 
 ROWS: list[Any] = [
@@ -141,22 +155,34 @@ def test_a_position_that_is_a_tensor_is_not_waited_for() -> None:
     assert [table.device.type for table in mask.pattern.tables] == ["meta", "meta"]
 
 
+REFUSED: dict[str, Callable[..., Any]] = {
+    "heads": lambda b, h, q, k: (k <= q) & (h == 0),
+    "if": lambda b, h, q, k: k <= q if q else q <= k,
+    "random numbers": lambda b, h, q, k: torch.rand(()) < 2,
+    "a table that is too short": lambda b, h, q, k: NUMBERS[b, k + N] == 0,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_operation_without_a_symbol_is_not_guessed(name: str) -> None:
+    with pytest.raises(UntraceableError):
+        read(REFUSED[name], Positions(B, N, N, 0, 0))
+
+
 @pytest.mark.parametrize(
     "function",
     [
         lambda b, h, q, k: q % 2 == 0,
-        lambda b, h, q, k: (k <= q) & (h == 0),
         lambda b, h, q, k: NUMBERS[b, q] == BLOCKS[b, k],
         lambda b, h, q, k: BLOCKS[b, q] > 3,
-        lambda b, h, q, k: k <= q if q else q <= k,
+        lambda b, h, q, k: (k <= q) & (POSITIONS[b, k] % 3 > 0) | (NUMBERS[b, q] > POSITIONS[b, k]),
     ],
 )
-def test_an_operation_without_a_symbol_is_not_guessed(function: Callable[..., Any]) -> None:
-    with pytest.raises((Unread, TypeError)):
-        read(function)
+def test_masks_that_no_model_has(function: Callable[..., Any]) -> None:
+    check(function)
 
 
-# ---- a reading is compared with its function -------------------------------------------------------------------------
+# ---- a graph is compared with its function ---------------------------------------------------------------------------
 
 
 def clamped(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -167,11 +193,8 @@ def clamped(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return (d >= 0) & (d < 12)
 
 
-def doubled(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    try:
-        return (k % 2 == 0) & (k <= q)
-    except TypeError:
-        return k <= q
+def switched(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (k % 2 == 0) & (k <= q) if torch.is_tensor(q) else k <= q
 
 
 def per_batch(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -184,16 +207,13 @@ def looked_up(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return same | (k == 0) if isinstance(q, Tensor) else same
 
 
-def of_numbers() -> Callable[..., Any]:
-    scope: dict[str, Any] = {}
-    text = "def f(b, h, q, k): return k <= q if getattr(q, 'axis', None) else k < q"
-    exec(text, {"getattr": getattr} | scope, scope)
-    return scope["f"]
+def of_attributes(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return k <= q if getattr(q, "node", None) else k < q
 
 
 MISREAD = {
-    "a type that is asked": clamped, "an error that is caught": doubled, "batch elements": per_batch,
-    "a table": looked_up, "an attribute that is asked": of_numbers(),
+    "a type that is asked": clamped, "a function that asks": switched, "batch elements": per_batch,
+    "a table": looked_up, "an attribute that is asked": of_attributes,
 }  # fmt: skip
 
 
@@ -203,7 +223,8 @@ def test_a_mask_that_differs_from_its_reading_is_evaluated(name: str, place: str
     """A function that computes otherwise with symbols than with tensors gives the mask that it computes with tensors."""
     nq, nk, q_offset, kv_offset = PLACES[place]
     KEPT.clear()
-    read(MISREAD[name])
+    with pytest.raises(UntraceableError, match="for tensors than for symbols"):
+        read(MISREAD[name], Positions(B, nq, nk, q_offset, kv_offset))
     for _ in range(2):
         got = pattern_mask(B, nq, nk, q_offset, kv_offset, MISREAD[name])
         wanted = masks.sdpa_mask(B, nq, nk, q_offset, kv_offset, MISREAD[name], allow_is_causal_skip=False)
@@ -212,24 +233,22 @@ def test_a_mask_that_differs_from_its_reading_is_evaluated(name: str, place: str
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_wrong_reading_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With readings that are one token off, each mask is still what its function allows."""
-    between = mask_reading.Difference.between
-    monkeypatch.setattr(mask_reading.Difference, "between", lambda self, least, most: between(self, least - 1, most))
-    monkeypatch.setattr(mask_reading.Chunks, "pattern", lambda self, place, packed=None: rw.Segments(self.length + 1))
+def test_a_wrong_graph_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With graphs that compute other comparisons, each mask is still what its function allows."""
+    for one, other in (("le", "lt"), ("ge", "gt"), ("gt", "ge"), ("eq", "ne")):
+        monkeypatch.setitem(OPERATORS, one, (getattr(operator, other), False))
     KEPT.clear()
-    got = pattern_mask(B, N, N, 0, 0, FUNCTIONS[name])
-    wanted = masks.sdpa_mask(B, N, N, 0, 0, FUNCTIONS[name], allow_is_causal_skip=False)
-    assert wanted is not None
-    assert torch.equal(got.pattern.to_dense(N, batch=B).expand(B, -1, -1, -1), wanted)
+    with pytest.raises(UntraceableError, match="for tensors than for symbols"):
+        read(FUNCTIONS[name], Positions(B, N, N, 0, 0))
+    check(FUNCTIONS[name])
     KEPT.clear()
 
 
 def test_a_function_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps and later calls of a function's structure, with other tables, do not compare it again."""
+    """Steps and later calls of a function, with other tables, do not compare it again."""
     compared: list[object] = []
-    sample = mask_reading._sample
-    monkeypatch.setattr(mask_reading, "_sample", lambda *args: compared.append(args) or sample(*args))
+    agrees = mask_reading.agrees
+    monkeypatch.setattr(mask_reading, "agrees", lambda *args: compared.append(args) or agrees(*args))
     KEPT.clear()
     for width in (5, 6, 5):
         for at in (0, 1, 7):
@@ -270,14 +289,14 @@ def cells(function: Callable[..., Any]) -> list[Any]:
     return found
 
 
-def test_equal_functions_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_functions_are_recognised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    recognised: list[object] = []
+    distances_of = mask_reading.distances_of
+    monkeypatch.setattr(mask_reading, "distances_of", lambda graph: recognised.append(graph) or distances_of(graph))
     KEPT.clear()
-    first = read(WINDOW(5))
-    assert read(WINDOW(5)) is first
-    assert read(WINDOW(6)) is not first
-    # torch.compile traces the reading itself
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert read(WINDOW(5)) is not first
+    for width in (5, 5, 6, 5):
+        pattern_mask(B, N, N, 0, 0, WINDOW(width))
+    assert len(recognised) == 2
 
 
 def test_a_changed_closure_is_read_anew() -> None:
@@ -321,8 +340,8 @@ class Width(int):
     now = 3
 
 
-def test_what_may_read_more_is_read_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions that read tensors, objects, other files' functions, defaults, module names or nested code are read at each call."""
+def test_changes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions may read tensors, objects, other files' functions, defaults, module names and nested code."""
     blocks = BLOCKS.clone()
 
     def made(text: str) -> Any:
@@ -352,10 +371,6 @@ def test_what_may_read_more_is_read_each_time(monkeypatch: pytest.MonkeyPatch) -
         "code in code": by_inner,
         "globals": FunctionType(masks.causal_mask_function.__code__, {}),
     }
-    KEPT.clear()
-    for function in functions.values():
-        assert read(function) is not read(function)
-    assert not len(KEPT)
     before = {name: allowed(function) for name, function in functions.items()}
     monkeypatch.setattr(Width, "now", 7)
     monkeypatch.setattr(masks, "limit", 2)
@@ -409,10 +424,76 @@ def test_a_step_makes_few_calls() -> None:
     pattern_mask(1, 1, 40, 39, 0, WINDOW(8))
     for at in (40, 41, 100, 5000):
         mask = functools.partial(pattern_mask, 1, 1, at + 1, at, 0, WINDOW(8))
-        assert calls(mask) <= 12
+        # the function is traced at each call
+        assert calls(mask) <= 100
     layer, token = PagedLayer(64, 16), torch.randn(2, 2, 1, 8)
     with torch.no_grad():
         layer.update(token, token)
         for _ in range(14):
             # two of them leave the cache as it was if the step fails
             assert calls(lambda: layer.update(token, token)) <= 8
+
+
+# ---- compiled calls --------------------------------------------------------------------------------------------------
+
+
+def compiled(function: Callable[..., Any], place: str, padded: Tensor, *, row: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the pairs of a mask with padding by one graph and by the library, as attention to one-hot values."""
+    nq, nk, q_offset, kv_offset = PLACES[place]
+    values = torch.eye(nk).expand(B, 1, nk, nk)
+
+    def call(position: Tensor) -> Tensor:
+        mask = pattern_mask(B, nq, nk, position if row else q_offset, kv_offset, function, padded)
+        zeros = torch.zeros(B, 1, nq, nk), torch.zeros(B, 1, nk, nk)
+        return rw.attention(*zeros, values, mask.pattern, q_offset=mask.q_offset)
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        got = torch.compile(call, fullgraph=True, backend="eager")(torch.tensor(q_offset))
+    wanted = masks.sdpa_mask(B, nq, nk, q_offset, kv_offset, function, padded, allow_is_causal_skip=False)
+    assert wanted is not None
+    return got > 0, wanted
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "all but a window"])
+def test_one_graph_has_the_pairs_of_a_mask(name: str) -> None:
+    """A prefill, and a step at a position in a tensor; torch.compile cannot trace ``~`` of a symbol."""
+    padded = torch.ones(B, N, dtype=torch.bool)
+    padded[1, :4] = padded[0, 17:] = False
+    for place, row in (("prefill", False), ("one, of fewer", True)):
+        got, wanted = compiled(FUNCTIONS[name], place, padded, row=row)
+        assert torch.equal(got, wanted), place
+
+
+def apart_by(table: Tensor, numbers: Tensor) -> Callable[..., Any]:
+    """Return a packed mask of differences between entries of a table."""
+    return lambda b, h, q, k: (table[b, k] <= table[b, q]) & (numbers[b, q] == numbers[b, k])
+
+
+def test_positions_of_packed_documents_are_checked() -> None:
+    """Compiled code takes entries of a table for positions, and raises an error if they are none."""
+    every = torch.ones(B, N, dtype=torch.bool)
+    got, wanted = compiled(apart_by(POSITIONS + 7, NUMBERS - 3), "prefill", every)
+    assert torch.equal(got, wanted)
+    pieces = torch.where(torch.arange(N) < 4, 2, NUMBERS)
+    for table, numbers in ((POSITIONS // 2, NUMBERS), (-POSITIONS, NUMBERS), (torch.arange(N).expand(B, N), pieces)):
+        check(apart_by(table, numbers))
+        with pytest.raises(RuntimeError, match="a packed mask: got positions"):
+            compiled(apart_by(table, numbers), "prefill", every)
+
+
+def test_numbers_of_documents_may_be_any() -> None:
+    """Numbers at both ends of int64 are told apart; compiled code, which cannot rank them, raises an error."""
+    ends = torch.where(NUMBERS == 0, torch.iinfo(torch.int64).min, NUMBERS + torch.iinfo(torch.int64).max - 2)
+    check(packed_of(ends))
+    with pytest.raises(RuntimeError, match="numbers of documents"):
+        compiled(packed_of(ends), "prefill", torch.ones(B, N, dtype=torch.bool))
+
+
+def test_sums_that_may_overflow_are_refused_in_compiled_code() -> None:
+    """An int64 table may have any entries, so compiled code moves none to the other side of a comparison."""
+    far = torch.full((B, N), torch.iinfo(torch.int64).max)
+    sums = lambda b, h, q, k: far[b, q] + k <= far[b, k] + 5  # noqa: E731
+    check(sums)
+    with pytest.raises(Unsupported):
+        compiled(sums, "prefill", torch.ones(B, N, dtype=torch.bool))

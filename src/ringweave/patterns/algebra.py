@@ -90,7 +90,7 @@ class And(Combined):
         return max(part.residue_rate for part in self.parts)
 
     def __invert__(self) -> Pattern:
-        return join(Or, *(~part for part in self.parts))
+        return join(Or, *_complements(self.parts))
 
 
 class Or(Combined):
@@ -102,7 +102,12 @@ class Or(Combined):
         return relation.Or([part.zones(n) for part in self.parts])
 
     def __invert__(self) -> Pattern:
-        return join(And, *(~part for part in self.parts))
+        return join(And, *_complements(self.parts))
+
+
+def _complements(parts: Sequence[Pattern]) -> list[Pattern]:
+    # torch.compile does not trace the operator ~
+    return [part.__invert__() for part in parts]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

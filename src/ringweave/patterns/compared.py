@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,7 +26,9 @@ _CUT, _ENTRIES = 4, 16
 
 
 def is_compared(x: Relation) -> TypeGuard[Compared]:
-    """Return whether a leaf is a comparison: its pairs are zones, if they are few."""
+    """Return whether a leaf is a comparison with known values: its pairs are zones, if they are few."""
+    if torch.compiler.is_compiling():
+        return False
     if isinstance(x, Not):
         return isinstance(x.part, Order)
     return isinstance(x, (Order, Equal, Lookup, Member)) or (isinstance(x, Side) and x.table.shape[2] > 1)

@@ -2,6 +2,9 @@
 
 Sets of distances, keys and documents have patterns of their own. The pairs of any other comparison are zones, unless
 they are so many that evaluating the function takes less time.
+
+torch.compile traces this file for masks of models. Values are then unknown, and one graph serves all lengths, so other
+comparisons have no pattern.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ import math
 import torch
 from torch import Tensor
 
+from ..cache import PATTERNS
+from ..torch_compat import require
 from ..trace.graph import Graph, H, deps_of
 from ..trace.relation import (
     And,
@@ -40,6 +45,11 @@ from .zone_table import ZoneTable
 
 # most windows in a union of distances: planning more takes longer than evaluating the function
 _MOST_WINDOWS = 32
+# bound on the numbers of documents, so that those of two tables can be joined
+_MOST_NUMBERS = 2**31
+_FAR_APART = f"numbers of documents: got two that are {_MOST_NUMBERS} or more apart; wanted smaller differences"
+# estimated size of a pattern per character of its text: it and each of its parts are an object with a text
+_BYTES_OF_TEXT = 64
 # most heads that are read one by one
 _MOST_HEADS = 256
 
@@ -78,21 +88,28 @@ def of_relation(x: Relation, place: Place, within: Tensor | None = None) -> Patt
         return _joined(x, place, within)
     if isinstance(x, Not) and not isinstance(x.part, Order):
         part = of_relation(x.part, place, within)
-        return None if part is None else ~part
+        return None if part is None else _not(part)
     if isinstance(x, Distances):
-        return _of_distances(x.runs, place)
+        first = place.q0 - place.k0
+        return of_distances(x.runs, first - place.nk + 1, first + place.nq - 1)
     if isinstance(x, Side) and x.table.shape[1:3] == (1, 1):
-        return _of_keys(x.table[:, 0, 0].expand(-1, place.nk))
+        # each decoding step has other bounds, and one program for those in tensors
+        return of_keys(x.table[:, 0, 0].expand(-1, place.nk), numbers=place.nq > 1)
     numbers = _numbers(x, place)
     if numbers is not None:
         return _documents(numbers)
     return zones_of([x], place) if is_compared(x) else None
 
 
+def _not(pattern: Pattern) -> Pattern:
+    # torch.compile does not trace the operator ~
+    return pattern.__invert__()
+
+
 def _joined(x: And | Or, place: Place, within: Tensor | None) -> Pattern | None:
     rest: list[Relation] = []
     numbers: Tensor | None = None
-    for part in x.parts:
+    for part in _with_one_mask_of_keys(x):
         mine = _numbers(part, place) if isinstance(x, And) else None
         if mine is None:
             rest.append(part)
@@ -126,6 +143,20 @@ def _joined(x: And | Or, place: Place, within: Tensor | None) -> Pattern | None:
     return join(algebra.And if isinstance(x, And) else algebra.Or, *found)
 
 
+def _with_one_mask_of_keys(x: And | Or) -> list[Relation]:
+    """Return the parts, with one for all masks of keys: torch.compile cannot compare two of them."""
+    rest: list[Relation] = []
+    keys: Tensor | None = None
+    for part in x.parts:
+        if not isinstance(part, Side) or part.table.shape[1:3] != (1, 1):
+            rest.append(part)
+        elif keys is None:
+            keys = part.table
+        else:
+            keys = keys & part.table if isinstance(x, And) else keys | part.table
+    return rest if keys is None else [*rest, Side(keys)]
+
+
 def _numbers(x: Relation, place: Place) -> Tensor | None:
     """Return numbers (B or 1, Nk) of documents with the pairs of a leaf; None for another leaf, and for each head's."""
     first = place.q0 - place.k0
@@ -135,9 +166,15 @@ def _numbers(x: Relation, place: Place) -> Tensor | None:
     return _numbered(x.v[:, 0, 0])
 
 
+def of_documents(values: Tensor) -> Documents:
+    """Return the pairs of tokens with equal values (B or 1, tokens)."""
+    return _documents(_numbered(values))
+
+
 def _documents(numbers: Tensor) -> Documents:
+    documents = Documents(ids=numbers)
     # read now: nothing writes to these numbers, and each call would read them again
-    return Documents(ids=numbers).read()
+    return documents if torch.compiler.is_compiling() else documents.read()
 
 
 def _both(one: Tensor, other: Tensor) -> Tensor:
@@ -147,7 +184,12 @@ def _both(one: Tensor, other: Tensor) -> Tensor:
 
 def _numbered(values: Tensor) -> Tensor:
     """Return numbers from 0 that are equal where values are."""
-    numbers: Tensor = values.unique(return_inverse=True)[1]
+    numbers: Tensor
+    if torch.compiler.is_compiling():
+        numbers = values.long() - values.amin()
+        require(((numbers >= 0) & (numbers < _MOST_NUMBERS)).all(), _FAR_APART)
+        return numbers
+    numbers = values.unique(return_inverse=True)[1]
     return numbers
 
 
@@ -155,7 +197,9 @@ def _by_distance(x: Relation, place: Place, within: Tensor | None) -> Relation:
     """Return a leaf as a set of distances if it counts the tokens of each document, as positions of packed rows do."""
     if isinstance(x, Not) and isinstance(x.part, Order):
         return negated(_by_distance(x.part, place, within))
-    runs = _within(x, place, within) if isinstance(x, Order) and within is not None else None
+    if within is None or not isinstance(x, Order) or torch.compiler.is_compiling():
+        return x
+    runs = _within(x, place, within)
     return x if runs is None else Distances(runs)
 
 
@@ -181,53 +225,84 @@ def _within(x: Order, place: Place, numbers: Tensor) -> Runs | None:
     return None
 
 
-def _of_distances(runs: Runs, place: Place) -> Pattern | None:
-    """Return the pairs with distances in some intervals, without bounds that no pair of the call reaches."""
-    nearest, farthest = place.q0 - place.k0 - place.nk + 1, place.q0 - place.k0 + place.nq - 1
-    reached = [(max(least, nearest), min(most, farthest)) for least, most in runs]
-    whole = [(int(least), int(most)) for least, most in reached if least <= most]
-    stride = _stride(whole)
+def of_distances(runs: Runs, nearest: int, farthest: int) -> Pattern | None:
+    """Return the pairs with distances in some intervals; None if these are too many.
+
+    Bounds that no pair of the call reaches are left out, so dense calls get Full. One object is returned for equal
+    intervals, since attention looks up a pattern's prepared call by identity: all steps of a model share it.
+
+    Args:
+        runs: The intervals.
+        nearest: Least distance in the call.
+        farthest: Largest distance in the call.
+    """
+    if torch.compiler.is_compiling():
+        return _intervals(runs)
+    met = [run for run in runs if run[0] <= farthest and run[1] >= nearest]
+    stride, apart = _stride(met), 0
     if stride > 1:
-        first, last = whole[0][0], whole[-1][0]
         # the window ends between the multiples next to it
-        return Strided(stride) & _interval(first, last, nearest + stride - 1, farthest - stride + 1)
-    if len(whole) > _MOST_WINDOWS:
+        met, apart = [(met[0][0], met[-1][0])], stride - 1
+    if len(met) > _MOST_WINDOWS:
         return None
-    found: Pattern = ~Full()
-    for least, most in whole:
-        found = found | _interval(least, most, nearest, farthest)
+    # an interval with two bounds is one window, which is planned faster than the complement of another
+    reached = tuple(
+        (-math.inf if least <= nearest + apart else least, math.inf) if most >= farthest - apart else (least, most)
+        for least, most in met
+    )
+    key = "distances", stride, reached
+    found: Pattern | None = PATTERNS.get(key)
+    if found is None:
+        found = _intervals(reached) if stride == 1 else Strided(stride) & _intervals(reached)
+        PATTERNS.put(key, found, len(found.spec) * _BYTES_OF_TEXT)
     return found
 
 
-def _stride(runs: list[tuple[int, int]]) -> int:
+def _stride(runs: list[tuple[float, float]]) -> int:
     """Return the stride of single distances that are consecutive multiples of it; 1 for others."""
-    if len(runs) < 3:
+    if len(runs) < 3 or any(least != most for least, most in runs):
         return 1
-    stride = runs[1][0] - runs[0][0]
-    multiples = all(least == most == runs[0][0] + i * stride for i, (least, most) in enumerate(runs))
+    stride = int(runs[1][0] - runs[0][0])
+    multiples = all(least == runs[0][0] + i * stride for i, (least, _) in enumerate(runs))
     return stride if multiples and runs[0][0] % stride == 0 else 1
 
 
-def _interval(least: int, most: int, nearest: int, farthest: int) -> Pattern:
-    """Return the pairs of a call with ``least <= q - k <= most``, where its distances are from nearest to farthest."""
-    low, high = least <= nearest, most >= farthest
-    if not low and not high and least <= 0 <= most:
-        return SlidingWindow(most, -least)
-    found = Full() if low else _from(least)
-    return found if high else found & ~_from(most + 1)
+def _intervals(runs: Runs) -> Pattern:
+    """Return the pairs with ``q - k`` in one of several intervals."""
+    found = _not(Full())
+    for least, most in runs:
+        found = found | _interval(least, most)
+    return found
+
+
+def _interval(least: float, most: float) -> Pattern:
+    """Return the pairs with ``least <= q - k <= most``."""
+    if -math.inf < least <= 0 <= most < math.inf:
+        return SlidingWindow(int(most), -int(least))
+    found: Pattern = Full() if least == -math.inf else _from(int(least))
+    return found if most == math.inf else found & _not(_from(int(most) + 1))
 
 
 def _from(least: int) -> Pattern:
     """Return the pairs with a distance of at least a number."""
     if least == 0:
         return Causal()
-    return Causal() | SlidingWindow(0, -least) if least < 0 else Causal() & ~SlidingWindow(least - 1)
+    return Causal() | SlidingWindow(0, -least) if least < 0 else Causal() & _not(SlidingWindow(least - 1))
 
 
-def _of_keys(keys: Tensor) -> Pattern:
-    """Return the keys that a table (B or 1, Nk) allows."""
+def of_keys(keys: Tensor, numbers: bool = False) -> Pattern:
+    """Return the keys that a table (B or 1, Nk) allows: bounds, and if needed a mask inside of them.
+
+    Args:
+        keys: The table.
+        numbers: Whether bounds of all batch elements may be numbers in place of tensors, so that they are constant.
+    """
     begin = keys.int().argmax(-1)
     end = torch.where(keys.any(-1), keys.shape[1] - keys.flip(-1).int().argmax(-1), 0)
-    if bool((keys.sum(-1) != end - begin).any()):
-        return Sinks(keys)
-    return KeyPadding(int(end), int(begin)) if len(keys) == 1 else KeyPadding(end, begin)
+    known = not torch.compiler.is_compiling()
+    constant = numbers and known and len(keys) == 1
+    bounds = KeyPadding(int(end), int(begin)) if constant else KeyPadding(end, begin)
+    if known and bool((keys.sum(-1) == end - begin).all()):
+        return bounds
+    # the bounds skip tiles without reading the mask, so they are kept beside it
+    return bounds & Sinks(keys)

@@ -257,7 +257,8 @@ class _Evaluation:
 
     def __init__(self, of: Pass, at: Arguments, cut: bool = False):
         self.of, self._at, self._cut = of, at, cut
-        self._lead = next(iter(at.values())).ndim
+        one = next(iter(at.values()))
+        self._lead, self._device = one.ndim, one.device
         self.reads: list[_Read] = []
         self.wholes: dict[Node, Tensor] = {}
         self._values: dict[Node, Any] = {}
@@ -271,7 +272,7 @@ class _Evaluation:
         if type(result) is Node:
             self.out = self._value(result)
         else:
-            self.out = torch.full((1,) * self._lead, result, device=next(iter(at.values())).device)
+            self.out = torch.full((1,) * self._lead, result, device=self._device)
         self._values.clear()
 
     def _value(self, node: Node) -> Tensor:
@@ -286,7 +287,11 @@ class _Evaluation:
             if node not in self.wholes:
                 self.wholes[node] = value.detach().requires_grad_()
             value = self.wholes[node]
-        return value.reshape((1,) * self._lead + tuple(value.shape))
+        return self._near(value).reshape((1,) * self._lead + tuple(value.shape))
+
+    def _near(self, value: Tensor) -> Tensor:
+        """Return a tensor on the device of the pairs."""
+        return value if value.device == self._device else value.to(self._device)
 
     def _computed(self, node: Node) -> Any:
         if node.name == "index" and not node.args[0].deps:
@@ -306,7 +311,7 @@ class _Evaluation:
         at = at if type(at) is tuple else (at,)
         if not all(type(part) in (Node, int, slice) for part in at):
             return None
-        value = self.of.values[of]
+        value = self._near(self.of.values[of])
         dims = [dim for dim, part in enumerate(at) if type(part) is not slice]
         slices = tuple((x.start, x.stop, x.step) if type(x) is slice else (None, None, None) for x in at)
         order = (*dims, *[dim for dim in range(value.ndim) if dim not in dims])

@@ -16,7 +16,7 @@ in their number. So a leaf is exact, whatever operations the functions of one si
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -40,12 +40,13 @@ _FLOATS = frozenset([torch.float64, torch.float32, torch.float16, torch.bfloat16
 _LOGICAL = {"logical_and": "and", "logical_or": "or", "logical_xor": "xor", "logical_not": "invert"}
 _OPPOSITE = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
 _MIRROR = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}
+_CPU = torch.device("cpu")
 _MAXIMA = ("abs", "maximum", "minimum")
 _SAME_VALUE = ("to", "long", "int", "clone", "contiguous")
 
 
 class Place(NamedTuple):
-    """The indices of a call: their numbers, and the first query, key and head.
+    """The indices of a call: their numbers, the first query, key and head, and the device of computed tables.
 
     An index with one value is a number, so a function of it may be recognised where one of the index is not.
     """
@@ -57,11 +58,12 @@ class Place(NamedTuple):
     q0: int = 0
     k0: int = 0
     h0: int = 0
+    device: torch.device = _CPU
 
     def lengths(self) -> dict[str, Tensor]:
         """Return the index vectors of the call."""
         first = {"b": (0, self.batch), "h": (self.h0, self.heads), "q": (self.q0, self.nq), "k": (self.k0, self.nk)}
-        return {name: torch.arange(start, start + count, device="cpu") for name, (start, count) in first.items()}
+        return {name: torch.arange(start, start + count, device=self.device) for name, (start, count) in first.items()}
 
 
 # ---- leaves, and their combinations ----------------------------------------------------------------------------------
@@ -209,24 +211,42 @@ def _united(one: Runs, other: Runs) -> Runs:
 # ---- recognition -----------------------------------------------------------------------------------------------------
 
 
-def as_relation(graph: Graph, place: Place) -> Relation:
+def as_relation(graph: Graph, place: Place, counted: Collection[Node] = ()) -> Relation:
     """Return the pairs of a call that the graph of a mask function allows.
 
+    Args:
+        graph: The graph.
+        place: Indices of the call.
+        counted: Captured tables that count tokens: in all pairs that matter, entries at q and at k differ by q - k.
     Raises:
         UntraceableError: The result is not one bool for each pair, or a value of one side cannot be computed for all
             positions, such as an entry of a table that is too short.
     """
-    result = graph.typed().result
     if 0 in place[:4]:
+        graph.typed()
         return NOTHING
-    if type(result) is bool:
-        return ALL if result else NOTHING
-    if not _is_bool(result):
-        raise UntraceableError("its result is not a bool for each pair")
     try:
-        return Reader(graph, place).read(result)
+        return Reader(graph, place, counted).pairs()
     except RecursionError:
-        return Open(result, graph)
+        return Open(graph.result, graph)
+
+
+def distances_of(graph: Graph, counted: Collection[Node] = (), given: Node | None = None) -> Runs | None:
+    """Return the distances of the pairs that the graph of a mask function allows; None if they depend on the call.
+
+    Args:
+        graph: The graph.
+        counted: As in :func:`as_relation`.
+        given: A condition that holds in all pairs that matter.
+    Raises:
+        UntraceableError: The result is not one bool for each pair.
+    """
+    reader = _OfAnyCall(graph, Place(2, 2, 2, 2), counted, given)
+    try:
+        found = reader.pairs()
+    except (_DependsOnCall, RecursionError):
+        return None
+    return found.runs if isinstance(found, Distances) else None
 
 
 class Linear(NamedTuple):
@@ -252,10 +272,21 @@ class Linear(NamedTuple):
 
 
 class Reader:
-    """Reads the nodes of a graph for the positions of a call."""
+    """Reads the nodes of a graph for the positions of a call.
 
-    def __init__(self, graph: Graph, place: Place):
-        self.graph, self.place = graph, place
+    Args:
+        graph: The graph.
+        place: Indices of the call.
+        counted: As in :func:`as_relation`.
+        given: As in :func:`distances_of`.
+
+    While torch.compile traces, the values of captured tables are unknown, and lengths may be. Positions and factors are
+    below 2**31 in every call. A comparison of other whole numbers is left as it is written, since moving a term might
+    overflow. Values are not tabulated by distance, and entries at both sides are left open.
+    """
+
+    def __init__(self, graph: Graph, place: Place, counted: Collection[Node] = (), given: Node | None = None):
+        self.graph, self.place, self.counted, self.given = graph, place, counted, given
         #: Bits of the arguments with several values.
         self.several = (B if place.batch > 1 else 0) | (H if place.heads > 1 else 0) | Q | K
         self._read: dict[tuple[Node, bool], Relation] = {}
@@ -266,10 +297,23 @@ class Reader:
 
     # ---- logic
 
+    def pairs(self) -> Relation:
+        """Return the pairs of the graph.
+
+        Raises:
+            UntraceableError: As of :func:`as_relation`.
+        """
+        result = self.graph.typed().result
+        if not _is_bool(result):
+            raise UntraceableError("its result is not a bool for each pair")
+        return self.read(result)
+
     def read(self, x: Any, no: bool = False) -> Relation:
         """Return the pairs where a bool holds, or with ``no`` where it does not."""
         if type(x) is not Node:
             return ALL if bool(x) != no else NOTHING
+        if x is self.given:
+            return NOTHING if no else ALL
         found = self._read.get((x, no))
         if found is None:
             found = self._logic(x, no)
@@ -310,7 +354,9 @@ class Reader:
             return self.read(args[0], no)
         if name in ("and", "or", "mul", "add"):
             kind = And if (name in ("and", "mul")) != no else Or
-            return joined(kind, [self.read(each, no) for each in _operands(x, name)])
+            parts = operands(x, name)
+            moved = self._of_equals(parts) if name in ("and", "mul") else ()
+            return joined(kind, [self._of_keys(each, no) if each in moved else self.read(each, no) for each in parts])
         if name == "where":
             c, a, b = args
             return joined(Or, [self._both(c, False, a, no), self._both(c, True, b, no)])
@@ -322,6 +368,25 @@ class Reader:
 
     def _both(self, a: Any, not_a: bool, b: Any, not_b: bool) -> Relation:
         return joined(And, [self.read(a, not_a), self.read(b, not_b)])
+
+    def _of_equals(self, parts: list[Any]) -> set[Node]:
+        """Return conditions on a function of the query that must equal the same function of the key.
+
+        They are conditions on the key, too, and patterns have masks of keys.
+        """
+        found: set[Node] = set()
+        of_query = [part for part in parts if _side(part) == "q"]
+        for equal in parts if of_query else ():
+            if type(equal) is Node and equal.name == "eq" and not equal.kwargs and self._same(*equal.args):
+                mine = equal.args[0] if _side(equal.args[0]) == "q" else equal.args[1]
+                found |= {part for part in of_query if _only_through(part, mine)}
+        return found
+
+    def _of_keys(self, x: Node, no: bool) -> Relation:
+        """Return a condition on the query, computed for the keys."""
+        lengths = self.place.lengths()
+        table = self.computed(x, {**lengths, "q": lengths["k"]}).transpose(2, 3)
+        return side(~table if no else table)
 
     # ---- comparisons
 
@@ -405,15 +470,15 @@ class Reader:
         if _side(a) == "k":
             a, b, name = b, a, _MIRROR[name]
         u, v = self.table(a), self.table(b)
-        common = torch.result_type(*(torch.empty((), dtype=x.dtype, device="cpu") for x in (a, b)))
+        common = torch.promote_types(a.dtype, b.dtype)
         u, v = u.to(common), v.to(common)
         if common in _FLOATS:
-            if bool(u.isnan().any() | v.isnan().any()):
+            if torch.compiler.is_compiling() or bool(u.isnan().any() | v.isnan().any()):
                 return None
         elif common not in _INTEGERS:
             return None
         if name in ("eq", "ne"):
-            equal = Equal(u, v, False)
+            equal = Equal(u, v, self._same(a, b))
             return equal if name == "eq" else Not(equal)
         if name in ("le", "gt"):
             return Order(u, v) if name == "le" else Not(Order(u, v))
@@ -475,11 +540,15 @@ class Reader:
             return next(iter(x.terms.values())) == 1
         if any(map(_two_sided, x.terms)):
             return False
-        if bound == _RANGE and torch.compiler.is_compiling():
-            # the values are unknown; sums of tables of positions are far below
-            return True
-        sizes = [_size(self.table(node)) * abs(times) for node, times in x.terms.items()]
-        return sum(sizes) + abs(x.constant) < bound
+        return sum(self._most(node) * abs(times) for node, times in x.terms.items()) + abs(x.constant) < bound
+
+    def _most(self, x: Node) -> int:
+        """Return a bound on the absolute value of a term of one side."""
+        if not torch.compiler.is_compiling():
+            return _size(self.table(x))
+        if _is_argument(x):
+            return _LARGE
+        return 1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max + 1
 
     def whole(self, x: Any) -> Linear | None:
         """Return a value of whole numbers as a sum, also one converted to floats that have its terms exactly."""
@@ -513,7 +582,9 @@ class Reader:
         """Return a term that is a maximum or a minimum of sums of both sides, the other terms, and these sums."""
         for node, times in x.terms.items():
             if node.name in _MAXIMA and not node.kwargs and _two_sided(node):
-                parts = [part for each in node.args if (part := self.linear(each)) is not None]
+                # torch.compile traces no `:=` in a list here
+                found = [self.linear(each) for each in node.args]
+                parts = [part for part in found if part is not None]
                 if len(parts) < len(node.args):
                     return None
                 if node.name == "abs":
@@ -523,15 +594,33 @@ class Reader:
 
     def distance(self, x: Linear) -> tuple[int, int] | None:
         """Return (factor, constant) of a multiple of q - k and a number, or None."""
-        slope = x.slope("q")
-        known = all(_is_argument(node, "q") or _is_argument(node, "k") for node in x.terms)
-        return (slope, x.constant) if known and slope == -x.slope("k") else None
+        # the factors of q and of k, for positions and for each table that counts tokens
+        slopes: dict[Node | None, dict[str, int]] = {}
+        for node, times in x.terms.items():
+            table, at = self._position(node)
+            if at not in ("q", "k"):
+                return None
+            factors = slopes.setdefault(table, {"q": 0, "k": 0})
+            factors[at] += times
+        if any(factors["q"] != -factors["k"] for factors in slopes.values()):
+            return None
+        return sum(factors["q"] for factors in slopes.values()), x.constant
+
+    def _position(self, x: Node) -> tuple[Node | None, str]:
+        """Return the table and the index of a token's position: None and the argument for the argument itself."""
+        if _is_argument(x):
+            return None, x.args[0]
+        if x.name == "index" and x.args[0] in self.counted and type(x.args[1]) is tuple:
+            *element, token = x.args[1]
+            if type(token) is Node and _is_argument(token) and not deps_of(element) & (Q | K):
+                return x.args[0], token.args[0]
+        return None, ""
 
     def _sides(self, x: Linear) -> tuple[Tensor, Tensor] | None:
         """Return u of the query and v of the key with x = u - v modulo 2**64; None if a term depends on both."""
         if any(map(_two_sided, x.terms)):
             return None
-        u = torch.full((1, 1, 1, 1), x.constant, device="cpu")
+        u = torch.full((1, 1, 1, 1), x.constant, device=self.place.device)
         v = torch.zeros_like(u)
         for node, times in x.terms.items():
             table = self.table(node).long() * times
@@ -547,6 +636,10 @@ class Reader:
         k = {self._formula(node): -times for node, times in x.terms.items() if node.deps & K}
         return q == k and not x.constant and all(node.deps & (Q | K) for node in x.terms)
 
+    def _same(self, a: Any, b: Any) -> bool:
+        """Return whether values are one function of the query and of the key."""
+        return {_side(a), _side(b)} == {"q", "k"} and self._formula(a) == self._formula(b)
+
     def _formula(self, x: Any) -> Any:
         """Return the formula of a value with one name for the query and the key."""
         if type(x) is not Node:
@@ -561,6 +654,8 @@ class Reader:
 
     def by_distance(self, x: Any) -> bool:
         """Return whether a value depends on query and key by their distance alone."""
+        if torch.compiler.is_compiling():
+            return False
         if type(x) is not Node:
             return all(map(self.by_distance, nodes_in(x)))
         if not x.deps & (Q | K):
@@ -583,9 +678,9 @@ class Reader:
 
     def distances(self) -> dict[str, Tensor]:
         """Return indices with every distance of the call: a query at 0 and keys at minus the distances."""
-        place, zero = self.place, torch.zeros(1, dtype=torch.int64, device="cpu")
+        place, zero = self.place, torch.zeros(1, dtype=torch.int64, device=self.place.device)
         first, last = place.q0 - place.k0 - place.nk + 1, place.q0 - place.k0 + place.nq - 1
-        return {"b": zero, "h": zero + place.h0, "q": zero, "k": -torch.arange(first, last + 1, device="cpu")}
+        return {"b": zero, "h": zero + place.h0, "q": zero, "k": -torch.arange(first, last + 1, device=place.device)}
 
     def _of_distance(self, x: Node) -> Distances | None:
         """Tabulate a bool of the distance alone."""
@@ -618,12 +713,12 @@ class Reader:
 
     def _looked_up(self, x: Node) -> Lookup | None:
         """Return an entry of a table at indices of one side each; a function of entries is an entry of a table."""
-        found = self._entries(x)
+        found = None if torch.compiler.is_compiling() else self._entries(x)
         if found is None:
             return None
         table, at = found
         indices = [
-            torch.tensor(part, device="cpu").reshape(1, 1, 1, 1) if type(part) is int else self.table(part)
+            torch.tensor(part, device=table.device).reshape(1, 1, 1, 1) if type(part) is int else self.table(part)
             for part in at
         ]
         for part, count in zip(indices, table.shape, strict=True):
@@ -635,7 +730,7 @@ class Reader:
         if x.name == "index" and not x.args[0].deps and isinstance(x.args[0].value, Tensor):
             table, at = x.args[0].value, x.args[1] if type(x.args[1]) is tuple else (x.args[1],)
             known = all(type(part) is int or (type(part) is Node and not _two_sided(part)) for part in at)
-            return (table.detach(), at) if known and len(at) == table.ndim else None
+            return (table.detach().to(self.place.device), at) if known and len(at) == table.ndim else None
         if not elementwise(x) or x.kwargs or len(x.args) > 2:
             return None
         dependent = [each for each in x.args if type(each) is Node and each.deps]
@@ -690,6 +785,21 @@ class Reader:
             raise UntraceableError(f"a value of one side cannot be computed: {error}"[:120]) from error
 
 
+class _DependsOnCall(Exception):  # noqa: N818  (no error: the reader goes on in another way)
+    """The pairs of a mask depend on the call."""
+
+
+class _OfAnyCall(Reader):
+    """Reads pairs without the positions of a call."""
+
+    def computed(self, x: Node, lengths: Mapping[str, Tensor], grad: bool = False) -> Tensor:
+        """Raise: a computed value depends on the call."""
+        raise _DependsOnCall
+
+    def _end(self, argument: Node) -> int:
+        raise _DependsOnCall
+
+
 def _is_bool(x: Any) -> bool:
     return type(x) is bool or (_is_number(x) and x.dtype == torch.bool)
 
@@ -707,6 +817,21 @@ def _two_sided(x: Any) -> bool:
     return bool(deps & Q and deps & K)
 
 
+def _only_through(x: Node, mine: Node) -> bool:
+    """Return whether a value depends on the query through another value alone."""
+    ahead: list[Node] = [x]
+    seen: set[Node] = set()
+    while ahead:
+        node = ahead.pop()
+        if node is mine or not node.deps & Q or node in seen:
+            continue
+        if node.name == "argument":
+            return False
+        seen.add(node)
+        ahead += nodes_in((node.args, node.kwargs))
+    return True
+
+
 def _side(x: Any) -> str:
     deps = deps_of(x) & (Q | K)
     return {0: "", Q: "q", K: "k"}.get(deps, "both")
@@ -717,7 +842,7 @@ def _size(values: Tensor) -> int:
     return max(-int(values.amin()), int(values.amax()))
 
 
-def _operands(x: Node, name: str) -> list[Any]:
+def operands(x: Node, name: str) -> list[Any]:
     """Return the operands of nested ``and`` or ``or`` in order: a long chain would need a deep stack."""
     found: list[Any] = []
     left: list[Any] = [x]

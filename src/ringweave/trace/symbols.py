@@ -124,7 +124,12 @@ _READS = frozenset({
 _give_attributes()
 
 _SIZES = frozenset({"dim", "ndimension", "size", "numel", "nelement", "is_floating_point", "is_complex"})
-_MAKERS = {"new_ones": torch.ones, "new_zeros": torch.zeros, "new_full": torch.full, "new_tensor": torch.tensor}
+_MAKERS: dict[str, Callable[..., Tensor]] = {
+    "new_ones": torch.ones,
+    "new_zeros": torch.zeros,
+    "new_full": torch.full,
+    "new_tensor": torch.tensor,
+}
 _NUMBERS = {"new_ones": "one", "new_zeros": "zero"}
 _CONSTANTS = frozenset(
     {int, bool, type(None), str, type(...), torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout}
@@ -175,8 +180,10 @@ class Trace(TorchFunctionMode):
 
     def argument(self, name: str) -> Symbol:
         """Return the symbol of an argument of the function."""
-        node = self._added("argument", None, (name,), {}, name, BITS[name])
+        node = Node("argument", None, (name,), {}, BITS[name], len(self.nodes))
         node.kind = (self.dtype if name == "score" else torch.int64), ()
+        self.nodes.append(node)
+        self._keys.append(name)
         return Symbol(self, node)
 
     def _added(
@@ -263,8 +270,15 @@ class Trace(TorchFunctionMode):
         if (name == "call" or name == "matmul") and torch.is_autocast_enabled("cpu"):
             self.refuse("it computes in autocast")
         key: list[Hashable] = [name if name != "call" else function]
-        deps, values = 0, []
+        deps = 0
+        values: list[Any] = []
         for x in args:
+            if type(x) is Symbol and x.trace is self:
+                # the most frequent argument
+                values.append(x.node)
+                key.append(x.node.number)
+                deps |= x.node.deps
+                continue
             value, of = self.given(x)
             values.append(value)
             key.append(of)
@@ -358,7 +372,9 @@ class Trace(TorchFunctionMode):
             elif isinstance(x, Tensor):
                 dtype = x.dtype
                 self._stays(x.device)
-            elif isinstance(x, torch.device) or (isinstance(x, str) and not x.startswith("torch.")):
+            elif isinstance(x, torch.device):
+                self._stays(x)
+            elif isinstance(x, str) and not x.startswith("torch."):
                 self._stays(torch.device(x))
             elif type(x) is bool:
                 # a copy may be asked for; another one is harmless
@@ -404,12 +420,21 @@ class Trace(TorchFunctionMode):
 
     def _made(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a constant with the dtype of a symbol."""
+        alone = len(args) == 2 and type(args[1]) is tuple and not args[1] and kwargs.keys() <= {"dtype"}
+        if alone and name in _NUMBERS:
+            return self._number(name, kwargs.get("dtype") or self.kind(args[0])[0])
         if _has_symbols((*args[1:], kwargs)):
             self.refuse("it fills a tensor with a score or an index")
-        made = self.once(_MAKERS[name], args[1:], {"dtype": self.kind(args[0])[0], "device": _CPU, **kwargs})
-        if name in _NUMBERS and not made.ndim:
-            # known also while torch.compile traces
-            self._of_tensor[id(made)].name = _NUMBERS[name]
+        return self.once(_MAKERS[name], args[1:], {"dtype": self.kind(args[0])[0], "device": _CPU, **kwargs})
+
+    def _number(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Make one or zero, which are known also while torch.compile traces."""
+        with without_function_modes():
+            made: Tensor = _MAKERS[name]((), dtype=dtype, device=_CPU)
+        known, kwargs = _NUMBERS[name], {"dtype": dtype, "device": _CPU}
+        node = self._of_tensor[id(made)] = self._added(known, _MAKERS[name], ((),), kwargs, (known, dtype), 0)
+        node.value = made if node.value is None else node.value
+        self._kept.append(made)
         return made
 
     # ---- the mode: every function of torch that the traced function calls

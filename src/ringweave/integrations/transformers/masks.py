@@ -11,19 +11,19 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers.masking_utils import causal_mask_function
 
-from ...errors import ShapeError, UnsupportedError, in_a_line, message, warn_once
+from ...errors import PatternError, ShapeError, UnsupportedError, in_a_line, message, warn_once
 from ...patterns import Documents, KeyPadding, Pattern, Selected
 from ...patterns.base import parts_of
-from .mask_reading import All, Chunks, Distances, Pairs, Same, compare, read
+from ...trace.graph import UntraceableError
+from .mask_reading import read, read_sharded
 from .packing import positions_of_the_call
-from .positions import Place, Unread, bounds_of, joined
+from .positions import Positions, bounds_of, joined
 
 if TYPE_CHECKING:
     from ...parallel import ContextParallel
 
-# errors of a mask function that is called with symbols but needs tensors
-_RAISED = (Unread, TypeError, ValueError, RuntimeError, AttributeError, IndexError)
-
+# errors of a mask function without a pattern, also of one with more operators than a pattern may have
+_UNREAD = (UntraceableError, PatternError)
 
 #: Attribute of the values of a mask that a model has restricted: the mask.
 ORIGIN = "_ringweave_origin"
@@ -340,36 +340,22 @@ class ShardMask(_Carried):
             wanted = f"{self.sizes[0]} x {local} queries and keys, this rank's share of {n}"
             remedy = "Pass the model everything that shard() returned, and no cache."
             raise ShapeError("tokens", f"{batch} x {queries} queries, {keys} keys", wanted, remedy)
+        positions = Positions(batch, n, n, 0, 0)
         try:
-            function = mask_function or causal_mask_function
-            pairs = read(function)
-            if not pairs.compared and not torch.compiler.is_compiling():
-                compare(function, pairs, Place(batch, queries, keys, 0, 0))
-            pairs = self._of_whole(pairs)
-        except _RAISED as why:
+            pattern, rows = read_sharded(
+                mask_function or causal_mask_function,
+                Positions(batch, queries, keys, 0, 0),
+                positions,
+                self.padding,
+                self.packed,
+                self.positions,
+            )
+        except _UNREAD as why:
             raise _unshared(f"a mask that cannot be read as a pattern ({in_a_line(why)})") from why
-        place = Place(batch, n, n, 0, 0)
-        pattern = pairs.pattern(place)
-        rows: Documents | KeyPadding | None = None if pairs.packing is None else pairs.packing.pattern(place)
+        bounds: Documents | KeyPadding | None = rows
         if self.padding is not None:
-            pattern, rows = _padded(place, pattern, rows, self.padding)
-        return PatternMask(pattern, (batch, 1, local, local), 0, rows, context=self.context)
-
-    def _of_whole(self, pairs: Pairs) -> Pairs:
-        """Return the builder for the whole sequence; tables of the shard are replaced by tables of the whole."""
-        parts: list[Pairs] = []
-        for part in pairs.parts if isinstance(pairs, All) else (pairs,):
-            if isinstance(part, Distances):
-                parts.append(Distances(part.runs))
-            elif isinstance(part, Chunks):
-                origin = None if self.padding is None else (self.padding.cumsum(-1) == 0).sum(-1)
-                parts.append(Chunks(part.length, origin, None if self.packed is None else self.positions))
-            elif not isinstance(part, Same):
-                # Same is skipped: a shard's tokens are not adjacent, so its positions seem to restart everywhere
-                raise _unshared(f"a mask with {type(part).__name__.strip('_').lower()} of its own")
-        if self.packed is not None:
-            parts.append(Same(self.packed))
-        return All(tuple(parts))
+            pattern, bounds = _padded(positions, pattern, rows, self.padding)
+        return PatternMask(pattern, (batch, 1, local, local), 0, bounds, context=self.context)
 
     # ---- values that models read, for this rank's tokens -------------------------------------------------------------
 
@@ -453,45 +439,41 @@ def pattern_mask(
         if q_length == 1:
             try:
                 # the bounds of keys are tensors: compiled steps share one graph, and no step waits for a GPU
-                return _made(Place(*sizes, q_offset, kv_offset), mask_function, attention_mask, device)
+                return _made(Positions(*sizes, q_offset, kv_offset), mask_function, attention_mask, device)
             except UnsupportedError:
                 if q_offset.device.type != "cpu":
                     raise
         q_offset = int(q_offset)
-    return _made(Place(*sizes, q_offset, kv_offset), mask_function, attention_mask, device)
+    return _made(Positions(*sizes, q_offset, kv_offset), mask_function, attention_mask, device)
 
 
 def _made(
-    place: Place,
+    positions: Positions,
     mask_function: Callable[..., Any] | None,
     attention_mask: Tensor | None,
     device: torch.device | None,
 ) -> PatternMask:
     """Return the mask of a call with queries and keys at the given positions."""
-    rows: Documents | KeyPadding | None = None
     mask_function = mask_function or causal_mask_function
+    rows: Documents | KeyPadding | None
     try:
-        pairs = read(mask_function)
-        if not pairs.compared and not torch.compiler.is_compiling():
-            compare(mask_function, pairs, place)
-        pattern = pairs.pattern(place)
-        rows = None if pairs.packing is None else pairs.packing.pattern(place)
-    except _RAISED as why:
-        pattern = place.function(mask_function, why)
+        pattern, rows = read(mask_function, positions)
+    except _UNREAD as why:
+        pattern, rows = positions.function(mask_function, why), None
     if attention_mask is not None:
-        pattern, rows = _padded(place, pattern, rows, attention_mask)
-    shape = place.batch, 1, place.nq, place.nk
-    mask = PatternMask(pattern, shape, place.first, rows, place.kv_offset, row=place.row, device=device)
-    if rows is None and place.nq == place.nk and not torch.compiler.is_compiling():
+        pattern, rows = _padded(positions, pattern, rows, attention_mask)
+    shape = positions.batch, 1, positions.nq, positions.nk
+    mask = PatternMask(pattern, shape, positions.first, rows, positions.kv_offset, row=positions.row, device=device)
+    if rows is None and positions.nq == positions.nk and not torch.compiler.is_compiling():
         mask.positions = positions_of_the_call()
     return mask
 
 
 def _padded(
-    place: Place, pattern: Pattern, rows: Documents | KeyPadding | None, padding: Tensor
+    positions: Positions, pattern: Pattern, rows: Documents | KeyPadding | None, padding: Tensor
 ) -> tuple[Pattern, Documents | KeyPadding | None]:
     """Restrict a pattern to the keys that exist; return it, and the bounds of each sequence's tokens."""
-    known = place.padding(padding)
+    known = positions.padding(padding)
     if known is None:
         return pattern, rows
     bounds = bounds_of(known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,15 +10,19 @@ import torch
 from torch import Tensor
 
 from ...errors import PatternError, UnsupportedError, in_a_line, shown
-from ...patterns import Full, KeyPadding, Pattern, Sinks, from_mask_mod
+from ...patterns import Documents, Full, KeyPadding, Pattern, Sinks, from_mask_mod
 from ...patterns.algebra import And
+from ...patterns.function import called
+from ...patterns.traced import of_distances, of_documents, of_keys
+from ...trace.graph import UntraceableError
+from ...trace.relation import ALL, Place, Runs
 
 
-class Unread(Exception):  # noqa: N818  (not an error: the caller evaluates the function in another way)
-    """A mask function uses an index in a way that has no pattern."""
+class MisreadError(UntraceableError):
+    """A function computes another mask for tensors than for symbols, so it has no graph."""
 
 
-class Place:
+class Positions:
     """The positions of a call's queries and keys; patterns relate their indices.
 
     Args:
@@ -42,11 +47,24 @@ class Place:
         else:
             self.first = q_offset - kv_offset
 
-    def of_keys(self, table: Tensor) -> Tensor:
-        """Return the columns of a table (B, positions) that belong to the call's keys."""
-        if self.kv_offset + self.nk > table.shape[-1]:
-            raise Unread(f"numbers of {table.shape[-1]} tokens for {self.kv_offset + self.nk}")
-        return table[:, self.kv_offset : self.kv_offset + self.nk]
+    def place(self, device: torch.device) -> Place:
+        """Return the indices of a mask function, which has one head, with tables on a device."""
+        return Place(self.batch, 1, self.nq, self.nk, self.first + self.kv_offset, self.kv_offset, device=device)
+
+    def at_distances(self, runs: Runs) -> Pattern | None:
+        """Return the pattern of some distances between query and key; None if they are too many intervals."""
+        if self.row is None:
+            return of_distances(runs, self.first - self.nk + 1, self.first + self.nq - 1)
+        pattern: Pattern = Full().__invert__()
+        for least, most in runs:
+            stop = self.nk if least == -math.inf else (self.row - int(least) + 1).clamp(0, self.nk).view(1)
+            start = 0 if most == math.inf else (self.row - int(most)).clamp(0, self.nk).view(1)
+            pattern = pattern | (Full() if (least, most) == ALL.runs[0] else KeyPadding(stop, start))
+        return pattern
+
+    def documents(self, numbers: Tensor) -> Documents:
+        """Return the documents of the keys by the numbers (B, positions) of all tokens."""
+        return of_documents(numbers[: self.batch, self.kv_offset : self.kv_offset + self.nk])
 
     def padding(self, mask: Tensor) -> Pattern | None:
         """Return the pattern of the keys that exist, or None if all are known to exist.
@@ -64,15 +82,7 @@ class Place:
         mask = mask[:, self.kv_offset : self.kv_offset + self.nk].bool()
         if missing > 0:
             mask = torch.nn.functional.pad(mask, (0, missing))
-        compiling = torch.compiler.is_compiling()
-        if not compiling and bool(mask.all()):
-            return None
-        some = mask.any(-1)
-        start = mask.int().argmax(-1)
-        stop = torch.where(some, self.nk - mask.flip(-1).int().argmax(-1), 0)
-        keys = KeyPadding(stop, start)
-        # the bounds skip tiles without reading the mask, so they are kept beside it
-        return keys if not compiling and bool((mask.sum(-1) == stop - start).all()) else keys & Sinks(mask)
+        return None if not torch.compiler.is_compiling() and bool(mask.all()) else of_keys(mask)
 
     def function(self, function: Callable[..., Any], why: Exception) -> Pattern:
         """Return the pattern of a mask function that is called with index tensors, tile by tile, during planning.
@@ -90,31 +100,38 @@ class Place:
             result: Tensor = function(b, h, q + offset, k + offset)
             return result
 
-        return from_mask_mod(of_places)
+        return called(of_places, str(why)) if isinstance(why, MisreadError) else from_mask_mod(of_places)
 
 
 def bounds_of(pattern: Pattern) -> KeyPadding | None:
-    """Return the bounds of keys in a pattern from :meth:`Place.padding`; a layer's pattern counts from their start."""
+    """Return the bounds of keys of :meth:`Positions.padding`, from which a layer's pattern counts."""
     return next((part for part in pattern.parts_within() or (pattern,) if isinstance(part, KeyPadding)), None)
 
 
 def joined(patterns: list[Pattern]) -> Pattern:
-    """Intersect patterns, with one KeyPadding for all bounds: torch.compile cannot compare two of them."""
+    """Intersect patterns, with one KeyPadding and one mask of keys: torch.compile cannot compare two of them."""
     pattern: Pattern | None = None
-    keys: KeyPadding | None = None
+    bounds: KeyPadding | None = None
+    mask: Tensor | None = None
     for each in patterns:
         for part in each.parts if isinstance(each, And) else (each,):
-            if not isinstance(part, KeyPadding):
-                pattern = part if pattern is None else pattern & part
-            elif keys is None:
-                keys = part
+            if isinstance(part, KeyPadding):
+                bounds = part if bounds is None else _overlap(bounds, part)
+            elif isinstance(part, Sinks) and part.tables:
+                (known,) = part.tables
+                mask = known if mask is None else mask & known
             else:
-                stop = _bound(keys.stop).minimum(_bound(part.stop))
-                # for an empty range start must not exceed stop
-                keys = KeyPadding(stop, _bound(keys.start).maximum(_bound(part.start)).minimum(stop))
-    if pattern is None:
-        return Full() if keys is None else keys
-    return pattern if keys is None else pattern & keys
+                pattern = part if pattern is None else pattern & part
+    for keys in (bounds, None if mask is None else Sinks.own(mask)):
+        if keys is not None:
+            pattern = keys if pattern is None else pattern & keys
+    return Full() if pattern is None else pattern
+
+
+def _overlap(one: KeyPadding, other: KeyPadding) -> KeyPadding:
+    stop = _bound(one.stop).minimum(_bound(other.stop))
+    # for an empty range start must not exceed stop
+    return KeyPadding(stop, _bound(one.start).maximum(_bound(other.start)).minimum(stop))
 
 
 def _bound(value: int | Tensor) -> Tensor:
