@@ -175,8 +175,10 @@ class Trace(TorchFunctionMode):
 
     def argument(self, name: str) -> Symbol:
         """Return the symbol of an argument of the function."""
-        node = self._added("argument", None, (name,), {}, name, BITS[name])
-        node.kind = (self.dtype if name == "score" else torch.int64), ()
+        dtype = self.dtype if name == "score" else torch.int64
+        # terms depend on the dtype in which a function rounds
+        node = self._added("argument", None, (name,), {}, (name, dtype), BITS[name])
+        node.kind = dtype, ()
         return Symbol(self, node)
 
     def _added(
