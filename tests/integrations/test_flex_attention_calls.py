@@ -21,8 +21,8 @@ from ringweave.cache import PATTERNS
 from ringweave.errors import PatternError, RingweaveError, UnsupportedError
 from ringweave.integrations.flex_attention import explain, flex_attention, install
 from ringweave.integrations.flex_attention.block_masks import pattern_of
-from ringweave.integrations.flex_attention.frozen import frozen
 from ringweave.plan import plan_cache
+from ringweave.trace.frozen import frozen
 from ringweave.trace.relation import Place
 
 from ..oracle import Inputs, attention

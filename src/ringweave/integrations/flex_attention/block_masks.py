@@ -22,10 +22,10 @@ from ...patterns.function import Reads
 from ...plan.interop import blocks_of, fits_blocks, in_blocks
 from ...torch_compat import outside_transforms
 from ...trace.comparison import agrees, codes
+from ...trace.frozen import frozen
 from ...trace.graph import B, Graph, H, UntraceableError, deps_of
 from ...trace.relation import Place
 from ...trace.symbols import trace
-from .frozen import frozen
 
 _TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 # estimated size of a graph and of a pattern without its tables
