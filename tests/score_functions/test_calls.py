@@ -65,12 +65,14 @@ class Case:
         shapes: Shapes of the tensors for (batch, heads, queries, keys); all learn.
         terms: Makes the terms that the functions are from the tensors; None if they take the general path.
         distant: Whether the functions count distances.
+        indexed: Whether tables have the sizes of the tensors, as that of a Bias, and not those of the positions.
     """
 
     make: Callable[..., Listed]
     shapes: Callable[[int, int, int, int], dict[str, tuple[int, ...]]] = lambda b, h, n, m: {}
     terms: Callable[..., Listed] | None = None
     distant: bool = False
+    indexed: bool = False
 
     def tables(self, *sizes: int, dtype: torch.dtype = torch.float32, learns: bool = True) -> Tables:
         generator = torch.Generator().manual_seed(7)
@@ -111,6 +113,7 @@ CASES: dict[str, Case] = {
     "term, then square": Case(
         lambda table, w: [rw.Bias(table), lambda s, b, h, q, k: s + w * s * s * 0.1, rw.Softcap(9.0)],
         lambda b, h, n, m: {"table": (1, h, n, m), "w": ()},
+        indexed=True,
     ),
     "two functions": Case(
         lambda w: [lambda s, b, h, q, k: s * w[b], lambda s, b, h, q, k: s + 0.3 * torch.cos((q - 2 * k) / 10)],
@@ -121,29 +124,38 @@ CASES: dict[str, Case] = {
 SOME = ["distances", "term, then function", "rows", "unread"]
 
 
-def joined(terms: Listed, first: tuple[int, int]) -> ScoreMod:
+def joined(terms: Listed, first: Tensor) -> ScoreMod:
     """Return terms as a function of indices, by the formulas of terms and the functions themselves."""
     members = terms if isinstance(terms, (list, tuple)) else [terms]
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        q, k = i + first[b, 0], j + first[b, 1]
         for term in members:
-            if isinstance(term, Term):
-                at = rw.terms.Pairs(b, h, i, j, i + first[0], j + first[1])
-                s = term.apply(s, at)
-            else:
-                s = term(s, b, h, i + first[0], j + first[1])  # type: ignore[operator]
+            s = term.apply(s, rw.terms.Pairs(b, h, i, j, q, k)) if isinstance(term, Term) else term(s, b, h, q, k)  # type: ignore[operator]
         return s
 
     return score_mod
 
 
 def check(
-    x: Inputs, pattern: Pattern, case: Case, dtype: torch.dtype = torch.float32, first: tuple[int, int] = (0, 0), **options: Any
+    x: Inputs, pattern: Pattern, case: Case, dtype: torch.dtype = torch.float32, first: Any = ((0, 0),), **options: Any
 ) -> None:  # fmt: skip
-    """Compare out, lse and all gradients with the definition in float64, at twice its error in float32."""
+    """Compare out, lse and all gradients with the definition in float64, at twice its error in float32.
+
+    ``first`` has the positions of the first query and the first key, for all batch elements or for each.
+    """
     (batch, heads, nq, _), nk = x.q.shape, x.k.shape[2]
-    sizes = batch, heads, nq + first[0], nk + first[1]
-    dense = pattern.to_dense(nq + first[0], nk + first[1], heads, batch=batch)[:, :, first[0] :, first[1] :]
+    begins = torch.tensor(first).expand(batch, 2)
+    ends = nq + int(begins[:, 0].max()), nk + int(begins[:, 1].max())
+    sizes = batch, heads, *((nq, nk) if case.indexed else ends)
+    whole = pattern.to_dense(*ends, heads, batch=batch).expand(batch, heads, -1, -1)
+    dense = torch.stack(
+        [pairs[:, i : i + nq, j : j + nk] for pairs, (i, j) in zip(whole, begins.tolist(), strict=True)]
+    )
+    if len(first) > 1:
+        options |= {"q_offset": begins[:, 0], "k_offset": begins[:, 1]}
+    else:
+        options |= dict(zip(("q_offset", "k_offset"), first[0], strict=True))
 
     def defined(of: torch.dtype, exact: bool) -> dict[str, Tensor]:
         leaves = x.leaves(of)
@@ -151,13 +163,11 @@ def check(
         tables = {
             name: t.detach().to(torch.float64 if exact else t.dtype).requires_grad_() for name, t in tables.items()
         }
-        apply = functools.partial(scored, joined(case.make(**tables), first))
+        apply = functools.partial(scored, joined(case.make(**tables), begins))
         return results(*attention(*leaves, dense.to(of), scored=apply), x, leaves, **tables)
 
     leaves, tables = x.leaves(), case.tables(*sizes, dtype=dtype)
-    out, lse = rw.attention_with_lse(
-        *leaves, pattern, terms=case.make(**tables), **{"q_offset": first[0], "k_offset": first[1]} | options
-    )
+    out, lse = rw.attention_with_lse(*leaves, pattern, terms=case.make(**tables), **options)
     got = results(out, lse, x, leaves, **tables)
     want = defined(torch.float64, exact=True)
     theirs = errors(defined(torch.promote_types(x.q.dtype, torch.float32), exact=False), want)
@@ -197,12 +207,13 @@ def test_patterns(pattern: str, name: str) -> None:
     check(x, made, case)
 
 
-@pytest.mark.parametrize("first", [(12, 0), (12, 7), (0, 5)])
-@pytest.mark.parametrize(
-    "name", [name for name, case in CASES.items() if not {"table"} & {*case.shapes(1, 1, 1, 1)} or case.distant]
-)
-def test_offsets(name: str, first: tuple[int, int]) -> None:
-    """A function gets the positions that the pattern counts."""
+FIRST = [[(12, 0)], [(12, 7)], [(0, 5)], [(12, 0), (3, 0)], [(12, 7), (12, 2)]]
+
+
+@pytest.mark.parametrize("first", FIRST, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_offsets(name: str, first: list[tuple[int, int]]) -> None:
+    """A function gets the positions that the pattern counts; the table of a Bias has the indices of the tensors."""
     check(Inputs.random(40, 61, batch=2, heads=HEADS), rw.SlidingWindow(30, 3) | rw.Sinks(9), CASES[name], first=first)
 
 
@@ -283,11 +294,11 @@ def test_a_mask_narrows_the_pattern() -> None:
     check(x, rw.Causal(), Case(lambda: [near, lambda s, b, h, q, k: torch.where(k % 4 > 0, s, -INF)]))
 
 
-@pytest.mark.parametrize("first", [(5, 0), (9, 4)])
-def test_a_mask_counts_positions(first: tuple[int, int]) -> None:
+@pytest.mark.parametrize("first", FIRST, ids=str)
+def test_a_mask_counts_positions(first: list[tuple[int, int]]) -> None:
     for mask in (lambda q, k: q >= k, lambda q, k: k > 20, lambda q, k: (q // 16 + k // 16) % 2 == 0):
         case = Case(lambda mask=mask: lambda s, b, h, q, k: torch.where(mask(q, k), s - 0.1 * (q - k).abs(), -INF))
-        check(Inputs.random(40, 48, heads=HEADS), rw.SlidingWindow(30, 9), case, first=first)
+        check(Inputs.random(40, 48, batch=2, heads=HEADS), rw.SlidingWindow(30, 9), case, first=first)
 
 
 def test_the_end_is_that_of_the_callers_pattern() -> None:
@@ -537,6 +548,16 @@ def test_explain_tells_the_way(terms: Listed, said: str) -> None:
     text = rw.explain(rw.Causal(), 40, heads=HEADS, terms=terms).splitlines()[-1]
     assert text.startswith(f"score_mod {said}")
     assert rw.explain(rw.Causal(), 40, heads=HEADS, terms=terms, as_dict=True)["score_mod"].startswith(said)
+
+
+@pytest.mark.parametrize("name", HAND)
+def test_functions_are_recognised_at_other_positions(name: str) -> None:
+    case = CASES[name]
+    terms = case.make(**case.tables(2, HEADS, 40 + 12, 61 + 7))
+    said = rw.explain(rw.Causal(), 40, 61, heads=HEADS, batch=2, q_offset=12, k_offset=7, terms=terms, as_dict=True)[
+        "score_mod"
+    ]
+    assert "general" not in said
 
 
 def test_explain_refuses_what_a_call_refuses() -> None:
