@@ -25,7 +25,7 @@ REGISTERS = {
     "parallel/transport/lifelines.py": {"_sockets"},
     "parallel/transport/mesh.py": {"_made"},  # process groups
     "parallel/transport/transport.py": {"_made"},
-    "patterns/function.py": {"_holders", "_tickets", "_by_state"},  # living objects, weakly
+    "patterns/function.py": {"_functions", "_tickets", "_by_key"},  # living objects, weakly
     "plan/cuda_sync.py": {"_made", "_in_graphs"},  # events, and tensors that graphs read
     "terms/term.py": {"KINDS"},
 }

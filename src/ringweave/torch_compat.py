@@ -298,6 +298,23 @@ def _outside() -> Iterator[None]:
         yield
 
 
+_excluded = find("_C._dispatch_tls_local_exclude_set")
+_force_keys = find("_C._ForceDispatchKeyGuard")
+_VMAP = "FuncTorchBatched", "FuncTorchVmapMode", "FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode"
+
+
+def vmap_enabled() -> AbstractContextManager[None]:
+    """Let ``torch.vmap`` run inside of an operator of compiled code, where torch skips its rules."""
+    if torch.compiler.is_dynamo_compiling() or _excluded is None or _force_keys is None:
+        return nullcontext()
+    excluded = _excluded()
+    if not excluded.has(torch._C.DispatchKey.FuncTorchBatched):
+        return nullcontext()
+    for name in _VMAP:
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, name))
+    return _force_keys(torch._C._dispatch_tls_local_include_set(), excluded)  # type: ignore[no-any-return]
+
+
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 if find("Tensor._version") is not None:

@@ -187,6 +187,9 @@ def positions(given: Arguments) -> tuple[Pattern, Pattern, int]:
     if not isinstance(pattern, Pattern):
         refuse(pattern)
     bound = pattern.bound(q.shape[1], k.shape[1])._for_call()
+    whole = getattr(given.context, "seq_len", None)
+    if bound.has_function and isinstance(whole, int):
+        bound = _recognised(bound, q, whole, whole)
     asked = 0 if given.q_offset is FIRST_POSITION else given.q_offset
     first = first_query(bound, asked, given.k_offset, batch=q.shape[0], nq=q.shape[2], nk=k.shape[2])
     if given.context is None:
@@ -194,11 +197,26 @@ def positions(given: Arguments) -> tuple[Pattern, Pattern, int]:
             _check_rows(bound, q.shape[2])
         if type(first) is type(given.k_offset) is int and first == given.k_offset == 0:
             check_places(bound, max(q.shape[2], k.shape[2]))
-    pattern, q_offset = with_offsets(bound, first, given.k_offset, q.shape[0])
+    pattern = bound
+    if (
+        bound.has_function
+        and given.context is None
+        and type(first) is type(given.k_offset) is int
+        and not given.k_offset
+    ):
+        pattern = _recognised(bound, q, q.shape[2], k.shape[2], first)
+    pattern, q_offset = with_offsets(pattern, first, given.k_offset, q.shape[0])
     if given.context is not None and (pattern is not bound or isinstance(given.q_offset, str)):
         got = "'end', a tensor, or a k_offset, with a context"
         raise UnsupportedError("q_offset, k_offset", got, "0 with a context", "Decode on one device.")
     return bound, pattern, q_offset
+
+
+def _recognised(pattern: Pattern, q: Tensor, nq: int, nk: int, first: int = 0) -> Pattern:
+    # imported with the first function
+    from .trace.relation import Place
+
+    return pattern._recognised(Place(q.shape[0], q.shape[1], nq, nk, first))
 
 
 def _check_rows(pattern: Pattern, nq: int) -> None:
@@ -344,6 +362,10 @@ def paged(given: Arguments, cache: PagedCache) -> Checked:
     if pattern.tables:
         _check_rows(pattern, q.shape[2])
     pattern = pattern._for_call()
+    if pattern.has_function:
+        # the last key for which the pages have room; a step is one row, in which nothing is recognised
+        last = cache.table.shape[1] * cache.page
+        pattern = _recognised(pattern, q, 1, last, last - 1)
     text, tensors = pack(pattern, terms, 0, cache.table, cache.lengths, *(cache.scales or ()))
     call = Call.of(
         q, k, v, pattern, page_table=cache.table, scale=scale, backend=backend, terms=text,

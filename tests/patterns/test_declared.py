@@ -33,14 +33,15 @@ OPTIONAL = {"extents", "select", "bound", "check"}
 SAID = {"tables", "residue_rate", "tile_size", "by_place"}
 #: The methods that identify a function mask by the values it reads and bounds by their contents, and those of a mixture.
 BESIDES = {
-    "TokenMask": {"key", "value", "stays_equal", "looks_up", "_for_call", "_holders"},
+    "TokenMask": {"key", "value", "stays_equal", "looks_up", "_for_call", "_owners"},
+    "Recorded": {"key", "value", "looks_up", "_owners", "_recognised"},
     "Bounds": {"key", "stays_equal"},
     "LongNet": {"combinable", "to_dense"},
     "OnGrid": {"looks_up", "_allowed_pairs"},
     "Sinks": {"lists_tokens", "_either"},
 }
 #: Further methods of Composite and of the classes that operators create.
-OF_PARTS = {"parts_within", "remade", "depth", "leaves", "_for_call", "counts_apart"}
+OF_PARTS = {"parts_within", "remade", "depth", "leaves", "_for_call", "_recognised", "counts_apart"}
 
 
 def kinds_of(kind: type[Pattern]) -> Iterator[type[Pattern]]:
@@ -68,7 +69,7 @@ def test_patterns_define_no_other_method(kind: type[Pattern]) -> None:
 
 
 #: Classes that operators and calls create; users do not write these names.
-MADE = {"And", "Or", "Not", "Combined", "Shifted", "Offsets", "View", "Composite", "Derived"}
+MADE = {"And", "Or", "Not", "Combined", "Shifted", "Offsets", "View", "Recorded", "Composite", "Derived"}
 
 
 def test_every_pattern_is_declared_and_exported() -> None:
@@ -160,7 +161,6 @@ def test_base_imports_no_pattern() -> None:
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and id(node) not in late]
     found = {node.module for node in nodes if node.level}
     assert found == {
-        "cache",
         "checks",
         "errors",
         "types",
@@ -169,5 +169,6 @@ def test_base_imports_no_pattern() -> None:
         "plan.block_plan",
         "relation.node",
         "relation.zones",
+        "trace.relation",
     }
     assert issubclass(Derived, Pattern)

@@ -1,4 +1,4 @@
-"""Functions as patterns: the values that a function reads are part of its identity, are named in errors, and are freed with it."""
+"""Functions as patterns: the graph of a function, with the tensors that it reads, is what it computes in a call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch.nn.attention.flex_attention import and_masks
 import ringweave as rw
 from ringweave.errors import PatternError
 from ringweave.patterns import Pattern
-from ringweave.patterns.function import Reads
+from ringweave.patterns.function import recorded
 from ringweave.plan import from_pattern, pattern_of, plan_cache
 
 N = 40
@@ -338,7 +338,7 @@ UNSEEN = [
 
 
 @pytest.mark.parametrize("kind", UNSEEN)
-def test_what_cannot_be_seen_is_evaluated_anew(kind: str) -> None:
+def test_values_are_followed_wherever_they_come_from(kind: str) -> None:
     fn, change = unseen(kind)
     own: Pattern = rw.from_mask_mod(fn)
     trees = [own, own & rw.Causal() | rw.Sinks(2), ~own, rw.PerHead([own]), own.within(rw.Documents([13, 27]))]
@@ -352,44 +352,80 @@ def test_what_cannot_be_seen_is_evaluated_anew(kind: str) -> None:
             hash(tree)
         change()
     assert own == rw.from_mask_mod(fn)
-    # unless the caller passes `tables`
-    assert Reads(fn).unseen
-    assert not Reads(fn, []).unseen
+    assert recorded(fn).function.graph is not None
 
 
+def called(kind: str) -> tuple[Any, Change]:
+    """Return a mask function that no graph records, with reach 2, and a function that changes the reach to 5."""
+    window = Window(2)
+
+    def by_numpy(b, h, q, k):  # type: ignore[no-untyped-def]
+        return torch.from_numpy(abs(q.numpy() - k.numpy()) <= window.reach)
+
+    def without_gradients(b, h, q, k):  # type: ignore[no-untyped-def]
+        with torch.no_grad():
+            return (q - k).abs() <= window.reach
+
+    def by_condition(b, h, q, k):  # type: ignore[no-untyped-def]
+        near = (q - k).abs() <= window.reach
+        return near if bool((q >= 0).all()) else ~near
+
+    def by_type(b, h, q, k):  # type: ignore[no-untyped-def]
+        return (q - k).abs() <= (window.reach if isinstance(q, torch.Tensor) else 0)
+
+    kinds = {"numpy": by_numpy, "no_grad": without_gradients, "condition": by_condition, "type": by_type}
+    return kinds[kind], lambda: setattr(window, "reach", 5)
+
+
+CALLED = ["numpy", "no_grad", "condition"]
+
+
+@pytest.mark.parametrize("kind", [*CALLED, "type"])
+def test_a_function_without_a_graph_is_evaluated_anew(kind: str) -> None:
+    fn, change = called(kind)
+    own: Pattern = rw.from_mask_mod(fn)
+    trees = [own, own & rw.Causal() | rw.Sinks(2), ~own, rw.PerHead([own])]
+    for reach in (2, 5):
+        dense = (Q - K).abs() <= reach
+        for tree, want in zip(trees, (dense, dense & (K <= Q) | (K < 2), ~dense, dense), strict=True):
+            follows(tree, lambda want=want: want)
+        change()
+    assert (recorded(fn).function.graph is None) == (kind != "type")
+
+
+@pytest.mark.parametrize("kind", CALLED)
 @pytest.mark.parametrize("backend", ["auto", "dense_batched", "reference"])
 @pytest.mark.parametrize("evicted", [False, True])
-def test_gradients_of_what_cannot_be_seen(backend: str, evicted: bool) -> None:
-    window = Window(2)
-    pattern = rw.from_mask_mod(window) & rw.Causal()
+def test_gradients_of_a_function_without_a_graph(kind: str, backend: str, evicted: bool) -> None:
+    fn, change_reach = called(kind)
+    pattern = rw.from_mask_mod(fn) & rw.Causal()
     q = torch.randn(1, 1, N, 8, requires_grad=True)
     (want,) = torch.autograd.grad(rw.attention(q, q, q, rw.SlidingWindow(2), backend="reference").square().sum(), q)
-    for change in (lambda: None, lambda: setattr(window, "reach", 5)):
+    for change in (lambda: None, change_reach):
         out = rw.attention(q, q, q, pattern, backend=backend)
         change()
         if evicted:
             plan_cache.clear()
-        refused = window.reach == 5 and (evicted or backend == "reference")
+        refused = change is change_reach and (evicted or backend == "reference")
         with pytest.raises(PatternError, match="cannot be followed") if refused else contextlib.nullcontext():
             (grad,) = torch.autograd.grad(out.square().sum(), q)
             torch.testing.assert_close(grad, want, atol=1e-4, rtol=1e-4)
 
 
-def test_functions_with_known_reads_are_planned_once_and_others_at_each_call() -> None:
-    calls, window, reach = [0], Window(2), 2
+def test_functions_with_graphs_are_planned_once_and_others_at_each_call() -> None:
+    window, reach = Window(2), 2
 
     def seen(b, h, q, k):  # type: ignore[no-untyped-def]
-        return (q - k).abs() <= reach
+        return (q * k) % 5 <= reach
 
     ids = torch.arange(N)[None]
 
     def selects(b, h, q, k):  # type: ignore[no-untyped-def]
         # a method with the name of a module
-        return ids.select(0, 0)[q] >= k
+        return (ids.select(0, 0)[q] * k) % 5 >= 2
 
-    def counted(b, h, q, k):  # type: ignore[no-untyped-def]
-        calls[0] += 1
-        return (q - k).abs() <= window.reach
+    def of_object(b, h, q, k):  # type: ignore[no-untyped-def]
+        return (q * k) % 7 <= window.reach
 
     def asked(fn: Any) -> list[int]:
         pattern, found = rw.from_mask_mod(fn), list[int]()
@@ -399,71 +435,42 @@ def test_functions_with_known_reads_are_planned_once_and_others_at_each_call() -
             found.append(plan_cache.statistics().misses - before.misses)
         return found
 
+    plan_cache.clear()
+    assert asked(seen) == asked(selects) == asked(of_object) == [1, 0, 0]
+    # a new function of the same text
+    assert asked(lambda b, h, q, k: (q * k) % 7 <= window.reach) == [0, 0, 0]
     gc.collect()
-    assert asked(seen) == asked(selects) == [1, 0, 0]
     rest = plan_cache.statistics().plans
-    with pytest.raises(PatternError, match="values that it changes itself; wanted a function that changes nothing"):
-        rw.TokenMask(counted)
-    assert asked(window) == [1, 1, 1]
+    assert asked(called("numpy")[0]) == [1, 1, 1]
     gc.collect()
     assert plan_cache.statistics().plans <= rest
 
 
-@pytest.mark.parametrize("kind", ["module", "called", "array"])
-def test_what_cannot_be_seen_is_refused_by_the_compiler(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["numpy", "condition"])
+def test_a_function_without_a_graph_is_refused_by_the_compiler(kind: str) -> None:
     torch._dynamo.reset()
-    fn, _ = unseen(kind)
+    fn, _ = called(kind)
     pattern, q = rw.from_mask_mod(fn), torch.randn(1, 1, N, 8)
     compiled = torch.compile(lambda q, p: rw.attention(q, q, q, p), fullgraph=True, backend="eager")
-    with pytest.raises(PatternError, match="a function that reads .*which could change unnoticed.*tables="):
+    with pytest.raises(PatternError, match="a function that cannot be traced: it .*tables="):
         compiled(q, pattern)
     vouched = rw.from_mask_mod(fn, tables=[])
     torch.testing.assert_close(compiled(q, vouched), rw.attention(q, q, q, vouched))
 
 
-def counter() -> Callable[..., torch.Tensor]:
-    calls = 0
-
-    def mask(b, h, q, k):  # type: ignore[no-untyped-def]
-        nonlocal calls
-        calls += 1
-        return q >= k
-
-    return mask
-
-
-def in_a_list() -> Callable[..., torch.Tensor]:
+def test_a_function_that_counts_its_calls_has_the_value_of_each() -> None:
     calls = [0]
 
     def mask(b, h, q, k):  # type: ignore[no-untyped-def]
         calls[0] += 1
-        return q >= k
+        return (q - k).abs() <= calls[0]
 
-    return mask
-
-
-@pytest.mark.parametrize("make", [counter, in_a_list])
-@pytest.mark.parametrize("tables", [None, []])
-def test_a_function_that_changes_what_it_reads_is_refused(
-    make: Callable[[], Any], tables: list[torch.Tensor] | None
-) -> None:
-    with pytest.raises(PatternError, match="values that it changes itself; wanted a function that changes .* tables="):
-        rw.from_mask_mod(make(), tables=tables)
-
-
-def test_a_counter_that_is_an_attribute_is_counted() -> None:
-    """An attribute may count, as the error above recommends."""
-
-    class Counted:
-        calls = 0
-
-        def __call__(self, b, h, q, k):  # type: ignore[no-untyped-def]
-            self.calls += 1
-            return q >= k
-
-    counted = Counted()
-    follows(rw.from_mask_mod(counted, tables=[]), lambda: Q >= K)
-    assert counted.calls > 0
+    pattern = rw.from_mask_mod(mask)
+    for _ in range(2):
+        found = results(pattern)
+        reach = int((found[0] > 0).sum()) - 1
+        assert 0 < reach <= calls[0]
+        assert torch.equal(found, (Q - K).abs() <= reach)
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -509,11 +516,11 @@ def test_named_tables_are_followed() -> None:
         (lambda b, h, q: q > 0, "raises TypeError: .*takes 3 positional arguments"),
         (lambda b, h, q, k: q >= k if h > 0 else q > k, "raises RuntimeError: Boolean value of Tensor"),
         (lambda b, h, q, k: q >= undefined, "raises NameError"),  # type: ignore[name-defined]  # noqa: F821
-        (lambda b, h, q, k: np.bool_(True), "returns numpy.bool"),
         (lambda b, h, q, k: None, "returns builtins.NoneType; wanted one that returns bool"),
         (lambda b, h, q, k: q - k, "returns torch.int64"),
         (lambda b, h, q, k: torch.ones(3, 5, dtype=torch.bool), r"returns shape \(3, 5\) for indices"),
         (lambda b, h, q, k: torch.ones(2, 1, 1, 1, 1, dtype=torch.bool), r"returns shape \(2, 1, 1, 1, 1\)"),
+        (lambda b, h, q, k: np.ones(3, bool), "returns numpy.ndarray"),
     ],
 )
 def test_functions_that_are_no_masks(fn: Any, said: str) -> None:
@@ -565,7 +572,7 @@ def test_backward_after_the_pattern_is_gone() -> None:
 
 def test_what_changes_between_forward_and_backward() -> None:
     shift, reach = torch.tensor(0), 3
-    pattern = rw.from_mask_mod(lambda b, h, q, k: (k <= q + shift) & (q - k <= reach))
+    pattern = rw.from_mask_mod(lambda b, h, q, k: (q * k % 7 <= shift) | (q - k <= reach))
     changes: list[Callable[[], object]] = [lambda: shift.add_(1), lambda: shift.data.add_(1)]
     for change in changes:
         q = torch.randn(1, 1, N, 8, requires_grad=True)
@@ -573,15 +580,19 @@ def test_what_changes_between_forward_and_backward() -> None:
         change()
         with pytest.raises(PatternError, match="a tensor that was changed"):
             out.sum().backward()
-    out = rw.attention(q, q, q, pattern)
-    reach = 5
-    with pytest.raises(PatternError, match="reads other values"):
-        out.sum().backward()
-    reach = 3
-    out.sum().backward()
+    # numbers, and the tensors of a function with the pairs of a pattern, are those of the call
+    window = rw.from_mask_mod(lambda b, h, q, k: q - k <= reach + shift)
+    for own in (pattern, window):
+        out = rw.attention(q, q, q, own)
+        (want,) = torch.autograd.grad(out.square().sum(), q, retain_graph=True)
+        reach = 5
+        if own is not pattern:
+            shift.add_(1)
+        assert torch.equal(torch.autograd.grad(out.square().sum(), q)[0], want)
+        reach = 3
 
 
-def test_captures_die_with_the_pattern() -> None:
+def test_captures_are_freed() -> None:
     gone: list[weakref.ref[Any]] = []
 
     def step(size: int) -> None:
@@ -589,7 +600,7 @@ def test_captures_die_with_the_pattern() -> None:
         q = torch.randn(1, 1, N, 8, requires_grad=True)
 
         def mask(b, h, q, k):  # type: ignore[no-untyped-def]
-            return ids[q] == ids[k]
+            return (ids[q] == ids[k]) & (q * k % 3 == 0)
 
         pattern = rw.from_mask_mod(mask) & rw.Causal() | rw.Dilated(3, 2)
         rw.attention(q, q, q, pattern).sum().backward()
@@ -597,12 +608,10 @@ def test_captures_die_with_the_pattern() -> None:
         rw.explain(pattern, N)
         gone.extend(map(weakref.ref, (ids, mask, pattern)))
 
-    plan_cache.clear()
     for size in (N, 2**18):  # small tables are identified by contents, large ones by address
         step(size)
     gc.collect()
     assert [each() for each in gone] == [None] * 6
-    assert plan_cache.statistics().plans == 0
 
 
 def test_captures_die_with_a_context_alive() -> None:
@@ -614,6 +623,8 @@ def test_captures_die_with_a_context_alive() -> None:
     out = rw.attention(q, q, q, pattern, context=context)
     torch.testing.assert_close(out, rw.attention(q, q, q, pattern))
     del pattern, ids
+    # the schedule reads them
+    rw.memory.trim()
     gc.collect()
     assert gone() is None
 
@@ -627,7 +638,7 @@ def test_a_live_pattern_outlives_any_number_of_others() -> None:
 
 def test_numbers_are_never_given_again() -> None:
     def number() -> int:
-        return rw.TokenMask(lambda b, h, q, k: q >= k)._holder.number
+        return recorded(called("numpy")[0]).function.number
 
     first = number()
     gc.collect()
@@ -636,21 +647,20 @@ def test_numbers_are_never_given_again() -> None:
         rw.TokenMask.own(first)
 
 
-def test_the_number_of_a_function_stands_for_the_state_that_it_read() -> None:
+def test_the_number_of_a_function_stands_for_its_graph() -> None:
     reach = 3
     pattern = rw.TokenMask(lambda b, h, q, k: q - k <= reach)
     before = pattern.spec
     reach = 4
     assert pattern.spec != before
-    with pytest.raises(PatternError, match="reads other values"):
-        pattern_of(before, ())
+    assert torch.equal(pattern_of(before, ()).to_dense(N)[0, 0], Q - K <= 3)
     reach = 3
     assert pattern.spec == before
 
 
-def test_a_number_that_changes_while_it_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    reach = 2
-    pattern = rw.TokenMask(lambda b, h, q, k: (q - k).abs() <= reach)
+def test_a_change_while_it_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    reach, table = 2, torch.arange(N) % 5
+    pattern = rw.TokenMask(lambda b, h, q, k: (q * table[k]) % 7 <= reach)
     build = from_pattern.build
 
     def interrupted(*args: Any, **options: Any) -> Any:
@@ -658,12 +668,19 @@ def test_a_number_that_changes_while_it_is_planned(monkeypatch: pytest.MonkeyPat
         reach = 5
         return build(*args, **options)
 
+    def interrupted_by_a_write(*args: Any, **options: Any) -> Any:
+        table.add_(1)
+        return build(*args, **options)
+
     with monkeypatch.context() as patched:
         patched.setattr(from_pattern, "build", interrupted)
+        # a plan has the numbers of its call
+        assert torch.equal(pattern.plan(N).to_dense()[0, 0], (Q * table[K]) % 7 <= 2)
+        patched.setattr(from_pattern, "build", interrupted_by_a_write)
         with pytest.raises(PatternError, match="a function that reads values that were changed during planning"):
             pattern.plan(N)
     for reach in (2, 5):
-        follows(pattern, lambda want=(Q - K).abs() <= reach: want)
+        follows(pattern, lambda want=(Q * table[K]) % 7 <= reach: want)
 
 
 def test_threads_that_wrap_and_call() -> None:

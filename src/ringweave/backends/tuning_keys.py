@@ -85,7 +85,7 @@ def density(branch: Branch) -> int:
     power: int | None = PATTERNS.get(key)
     if power is None:
         power = _power(_share(branch))
-        PATTERNS.put(key, power, _DENSITY_BYTES + made_of.nbytes, pattern._holders())
+        PATTERNS.put(key, power, _DENSITY_BYTES + made_of.nbytes, pattern._owners())
     return power
 
 

@@ -304,6 +304,11 @@ class ContextParallel:
         check_tensors(q, k, v)
         pattern = pattern.bound(q.shape[1], k.shape[1])._for_call()
         check_replicated(q, k, v, self.seq_len)
+        if pattern.has_function:
+            # imported with the first function
+            from ..trace.relation import Place
+
+            pattern = pattern._recognised(Place(q.shape[0], q.shape[1], self.seq_len, self.seq_len))
         shards = self.shard(q, 2), self.shard(k, 2), self.shard(v, 2)
         scale = 1.0 / math.sqrt(q.shape[3])
         call = Call.of(*shards, pattern, scale=scale, backend=backend)

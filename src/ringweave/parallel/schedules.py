@@ -9,7 +9,6 @@ import numpy as np
 
 from ..cache import PLACEMENTS
 from ..patterns import Pattern
-from ..patterns.base import store_of
 from ..patterns.function import changed
 from ..plan import branches
 from ..units import count, nbytes, percent
@@ -43,8 +42,10 @@ class Schedules:
     def of(self, pattern: Pattern, batch: int = 1) -> Schedule:
         """Return the rank's schedule for a pattern, planned on first use."""
         key_of_pattern = pattern.key()
-        key, cache = ("schedule", self._name, key_of_pattern.value, batch), store_of(pattern, PLACEMENTS)
-        made: Schedule | None = cache.get(key)
+        # a schedule has patterns that read these very tensors, which may be written to after the call
+        read = tuple([table.data_ptr() for table in pattern.tables]) if pattern.has_function else ()
+        key = "schedule", self._name, key_of_pattern.value, read, batch
+        made: Schedule | None = PLACEMENTS.get(key)
         if made is not None:
             return made
         demands = self.demands(pattern, batch)
@@ -57,9 +58,11 @@ class Schedules:
         else:
             header["schedule"] = "allgather"
             made = allgather(demands, self.placement, self.rank, self.heads, header, self.per_node)
-        if cache is not PLACEMENTS and not pattern.key().same(key_of_pattern):
-            raise changed("values that changed while it was planned")
-        cache.put(key, made, _SCHEDULE_BYTES + key_of_pattern.nbytes, (self,))
+        if key_of_pattern.versions and not pattern.key().same(key_of_pattern):
+            name = "TokenMask" if pattern.has_function else "pattern"
+            raise changed("values that changed while it was planned", name)
+        nbytes = sum([table.nbytes for table in pattern.tables])
+        PLACEMENTS.put(key, made, _SCHEDULE_BYTES + nbytes, (self, *pattern._owners()))
         return made
 
     def demands(self, pattern: Pattern, batch: int = 1) -> list[Demand]:

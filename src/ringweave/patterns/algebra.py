@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from ..checks import whole
 from ..errors import PatternError, shown
@@ -14,12 +14,18 @@ from .base import Composite, Pattern
 from .declared import declare
 from .fitting import called, nest, refuse
 
+if TYPE_CHECKING:
+    from ..trace.relation import Place
+
 # most operands in a row in a text
 _GROUP = 256
 
 
 class _Operator(Composite):
     """Base of the operators: the properties that follow from the parts."""
+
+    def _recognised(self, place: Place) -> Pattern:
+        return self.with_parts([part._recognised(place) for part in self.parts_within()]) if self.has_function else self
 
     @property
     def tile_size(self) -> int | None:
@@ -227,6 +233,10 @@ class PerHead(_Operator):
 
     def parts_within(self) -> tuple[Pattern, ...]:
         return self.patterns
+
+    def _recognised(self, place: Place) -> Pattern:
+        heads = enumerate(self.patterns, place.h0)
+        return self.with_parts([part._recognised(place._replace(heads=1, h0=h)) for h, part in heads])
 
     def __repr__(self) -> str:
         return f"PerHead([{', '.join(map(repr, self.patterns))}])"

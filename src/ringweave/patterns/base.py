@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..cache import LRUCache
 from ..checks import check_dense
 from ..errors import PatternError
 from ..relation.node import Node
@@ -34,13 +33,11 @@ from .declared import declare
 
 if TYPE_CHECKING:
     from ..plan.block_plan import BlockPlan
+    from ..trace.relation import Place
 
-V = TypeVar("V")
 P = TypeVar("P", bound="Pattern")
 # attributes that a pattern derives from the others; they are not pickled
 _WRITTEN = ("_spec", "_fixed")
-# entries of a cache that belongs to one function
-_KEPT = 16
 _CALLED = re.compile(r"(\w+)\(")
 _NUMBER = re.compile(r"TokenMask\(\d+")
 
@@ -220,15 +217,20 @@ class Pattern(ABC):
         )
 
     def _for_call(self) -> Pattern:
-        """Return the pattern for one call: ``self``, unless a function in it reads values that cannot be seen.
+        """Return the pattern for one call: ``self``, with functions as they compute now."""
+        return self
 
-        Plans of the call's pattern are dropped with it.
+    def _recognised(self, place: Place) -> Pattern:
+        """Return the pattern for one call with patterns in place of functions with the same pairs, where it has some.
+
+        Args:
+            place: The positions of the call.
         """
         return self
 
-    def _holders(self) -> list[Any]:
-        """Return the holders of the present values of its functions; caches drop their entries with a holder."""
-        return [holder for part in self.parts_within() for holder in part._holders()] if self.has_function else []
+    def _owners(self) -> list[object]:
+        """Return the functions in it that no graph identifies; caches drop their entries with a function."""
+        return [owner for part in self.parts_within() for owner in part._owners()] if self.has_function else []
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_spec" in self.__dict__:
@@ -483,12 +485,6 @@ def parts_of(pattern: Pattern, kind: type[P]) -> list[P]:
     for part in pattern.parts_within():
         found += parts_of(part, kind)
     return found
-
-
-def store_of(pattern: Pattern, common: LRUCache[V]) -> LRUCache[V]:
-    """Return the cache for entries about a pattern: that of its function if it has one, else the common one."""
-    held = pattern._holders()
-    return held[0].stores.setdefault(common, common.with_bounds(common.max_bytes, _KEPT)) if held else common
 
 
 class Composite(Pattern):

@@ -23,7 +23,6 @@ import torch
 from ..cache import PROGRAMS
 from ..errors import PatternError
 from ..patterns import And, Causal, Full, Or, Pattern
-from ..patterns.base import store_of
 from ..patterns.dilated import StridedView
 from ..patterns.shifted import Shifted
 from ..patterns.view import in_view
@@ -245,11 +244,13 @@ def _views(pattern: Pattern, size: Sizes) -> tuple[Branch, ...]:
             moved = (replace(b, nk=b.nk + later // b.rate, q_offset=b.q_offset + later // b.rate) for b in earlier)
             return _exact(tuple(moved), whole)
     made_of = pattern.key()
-    key, programs = ("branches", made_of.value, size), store_of(pattern, PROGRAMS)
-    found: tuple[Branch, ...] | None = programs.get(key)
+    key = "branches", made_of.value, size
+    found: tuple[Branch, ...] | None = PROGRAMS.get(key)
     if found is None:
         found = _exact(_split(pattern, size, whole), whole) if pattern.combinable else _mixed(pattern, size)
-        programs.put(key, found, _BRANCH_BYTES * len(found) + made_of.nbytes)
+        if not pattern.has_function:
+            # they would keep the tensors that it reads
+            PROGRAMS.put(key, found, _BRANCH_BYTES * len(found) + made_of.nbytes)
     # the pattern of a cached whole is that of an earlier call: its bounds were equal then, and may have been written
     return (whole,) if pattern.combinable and found[0].rate == 1 else found
 

@@ -80,6 +80,11 @@ class PlanCache:
             refuse(pattern)
         nq, nk, heads, batch, q_offset = check_sizes(nq, nk, heads, batch, q_offset)
         pattern = pattern.bound(heads)._for_call()
+        if pattern.has_function:
+            # imported with the first function
+            from ..trace.relation import Place
+
+            pattern = pattern._recognised(Place(batch, heads, nq, nk, q_offset))
         made_of, device, tile = pattern.key(), _place(device), check_tile_size(tile)
         cache, sizes = self._decode_plans if nq <= tile[0] else self._plans, (nq, nk, heads, batch, q_offset, *tile)
 
@@ -149,13 +154,13 @@ class PlanCache:
                 wait_for_stream(plan, device)
                 return plan
             plan = make()
-            ties = pattern._holders()
-            if (ties or made_of.versions) and not pattern.key().same(made_of):
+            if made_of.versions and not pattern.key().same(made_of):
                 from ..patterns.function import changed
 
-                raise changed("values that were changed during planning", "TokenMask" if ties else "pattern")
+                name = "TokenMask" if pattern.has_function else "pattern"
+                raise changed("values that were changed during planning", name)
             if record_stream(plan, device):
-                cache.put(key, plan, plan.nbytes + _PLAN_BYTES + made_of.nbytes, ties)
+                cache.put(key, plan, plan.nbytes + _PLAN_BYTES + made_of.nbytes, pattern._owners())
         return plan
 
     def statistics(self) -> CacheStatistics:

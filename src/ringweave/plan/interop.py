@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import PatternError
-from ..patterns import BlockTable, Full, Pattern, from_mask_mod
-from ..patterns.function import MaskMod
-from ..patterns.per_pair import per_pair
+from ..patterns import BlockTable, Full, Pattern, TokenMask
 from ..torch_compat import outside_transforms
 from .cached_plans import plan_cache
 from .tile_size import MOST_SIDE
@@ -86,14 +83,15 @@ def from_block_mask(block_mask: Any) -> Pattern:
         >>> rw.from_block_mask(causal).to_dense(256)[0, 0].equal(rw.Causal().to_dense(256)[0, 0])
         True
     """
-    from torch.nn.attention.flex_attention import BlockMask
+    from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
     if not isinstance(block_mask, BlockMask):
         raise PatternError(
             "block_mask", type(block_mask).__name__, "a FlexAttention BlockMask", "Build it with create_block_mask."
         )
     with outside_transforms(block_mask.kv_num_blocks, block_mask.kv_indices):
-        return in_blocks(blocks_of(block_mask), block_mask.mask_mod)
+        function = block_mask.mask_mod
+        return in_blocks(blocks_of(block_mask), Full() if function is noop_mask else TokenMask._of_pairs(function))
 
 
 class Blocks(NamedTuple):
@@ -122,19 +120,15 @@ def blocks_of(block_mask: Any, lengths: tuple[int, int] | None = None) -> Blocks
     return Blocks(partial, _set_blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, blocks), size)
 
 
-def in_blocks(blocks: Blocks, pairs: Pattern | MaskMod) -> Pattern:
-    """Return the pairs of full blocks, and those of partial blocks that a pattern or a mask function allows."""
-    from torch.nn.attention.flex_attention import noop_mask
-
+def in_blocks(blocks: Blocks, pairs: Pattern) -> Pattern:
+    """Return the pairs of full blocks, and those of partial blocks that a pattern allows."""
     partial, full, size = blocks
-    if pairs is noop_mask or isinstance(pairs, Full):
+    if isinstance(pairs, Full):
         return _table(partial if full is None else full | partial, size)
     # a table without set blocks is left out where that needs no copy from a GPU: calls then take less time
     on_cpu = partial.device.type == "cpu"
     if full is not None and on_cpu and not bool(partial.any()):
         return _table(full, size)
-    if not isinstance(pairs, Pattern):
-        pairs = from_mask_mod(functools.partial(_of_pairs, pairs))
     some = _table(partial, size) & pairs
     if full is None or (on_cpu and not bool(full.any())):
         return some
@@ -162,11 +156,6 @@ def fits_blocks(blocks: Blocks, pairs: Pattern, lengths: tuple[int, int]) -> boo
     if full is None:
         return not bool((used & ~partial).any())
     return not bool((used & ~partial & ~full | full & ~filled).any())
-
-
-def _of_pairs(mask_mod: MaskMod, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Return a mask function's values for index tensors; its batch element and head may be unused."""
-    return per_pair(mask_mod, b, h, q, k, narrow=(0, 1))
 
 
 def _set_blocks(counts: Tensor, indices: Tensor, blocks: tuple[int, int]) -> Tensor:

@@ -32,7 +32,6 @@ from ..terms.term import Pairs, ScoreMod
 from ..torch_compat import before_compiling, forward_mode, transforming
 from ..torch_ops import Differentiable, refuse_twice
 from ..trace.evaluate import Formula
-from ..trace.frozen import frozen
 from ..trace.graph import Graph, Node
 from ..trace.vmapped import Vmapped
 from ..types import acc_dtype
@@ -155,8 +154,7 @@ def _function(score_mod: ScoreMod, graph: Graph | None, query: Tensor) -> ScoreF
     """Return a score_mod as the formula of its graph; as a function if it has no graph, or no number for each pair."""
     if graph is not None and _is_number(graph):
         return Formula(graph)
-    # a name may be bound again before backward, which calls the function
-    return Vmapped(frozen(score_mod), acc_dtype(query.dtype), query.device)
+    return Vmapped(score_mod, acc_dtype(query.dtype), query.device)
 
 
 def _is_number(graph: Graph) -> bool:

@@ -76,6 +76,39 @@ class Formula:
         """
         return Pass(self, self.captured if tensors is None else tensors, learns)
 
+    def at(self, captured: Sequence[Tensor], at: Arguments) -> Tensor:
+        """Compute the result at some pairs.
+
+        Args:
+            captured: The captured tensors.
+            at: The arguments by name, with equal numbers of dimensions, which broadcast.
+        """
+        return _Evaluation(Pass(self, captured), at).out
+
+
+def constants_of(formula: Formula, graph: Graph, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Compute what a formula captures of tensors in place of those of the trace, without gradients.
+
+    Args:
+        formula: The formula.
+        graph: Its graph.
+        tensors: Tensors as those of the graph, in their order.
+    """
+    values: dict[Node, Any] = {}
+    left = iter(tensors)
+    with torch.no_grad():
+        for node in graph.nodes:
+            if node.deps:
+                continue
+            if node.name == "tensor":
+                values[node] = next(left)
+            elif node.name == "part":
+                of, place = node.args
+                values[node] = values[of][place]
+            else:
+                values[node] = node.function(*filled_in(node.args, values), **filled_in(node.kwargs, values))
+    return [values[node] for node in formula.constants]
+
 
 def evaluated(graph: Graph, at: Arguments) -> Tensor:
     """Compute a graph at some pairs; torch differentiates the result by the captured tensors if gradients are enabled.
@@ -84,7 +117,8 @@ def evaluated(graph: Graph, at: Arguments) -> Tensor:
         graph: The graph.
         at: The arguments by name, with equal numbers of dimensions, which broadcast.
     """
-    return _Evaluation(Pass(Formula(graph)), at).out
+    formula = Formula(graph)
+    return formula.at(formula.captured, at)
 
 
 def _product_of_rows(node: Node) -> tuple[Node, Node] | None:

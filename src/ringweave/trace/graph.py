@@ -99,6 +99,17 @@ class Graph:
         self.nodes, self.result, self.tensors, self.key = nodes, result, tensors, key
         self._typed = False
 
+    def without_values(self) -> Graph:
+        """Return the graph without its tensors, so that it keeps none of them alive."""
+        self.typed()
+        copies: dict[Node, Node] = {}
+        for node in self.nodes:
+            args, kwargs = filled_in(node.args, copies), filled_in(node.kwargs, copies)
+            copy = copies[node] = Node(node.name, node._function, args, kwargs, node.deps, node.number)
+            value = node.value
+            copy.kind = (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else node.kind
+        return Graph([*copies.values()], filled_in(self.result, copies), [], self.key)
+
     def typed(self) -> Graph:
         """Compute the kinds of all nodes in order, since those of a long formula are nested deeply; return the graph.
 

@@ -506,8 +506,8 @@ def trace(function: Callable[..., Any], dtype: torch.dtype | None = None, *, tra
         UntraceableError: The function cannot be recorded.
     """
     this = Trace(torch.float32 if dtype is None else dtype, transforms)
-    if not torch.compiler.is_compiling() and function_modes():
-        # its caller's mode would see no operation on a symbol
+    if dtype is not None and not torch.compiler.is_compiling() and function_modes():
+        # its caller's mode would see no operation on a score; operations on indices are none of the call
         raise UntraceableError("a function mode is active")
     arguments = [this.argument(name) for name in (MASK_ARGUMENTS if dtype is None else ARGUMENTS)]
     enabled = torch.is_grad_enabled()

@@ -116,6 +116,14 @@ class Vmapped:
         return result
 
 
+def mapped(fn: Callable[..., Any], b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Map a function of 0-dim indices over the pairs of indices that broadcast."""
+    shape = torch.broadcast_shapes(b.shape, h.shape, q.shape, k.shape)
+    with ScalarIndices():
+        found: Tensor = torch.vmap(fn)(*[x.expand(shape).reshape(-1) for x in (b, h, q, k)])
+    return found.reshape(shape)
+
+
 def over_pairs(fn: ScoreFunction, scores: Tensor, at: Arguments) -> Tensor:
     """Map a function over scores (R, queries, keys), with indices that broadcast, or over scores (P,)."""
     b, h, q, k = (at[name] for name in "bhqk")

@@ -88,8 +88,8 @@ def choose_placement(workload: Workload, ranks: int, block: int, machine: Machin
     if choice is None:
         choice = _choose(workload, ranks, block, machine)
         nbytes = sum(pattern.key().nbytes for pattern in patterns)
-        ties = [holder for pattern in patterns for holder in pattern._holders()]
-        PLACEMENTS.put(key, choice, _CHOICE_BYTES + nbytes, ties)
+        owners = [owner for pattern in patterns for owner in pattern._owners()]
+        PLACEMENTS.put(key, choice, _CHOICE_BYTES + nbytes, owners)
     return choice
 
 
