@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -754,3 +756,67 @@ def test_a_table_learns_only_where_gradients_are_enabled() -> None:
 def _with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
     out, lse = by_operators(q, k, v, PATTERN)
     return with_sinks(out, lse, sinks).out
+
+
+def by_tables() -> dict[str, rw.Pattern]:
+    """Return patterns with tensors of their own, for 2 batch elements, 4 heads, 37 queries and 50 keys."""
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randint(50, (2, 4, 37, 6), generator=generator)
+    ids = torch.repeat_interleave(torch.arange(3), torch.tensor([20, 12, 18]))
+    return {
+        "documents": rw.Causal() & rw.Documents(ids=ids),
+        "documents of each row": rw.Documents(ids=torch.stack([ids, ids.flip(0).contiguous()]).sort(1).values),
+        "window in documents": rw.SlidingWindow(5).within(rw.Documents([20, 30])),
+        "tree": rw.Tree([-1, 0, 0], [20, 14, 16]),
+        "block table": rw.BlockTable(torch.rand(3, 4, generator=generator) > 0.4, (16, 16)) | rw.Sinks(1),
+        "selected": rw.Selected(chosen) & rw.Causal(),
+    }
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", by_tables())
+def test_patterns_with_tensors_of_their_own_are_found_by_the_object(
+    name: str, grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pattern, (q, k, v) = by_tables()[name], tensors(grad=grad)
+
+    def computed() -> list[Tensor]:
+        out, lse = rw.attention_with_lse(q, k, v, pattern)
+        inputs = (q, k, v) if grad else ()
+        return [out.detach(), lse.detach(), *(torch.autograd.grad(out.square().sum(), inputs) if grad else ())]
+
+    first, second = computed(), computed()
+    with monkeypatch.context() as patched:
+        patched.setattr(api, "checked", lambda given: pytest.fail("a known call is checked again"))
+        third = computed()
+        # other sizes, and an equal pattern, are other calls
+        for call in (
+            lambda: rw.attention(q[:1], k[:1], v[:1], pattern),
+            lambda: rw.attention(q, k, v, by_tables()[name]),
+        ):
+            with pytest.raises(pytest.fail.Exception):
+                call()
+    for got in (second, third):
+        assert all(map(torch.equal, got, first))
+
+
+def test_a_pattern_that_follows_a_tensor_is_checked_at_each_call() -> None:
+    stop = torch.tensor([50, 20])
+    pattern = rw.Documents([20, 30]) & rw.KeyPadding(stop)
+    q, k, v = tensors()
+    for end in (20, 20, 20, 35, 7):
+        stop[1] = end
+        want = rw.attention(q, k, v, rw.Documents([20, 30]) & rw.KeyPadding(stop.clone()))
+        assert torch.equal(rw.attention(q, k, v, pattern), want)
+
+
+def test_a_pattern_that_is_called_once_is_not_kept() -> None:
+    q, k, v = tensors()
+    gone = []
+    for _ in range(3):
+        pattern = rw.Causal() & rw.Documents([20, 30])
+        rw.attention(q, k, v, pattern)
+        gone.append(weakref.ref(pattern))
+    del pattern
+    gc.collect()
+    assert [each() for each in gone] == [None] * 3

@@ -143,8 +143,10 @@ def find(given: Arguments, cache: PagedCache | None = None, fewest: int = 0) -> 
         known = last[2]()
         if known is not None and known.tuning_version is version:
             return Found(None, known)
-    if not (isinstance(pattern, Pattern) and pattern.fixed):
+    if not isinstance(pattern, Pattern):
         return _NOTHING
+    if not pattern.fixed:
+        return _of_object(pattern, key, version)
     spec = pattern._spec
     step = _step_key(spec, key, version.answers)
     if step is None:
@@ -157,6 +159,41 @@ def find(given: Arguments, cache: PagedCache | None = None, fewest: int = 0) -> 
         return Found(step or (spec, key), None)
     _remember_last(pattern, key, program)
     return Found(None, program)
+
+
+class _Object:
+    """A pattern as a key that equals no other pattern's, and keeps it alive."""
+
+    __slots__ = ("pattern",)
+
+    def __init__(self, pattern: Pattern):
+        self.pattern = pattern
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Object) and self.pattern is other.pattern
+
+    def __hash__(self) -> int:
+        return id(self.pattern)
+
+
+def _of_object(pattern: Pattern, key: CallKey, version: object) -> Found:
+    """Look up the program of a pattern with tensors of its own by the object: its contents take long to compare.
+
+    A program is kept from the second call on, since a model that makes a pattern for each step may call it once.
+    """
+    # a step has a plan for each length, and calls over pages read their lengths
+    if key.pages is not None or key.q[2] == 1:
+        return _NOTHING
+    of_object = _Object(pattern), key
+    program: Program | None = PROGRAMS.get(of_object)
+    if program is not None and program.tuning_version is version:
+        _remember_last(pattern, key, program)
+        return Found(None, program)
+    if pattern.__dict__.get("_called") == key:
+        return Found(of_object, None)
+    if pattern.constant and all(table.device.type == "cpu" for table in pattern.tables):
+        object.__setattr__(pattern, "_called", key)
+    return _NOTHING
 
 
 def keep(key: Hashable, call: Call, operands: Operands) -> Program:
@@ -187,7 +224,7 @@ def _remember_last(pattern: Pattern, key: CallKey, program: Program) -> None:
 
 def _put(key: Hashable, program: Program) -> None:
     """Cache a program by its key."""
-    size, prepared = _PROGRAM_BYTES, program.prepared
+    size, prepared = _PROGRAM_BYTES + sum([table.nbytes for table in program.tables]), program.prepared
     if prepared is not None:
         heads = program.call.batch * program.call.heads
         for plan in prepared.plans:

@@ -28,6 +28,9 @@ from ringweave.errors import PatternError
 from ringweave.patterns import Pattern
 from ringweave.patterns.function import recorded
 from ringweave.plan import from_pattern, pattern_of, plan_cache
+from ringweave.trace.vmapped import ScalarIndices
+
+from ..trace.masks import masks
 
 N = 40
 
@@ -545,6 +548,38 @@ def test_functions_that_are_no_masks(fn: Any, said: str) -> None:
 def test_arguments(arguments: Any, said: str) -> None:
     with pytest.raises(PatternError, match=said):
         rw.TokenMask(**arguments)
+
+
+def by_pair(fn: Any, batch: int, heads: int, nq: int, nk: int, first: int) -> torch.Tensor:
+    """Return the values of a function for each pair, with 0-dim indices."""
+    for dim in range(3, -1, -1):
+        fn = torch.vmap(fn, tuple(0 if each == dim else None for each in range(4)))
+    with ScalarIndices():
+        found: torch.Tensor = fn(
+            *(torch.arange(n) for n in (batch, heads)), torch.arange(first, first + nq), torch.arange(nk)
+        )
+    return found
+
+
+# torch maps no function that returns a Python number
+CORPUS = [name for name, mask in masks().items() if mask.state != "refused" and name != "hostile: number"]
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_the_corpus(name: str) -> None:
+    fn = masks()[name].function
+    for batch, heads, nq, nk, first in ((2, 4, N, N, 0), (1, 2, 20, 53, 33), (2, 4, 5, 130, 125)):
+        want, pattern = by_pair(fn, batch, heads, nq, nk, first), rw.TokenMask(fn)
+        q, k = (torch.zeros(batch, heads, n, 8) for n in (nq, nk))
+        eye, early = (
+            torch.eye(nk).expand(batch, heads, -1, -1),
+            torch.arange(first, first + nq)[:, None] >= torch.arange(nk),
+        )
+        assert torch.equal(rw.attention(q, k, eye, pattern, q_offset=first) > 0, want)
+        both = rw.attention(q.requires_grad_(), k, eye, pattern & rw.Causal(), q_offset=first)
+        assert torch.equal(both > 0, want & early)
+        got = pattern.to_dense(nq, nk, heads, batch=batch, q_offset=first)
+        assert torch.equal(got.expand_as(want), want)
 
 
 def test_an_unhashable_function() -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 P = TypeVar("P", bound="Pattern")
 # attributes that a pattern derives from the others; they are not pickled
-_WRITTEN = ("_spec", "_fixed")
+_WRITTEN = ("_spec", "_fixed", "_called")
 _CALLED = re.compile(r"(\w+)\(")
 _NUMBER = re.compile(r"TokenMask\(\d+")
 
@@ -190,6 +190,12 @@ class Pattern(ABC):
             known = not self._follows and not self.tables
             object.__setattr__(self, "_fixed", known)
         return bool(known)
+
+    @property
+    def constant(self) -> bool:
+        """Whether nothing changes its pairs: it follows no tensors, and its own are copies that nothing writes to."""
+        parts = self.parts_within()
+        return all(part.constant for part in parts) if parts else not self._follows
 
     def parts_within(self) -> tuple[Pattern, ...]:
         """Return the patterns that this one consists of; empty unless it is a composite."""

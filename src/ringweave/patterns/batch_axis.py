@@ -71,6 +71,10 @@ class Bounds(Pattern):
     #: Whether the tensors are copies that nothing writes to, rather than the caller's own.
     private: ClassVar[bool] = False
 
+    @property
+    def constant(self) -> bool:
+        return self.private or not self.tables
+
     def stays_equal(self, other: Pattern) -> bool:
         return self == other if self.private else super().stays_equal(other)
 

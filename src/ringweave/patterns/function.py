@@ -181,13 +181,13 @@ def recorded(fn: Callable[..., Any], named: Sequence[Tensor] | None = None, *, p
     try:
         with outside_transforms():
             graph = trace(fn)
-            graph.typed()
+            key = "mask function", graph.key
+            function = PATTERNS.get(key)
+            if function is None:
+                graph.typed()
+                function = _by_key.get(key)
     except UntraceableError as error:
         return called(fn, str(error), named, pairs=pairs)
-    key = "mask function", graph.key
-    function = PATTERNS.get(key)
-    if function is None:
-        function = _by_key.get(key)
     if function is None:
         _check_result(graph.result)
         function = _by_key[key] = MaskFunction(fn, graph.without_values())
@@ -230,6 +230,15 @@ class Recorded(Pattern):
     """
 
     looks_up = True
+    function: MaskFunction
+    ticket: Ticket | None
+    _tables: tuple[Tensor, ...]
+    _graph: Graph | None
+    _fn: Callable[..., Any] | None
+    _batch: int | None
+    _head: int | None
+    _place: list[tuple[int, int]]
+    _computed: list[list[Tensor]]
 
     def __init__(
         self,
@@ -242,12 +251,15 @@ class Recorded(Pattern):
         head: int | None = None,
         ticket: Ticket | None = None,
     ):
-        self.function, self._tables, self._graph, self._fn = function, tables, graph, fn
-        self._batch, self._head, self.ticket = batch, head, ticket
-        # the last query and the last key of a call, at which a function that is called may be tried
-        self._place = [_FIRST]
-        self._computed: list[list[Tensor]] = []
-        self.write(self._text(), follows=True, function=True)
+        # a call makes one, so attributes are not set one by one
+        self.__dict__.update(
+            function=function, _tables=tables, _graph=graph, _fn=fn, _batch=batch, _head=head, ticket=ticket,
+            # the last query and the last key of a call, at which a function that is called may be tried
+            _place=[_FIRST],
+            # what the graph reads of the tensors, once it is computed
+            _computed=[],
+            _spec="", _follows=True, has_function=True,
+        )  # fmt: skip
 
     def _chosen(self, batch: int | None, head: int | None, ticket: Ticket | None = None) -> Recorded:
         """Return the pattern of a batch element, a head, or both."""
