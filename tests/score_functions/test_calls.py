@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import ringweave as rw
+from ringweave.call import Arguments
 from ringweave.errors import RingweaveError, ShapeError, UnsupportedError
 from ringweave.integrations.flex_attention import flex_attention
 from ringweave.patterns import Pattern
+from ringweave.score_functions import calls
 from ringweave.terms.term import ScoreMod, Term
 
 from ..cases import PATTERNS, TREES
@@ -512,6 +516,34 @@ def test_transforms() -> None:
     for transform in (torch.func.grad, torch.func.jacfwd):
         with pytest.raises(UnsupportedError, match=r"torch\.func"):
             transform(of_query(unread(slope)))(x.q)
+
+
+def test_traces_are_refused() -> None:
+    """A function mode hides a function from its trace, and its tiles need values."""
+    x = Inputs.random(30, heads=HEADS)
+    for function in (slope, unread(slope)):
+        with pytest.raises(UnsupportedError, match="a trace, or fake tensors"):
+            make_fx(lambda q: rw.attention(q, x.k, x.v, rw.Causal(), terms=function))(x.q)  # noqa: B023
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(each) for each in (x.q, x.k, x.v)]
+        assert rw.attention(*fake, rw.Causal(), terms=lambda s, b, h, q, k: 5 * torch.tanh(s / 5)).shape == x.q.shape
+        with pytest.raises(UnsupportedError, match="a trace, or fake tensors"):
+            rw.attention(*fake, rw.Causal(), terms=lambda s, b, h, q, k: s + s * s)
+
+
+def test_a_repeated_call_has_the_pattern_of_the_first() -> None:
+    """Programs of patterns with tensors are found by the object, so a new function of the same values finds one."""
+    x, ids, causal = Inputs.random(40, heads=HEADS), torch.arange(40) // 9, rw.Causal()
+
+    def narrowed() -> Pattern:
+        terms: ScoreMod = lambda s, b, h, q, k: torch.where(ids[q] == ids[k], s, -INF)  # noqa: E731
+        return calls.by_terms(calls.scored(Arguments(x.q, x.k, x.v, causal, terms=terms))).pattern
+
+    first = narrowed()
+    assert torch.equal(first.to_dense(40), (causal & rw.Documents(ids=ids)).to_dense(40))
+    assert narrowed() is first
+    ids.add_(torch.arange(40) // 20)
+    assert torch.equal(narrowed().to_dense(40), (causal & rw.Documents(ids=ids)).to_dense(40))
 
 
 def test_autocast_does_not_reach_the_function() -> None:

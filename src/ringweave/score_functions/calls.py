@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..cache import PATTERNS
 from ..call import Arguments
 from ..errors import UnsupportedError
-from ..patterns import Full
+from ..patterns import Full, Pattern
 from ..precision import as_precision
 from ..terms import Term
 from ..terms.dropout import Dropout
@@ -18,6 +19,9 @@ from ..trace.graph import K, Q, deps_of
 from ..types import FIRST_POSITION, acc_dtype
 from ..validate import check_distances, check_tensors, checked, checked_scale, lengths, positions
 from .reading import Positions, Read, check_device, read
+
+# estimated size of a pattern without its tables
+_BYTES = 2**10
 
 
 class Scored(NamedTuple):
@@ -67,7 +71,18 @@ def by_terms(call: Scored) -> Arguments:
         raise UnsupportedError("terms", "a function that masks pairs, with a context", "one that masks none", remedy)
     # a number, since "end" counts the keys that a pattern leaves
     first = given.q_offset if given.q_offset is FIRST_POSITION else call.at.place.q0
-    return changed._replace(pattern=given.pattern & score.pattern, q_offset=first, k_offset=call.at.place.k0)
+    pattern = _both(given.pattern, score.pattern)
+    return changed._replace(pattern=pattern, q_offset=first, k_offset=call.at.place.k0)
+
+
+def _both(pattern: Pattern, mask: Pattern) -> Pattern:
+    """Return the pairs of two patterns, as one object for the same two, since programs are found by the object."""
+    key = "both", id(pattern), id(mask)
+    known: tuple[Pattern, Pattern, Pattern] | None = PATTERNS.get(key)
+    if known is None or known[0] is not pattern or known[1] is not mask:
+        known = pattern, mask, pattern & mask
+        PATTERNS.put(key, known, _BYTES + sum(table.nbytes for table in (*pattern.tables, *mask.tables)))
+    return known[2]
 
 
 def attend(call: Scored) -> tuple[Tensor, Tensor]:

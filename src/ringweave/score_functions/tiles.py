@@ -29,7 +29,7 @@ from ..plan import BlockPlan, plan_cache
 from ..plan.tile_size import tile_size_of
 from ..terms.dropout import Dropout
 from ..terms.term import Pairs, ScoreMod
-from ..torch_compat import before_compiling, forward_mode, transforming
+from ..torch_compat import before_compiling, forward_mode, transforming, without_values
 from ..torch_ops import Differentiable, refuse_twice
 from ..trace.evaluate import Formula
 from ..trace.graph import Graph, Node
@@ -132,11 +132,14 @@ def attend(
         PatternError: The pattern is made for other lengths, heads or batch, or is a LongNet.
         ShapeError: The function does not return a 0-dim floating tensor.
         UnsupportedError: The function has effects, or returns different results for the same arguments; or a transform
-            of ``torch.func`` or forward-mode differentiation is active.
+            of ``torch.func``, forward-mode differentiation or a trace is active.
     """
     if forward_mode() or transforming(query, key, value):
         wanted = "reverse-mode derivatives of first order, by torch.autograd"
         raise UnsupportedError("score_mod", "a transform of torch.func", wanted, "Express it by terms, as in Softcap.")
+    if without_values():
+        wanted = "tensors with values: the function is evaluated in the call"
+        raise UnsupportedError("score_mod", "a trace, or fake tensors", wanted, "Express it by terms, as in Softcap.")
     # the caller's autocast does not last until backward, so the function computes without it
     with torch.autocast(query.device.type, enabled=False):
         function = _function(before_compiling(score_mod), graph, query)
