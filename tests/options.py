@@ -36,3 +36,38 @@ VALUES: dict[str, Callable[[int], Any]] = {
     "precision": lambda tokens: rw.Precision(compute=torch.bfloat16),
     "on_oom": lambda tokens: "raise",
 }
+
+
+class ScoreFunction:
+    """A function of scores with a table that learns.
+
+    Attributes:
+        tables: The table, (HEADS, 9).
+    """
+
+    def __init__(self, table: Tensor):
+        self.tables = (table,)
+
+
+class Distances(ScoreFunction):
+    """A bias by distance, which is a term."""
+
+    def __call__(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + self.tables[0][h, (k - q).clamp(-4, 4) + 4]
+
+
+class Products(ScoreFunction):
+    """A factor by distance, which is no term."""
+
+    def __call__(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score * torch.sigmoid(self.tables[0][h, (k - q).clamp(-4, 4) + 4]) * 3
+
+
+#: Values of other kinds, by option and kind, which go another way through a call than the value of ``VALUES``.
+KINDS: dict[str, dict[str, Callable[[int], Any]]] = {
+    "terms": {
+        "a function that is a term": lambda tokens: Distances(learned(HEADS, 9)),
+        "a function in tiles": lambda tokens: Products(learned(HEADS, 9)),
+        "a term and a function": lambda tokens: [rw.Softcap(2.0), Products(learned(HEADS, 9))],
+    }
+}

@@ -17,7 +17,8 @@ from .patterns import Causal, Full, Pattern
 from .precision import NATIVE, Precision, as_precision
 from .program_cache import find, keep
 from .terms import Term
-from .terms.term import as_terms
+from .terms.term import ScoreMod, as_listed, as_terms, has_functions
+from .torch_compat import uncompiled
 from .torch_ops import attend, run
 from .types import FIRST_POSITION, AttentionOutput, Pages
 from .validate import check_on_oom, check_sinks, checked, converted, paged
@@ -56,7 +57,7 @@ def attention(
     k_offset: int | Tensor = 0,
     backend: str = "auto",
     context: ContextParallel | None = None,
-    terms: Term | Sequence[Term] | None = (),
+    terms: Term | ScoreMod | Sequence[Term | ScoreMod] | None = (),
     sink_logits: Tensor | None = None,
     dropout: float = 0.0,
     precision: Precision | None = None,
@@ -83,7 +84,12 @@ def attention(
             dropped. Patterns, terms and the bounds of ``KeyPadding`` count positions, so they do not move with it.
         backend: ``"auto"`` or the name of a backend; see :func:`ringweave.explain`.
         context: Ranks that share the sequence; q, k, v and the output are then this rank's shards.
-        terms: Score terms, applied in order to the scaled scores: Softcap, ALiBi, DistanceBias, Bias.
+        terms: Score terms, applied in order to the scaled scores: Softcap, ALiBi, DistanceBias, Bias, or a function
+            ``score_mod(score, b, h, q, k)`` as FlexAttention's, of 0-dim tensors: b and h are indices, q and k
+            positions. A function that is score terms runs as these, and ``torch.where(allowed, score, -inf)`` around
+            them narrows the pattern. Any other function is computed in tiles with torch, which is slower;
+            :func:`ringweave.explain` tells which. Gradients reach every tensor that it captures. It is read at each
+            call, so it may be new in each. Functions are for tensors on the CPU.
         sink_logits: (Hq,), one learned logit per head that joins the denominator and has no value.
         dropout: Share of the weights that are dropped after the softmax, rounded to a multiple of 2 ** -16; the others
             grow by 1 / (1 - dropout). Each call draws a seed from torch's default generator. Pass it in training only.
@@ -99,11 +105,21 @@ def attention(
     Raises:
         ShapeError: Shapes, dtypes or devices do not fit; the message names the argument.
         PatternError: The pattern is made for other lengths, heads or batch sizes.
-        UnsupportedError: The named backend cannot run the case.
+        UnsupportedError: The named backend cannot run the case; or a function of ``terms`` has effects, or is not score
+            terms and is combined with a named backend, a context, another precision than ``compute``, or a transform
+            of ``torch.func``.
         RingError: With a context, a rank is lost or the ranks' calls differ.
     Example:
         >>> rw.attention(q, k, v, (rw.SlidingWindow(64) | rw.Sinks(4)) & rw.Causal()).shape
         torch.Size([1, 4, 256, 32])
+
+        A function among the terms learns what it captures:
+
+        >>> factors = torch.ones(4, requires_grad=True)
+        >>> score_mod = lambda score, b, h, i, j: score * factors[h] - 0.1 * (i - j).abs()
+        >>> rw.attention(q, k, v, rw.Causal(), terms=score_mod).sum().backward()
+        >>> factors.grad.shape
+        torch.Size([4])
 
     References:
         Dao et al. (2022), FlashAttention, section 3 (tiling and recomputation); here over non-empty tiles only.
@@ -130,7 +146,7 @@ def attention_with_lse(
     k_offset: int | Tensor = 0,
     backend: str = "auto",
     context: ContextParallel | None = None,
-    terms: Term | Sequence[Term] | None = (),
+    terms: Term | ScoreMod | Sequence[Term | ScoreMod] | None = (),
     sink_logits: Tensor | None = None,
     dropout: float = 0.0,
     precision: Precision | None = None,
@@ -152,7 +168,7 @@ def attention_with_lse(
         k_offset: Position of the first key.
         backend: ``"auto"`` or the name of a backend.
         context: Ranks that share the sequence.
-        terms: Score terms, applied in order to the scaled scores.
+        terms: Score terms and functions of scores, applied in order to the scaled scores.
         sink_logits: (Hq,), one learned logit per head; lse includes it.
         dropout: Share of the weights that are dropped; lse does not depend on it.
         precision: Dtypes that inputs and intermediates are rounded to.
@@ -209,6 +225,9 @@ def _attend(given: Arguments, with_lse: bool = True) -> tuple[Tensor, Any]:
         from .parallel.sharded import attend_sharded
 
         return attend_sharded(_attend, given)
+    if has_functions(given.terms):
+        of_functions: tuple[Tensor, Any] = _attend_scored(given, with_lse)
+        return of_functions
     asked, dtype = converted(given)
     call, q, k, v, tensors, checked_terms = checked(asked)
     if asked.context is not None:
@@ -224,6 +243,27 @@ def _attend(given: Arguments, with_lse: bool = True) -> tuple[Tensor, Any]:
     return (out if dtype is None else out.to(dtype)), lse
 
 
+@uncompiled(
+    "Score functions are read at each call. Pass score terms, or call it outside of code that is compiled with "
+    "fullgraph=True; other compiled code breaks its graph here."
+)
+def _attend_scored(given: Arguments, with_lse: bool) -> tuple[Tensor, Any]:
+    """Compute (out, lse) of a call with functions among its terms."""
+    # imported with the first function
+    from .score_functions import calls
+
+    asked, dtype = converted(given)
+    call = calls.scored(asked)
+    if call.found.score is not None:
+        out, lse = _attend(calls.by_terms(call), with_lse)
+    else:
+        out, lse = calls.attend(call)
+        if asked.sink_logits is not None:
+            check_sinks(asked.sink_logits, asked.q)
+            out, lse = with_sinks(out, lse, asked.sink_logits)
+    return (out if dtype is None else out.to(dtype)), lse
+
+
 def varlen_attention(
     q: Tensor,
     k: Tensor,
@@ -233,7 +273,7 @@ def varlen_attention(
     pattern: Pattern = Causal(),  # noqa: B008  (immutable)
     *,
     scale: float | None = None,
-    terms: Term | Sequence[Term] | None = (),
+    terms: Term | ScoreMod | Sequence[Term | ScoreMod] | None = (),
     sink_logits: Tensor | None = None,
     dropout: float = 0.0,
     backend: str = "auto",
@@ -252,7 +292,8 @@ def varlen_attention(
         cu_seqlens_k: Cumulative lengths of their keys; None if they are those of the queries.
         pattern: A relation; causal by default.
         scale: Factor of the scores; 1 / sqrt(D) by default.
-        terms: Score terms, as in :func:`ringweave.attention`; terms of distance need cu_seqlens_k=None.
+        terms: Score terms, as in :func:`ringweave.attention`; terms of distance need cu_seqlens_k=None. A function gets
+            0 as b, and tokens of the packed axis as q and k; with cu_seqlens_k it may not depend on them.
         sink_logits: (Hq,), one learned logit per head.
         dropout: Share of the weights that are dropped.
         backend: ``"auto"`` or the name of a backend.
@@ -315,8 +356,8 @@ def paged_attention(
         cache: Keys and values.
         pattern: A relation that counts positions from each sequence's first token; causal by default.
         scale: Factor of the scores; 1 / sqrt(D) by default.
-        terms: Score terms, applied in order to the scaled scores; a Bias has one column for each token that a row of
-            the page table has room for.
+        terms: Score terms, applied in order to the scaled scores, and no functions; a Bias has one column for each
+            token that a row of the page table has room for.
         sink_logits: (Hq,), one learned logit per head that joins the denominator and has no value.
         backend: ``"auto"``, or a backend that reads pages: cpu, triton, dense_batched, reference.
     Returns:
@@ -461,7 +502,7 @@ def neighborhood_attention(
     dilation: int | Sequence[int] = 1,
     is_causal: bool | Sequence[bool] = False,
     scale: float | None = None,
-    terms: Term | Sequence[Term] | None = (),
+    terms: Term | ScoreMod | Sequence[Term | ScoreMod] | None = (),
     backend: str = "auto",
 ) -> Tensor:
     """Compute NATTEN's neighborhood attention on tokens, images or video: each query attends the window around itself.
@@ -479,8 +520,8 @@ def neighborhood_attention(
         dilation: Step between the keys of a window, one number for all axes or one for each.
         is_causal: Whether an axis is causal, one bool for all axes or one for each.
         scale: Factor of the scores; 1 / sqrt(D) by default.
-        terms: Score terms, as in :func:`ringweave.attention`. Rows and columns of a Bias are the grid's tokens in
-            row-major order. Terms of distance need a grid of one axis.
+        terms: Score terms, as in :func:`ringweave.attention`. Rows and columns of a Bias, and q and k of a function,
+            are the grid's tokens in row-major order. Terms of distance need a grid of one axis.
         backend: ``"auto"`` or the name of a backend.
     Returns:
         Output, (B, Hq, *grid, Dv), dtype of q.
@@ -514,7 +555,7 @@ def neighborhood_attention(
         pattern,
         scale=scale,
         q_offset=0,
-        terms=[_on_grid(term, grid) for term in as_terms(terms)],
+        terms=[_on_grid(term, grid) for term in as_listed(terms)],
         backend=backend,
     )
     return grid.unflatten(out, 2)
@@ -535,11 +576,13 @@ def _grid_shape(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
     return tuple(q.shape[2:-1])
 
 
-def _on_grid(term: Term, grid: Grid) -> Term:
-    """Return a term for tokens in the grid's order."""
+def _on_grid(term: Term | ScoreMod, grid: Grid) -> Term | ScoreMod:
+    """Return a term or a function for tokens in the grid's order."""
     if len(grid.shape) == 1:
         # the order of one axis is the axis
         return term
+    if not isinstance(term, Term):
+        return _function_on_grid(term, grid)
     if term.distances:
         got = f"{type(term).__name__} on a grid of {len(grid.shape)} axes"
         remedy = "Pass a Bias, with rows and columns for the tokens in row-major order."
@@ -552,6 +595,16 @@ def _on_grid(term: Term, grid: Grid) -> Term:
                 table = grid.flatten(table.unflatten(dim, grid.shape), dim)
         tables.append(table)
     return term.over(*tables) if tables else term
+
+
+def _function_on_grid(function: ScoreMod, grid: Grid) -> ScoreMod:
+    """Return a function of tokens in the grid's order; ``function`` gets their indices in row-major order."""
+    tokens = grid.flatten(torch.arange(grid.tokens, device="cpu").view(grid.shape), 0)
+
+    def on_grid(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return function(score, b, h, tokens[q], tokens[k])
+
+    return on_grid
 
 
 def _is_sharded(x: object) -> bool:

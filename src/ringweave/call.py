@@ -15,7 +15,7 @@ from .patterns.shifted import first_positions
 from .plan import pattern_of
 from .precision import Precision, Scales, dequantize_rows
 from .terms import Term
-from .terms.term import tables_in, terms_of, written
+from .terms.term import ScoreMod, tables_in, terms_of, written
 from .torch_compat import require
 from .types import Context, Pages, acc_dtype
 
@@ -38,7 +38,7 @@ class Arguments(NamedTuple):
     backend: str = "auto"
     k_offset: int | Tensor = 0
     context: Context | None = None
-    terms: Term | Sequence[Term] | None = ()
+    terms: Term | ScoreMod | Sequence[Term | ScoreMod] | None = ()
     sink_logits: Tensor | None = None
     dropout: float = 0.0
     precision: Precision | None = None

@@ -27,7 +27,7 @@ _OTHERS: Mapping[str, tuple[str, str]] = {
     "key_padding_mask": (_AS_PATTERN, "Pass KeyPadding(lengths), or Sinks(mask) with True for the keys to keep."),
     "mask": (_AS_PATTERN, "Pass a rule such as Causal(), or BlockTable(mask, block_size=1)."),
     "mask_mod": (_AS_PATTERN, "Pass from_mask_mod(mask_mod) as the pattern."),
-    "score_mod": ("terms", "Pass terms=: a Softcap, ALiBi, DistanceBias or Bias, or several in order."),
+    "score_mod": ("terms", "Pass terms=score_mod, or the Softcap, ALiBi, DistanceBias or Bias that it is."),
     "softcap": ("terms", "Pass terms=Softcap(softcap)."),
     "softmax_scale": ("scale", "Pass scale=softmax_scale."),
     "window_size": (_AS_PATTERN, "Pass SlidingWindow(left, right) as the pattern."),

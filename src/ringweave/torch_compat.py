@@ -252,6 +252,12 @@ def dispatch_modes() -> list[Any]:
     return [] if _modes is None else _modes()
 
 
+def without_values() -> bool:
+    """Whether a mode records operations or computes shapes alone, as those of ``make_fx`` and fake tensors do."""
+    # torch's own modes of this kind have a key; those of others see tensors with values
+    return any(getattr(mode, "_mode_key", None) is not None for mode in dispatch_modes())
+
+
 _functions_now = find("overrides._get_current_function_mode_stack")
 
 

@@ -158,7 +158,7 @@ def checked(given: Arguments) -> Checked:
     """
     q, k, v, context = given.q, given.k, given.v, given.context
     check_tensors(q, k, v, hosted=given.on_oom == "stream")
-    bound, pattern, q_offset = _positions(given)
+    bound, pattern, q_offset = positions(given)
     terms, dropout = _terms(given, pattern)
     scale = checked_scale(given.scale, q.shape[3])
     if not isinstance(given.backend, str):
@@ -181,7 +181,7 @@ def checked(given: Arguments) -> Checked:
     return _with_precision(given, call, terms)
 
 
-def _positions(given: Arguments) -> tuple[Pattern, Pattern, int]:
+def positions(given: Arguments) -> tuple[Pattern, Pattern, int]:
     """Return the pattern bound to the call's heads, the same with tensor offsets, and the first query's position."""
     q, k, pattern = given.q, given.k, given.pattern
     if not isinstance(pattern, Pattern):
@@ -228,16 +228,26 @@ def _check_rows(pattern: Pattern, nq: int) -> None:
 
 def _terms(given: Arguments, pattern: Pattern) -> tuple[tuple[Term, ...], float]:
     """Return the score terms and the share of dropped weights."""
-    q, k, context = given.q, given.k, given.context
+    q = given.q
     dropout = checked_dropout(given.dropout)
     terms = as_terms(given.terms)
-    if context is not None and not callable(getattr(context, "attend", None)):
+    check_terms(terms, dropout, pattern, (q.shape[0], q.shape[1], *lengths(given)), q.device)
+    return terms, dropout
+
+
+def lengths(given: Arguments) -> tuple[int, int]:
+    """Return (queries, keys) of the whole sequence, also if ranks share it.
+
+    Raises:
+        UnsupportedError: The context is not a context.
+    """
+    context = given.context
+    if context is None:
+        return given.q.shape[2], given.k.shape[2]
+    if not callable(getattr(context, "attend", None)):
         got = type(context).__name__
         raise UnsupportedError("context", got, "a ContextParallel or None", "Construct one from the device mesh.")
-    # lengths of the whole sequence, if ranks share it
-    nq, nk = (q.shape[2], k.shape[2]) if context is None else (context.seq_len, context.seq_len)
-    check_terms(terms, dropout, pattern, (q.shape[0], q.shape[1], nq, nk), q.device)
-    return terms, dropout
+    return context.seq_len, context.seq_len
 
 
 def _with_precision(given: Arguments, call: Call, terms: tuple[Term, ...]) -> Checked:
@@ -283,10 +293,10 @@ def check_terms(
         term.check(*sizes, device)
     of_distance = {type(term).__name__ for term in terms if term.distances}
     if of_distance and pattern.tables:
-        _check_distances(", ".join(sorted(of_distance)), pattern)
+        check_distances(", ".join(sorted(of_distance)), pattern)
 
 
-def _check_distances(names: str, pattern: Pattern) -> None:
+def check_distances(names: str, pattern: Pattern) -> None:
     """Raise UnsupportedError if the difference of two places is not a distance of tokens."""
     # imported where a pattern may contain documents or a tree
     from .patterns.documents import packed_apart

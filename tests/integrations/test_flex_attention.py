@@ -182,7 +182,7 @@ def test_functions_that_people_write(name: str) -> None:
     if name in corpus.TYPES:
         words = "another value than its formula"
     if words:
-        assert said.startswith("general path, slower than terms: ")
+        assert said.startswith("general path in place of the backend, slower than terms: ")
         assert words in said
     else:
         assert said.startswith("factor -") if score.reads == "factor" else said == (score.reads or "none")

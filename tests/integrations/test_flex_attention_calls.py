@@ -21,7 +21,6 @@ from ringweave.cache import PATTERNS
 from ringweave.errors import PatternError, RingweaveError, UnsupportedError
 from ringweave.integrations.flex_attention import explain, flex_attention, install
 from ringweave.integrations.flex_attention.block_masks import pattern_of
-from ringweave.integrations.flex_attention.frozen import frozen
 from ringweave.plan import plan_cache
 from ringweave.trace.relation import Place
 
@@ -626,22 +625,6 @@ def test_variables_that_a_function_writes(x: Inputs) -> None:
 
     flex_attention(x.q, x.k, x.v, counting)
     assert count > 1
-
-
-def test_frozen_functions() -> None:
-    """A copy of a function has its values, names and defaults, also if the function calls itself or a method."""
-
-    def fall(n: int, by: int = 1, *, floor: int = 0) -> int:
-        return n if n <= floor + offset else fall(n - by, by, floor=floor)
-
-    offset = 2
-    copies = [frozen(fall), frozen(functools.partial(fall, by=2)), frozen(Holder().near)]
-    offset = 5
-    assert [copies[0](9), copies[1](9, floor=1), fall(9)] == [2, 3, 5]
-    assert copies[0].__name__ == "fall"
-    assert (copies[0].__defaults__, copies[0].__kwdefaults__) == ((1,), {"floor": 0})
-    assert copies[2](0, 0, 4, 0)
-    assert frozen(len) is len
 
 
 def test_a_mask_function_that_changes_before_the_gradient(x: Inputs) -> None:

@@ -113,6 +113,7 @@ def refused() -> list[str]:
         ((spread(Shard(1), 6),) * 3, rw.Causal(), {"sink_logits": torch.zeros(3)}),
         ((spread(Shard(1), 2),) * 3, rw.Causal(), {"terms": rw.ALiBi(torch.ones(1))}),
         ((heads, heads, spread(Shard(1), 3)), rw.Causal(), {}),
+        ((heads,) * 3, rw.Causal(), {"terms": lambda s, b, h, q, k: s * 2}),
     ]
     texts = []
     for (q, k, v), pattern, options in calls:

@@ -35,6 +35,7 @@ def test_refusals(pool2: Pool) -> None:
         assert "wanted a floating tensor (6,): one logit for each query head" in texts[8]
         assert "slopes" in texts[9]
         assert "v heads: got 3; wanted 4, as k" in texts[10]
+        assert "terms: got the function <lambda>; wanted Softcap" in texts[11]
 
 
 def test_dropout_on_one_rank(pool2: Pool) -> None:

@@ -274,6 +274,12 @@ def test_functions_of_one_text_have_one_key() -> None:
     assert len({identity(each) for each in functions}) == 1
 
 
+def test_scores_of_another_dtype_have_another_key() -> None:
+    """A function rounds in the dtype of its score, so its terms differ."""
+    keys = [trace(lambda s, b, h, q, k: s - 0.1 * (q - k).abs(), dtype).key for dtype in (torch.float32, torch.float64)]
+    assert keys[0] != keys[1]
+
+
 def test_gradients_are_kept_apart() -> None:
     """A table that was computed without gradients is not the one with gradients."""
     weight = torch.ones(3, requires_grad=True, device="cpu")

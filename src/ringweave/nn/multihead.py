@@ -17,7 +17,7 @@ from ..patterns.base import parts_of
 from ..patterns.fitting import refuse
 from ..precision import NATIVE, Precision, as_precision
 from ..terms import Bias, Term
-from ..terms.term import as_terms
+from ..terms.term import ScoreMod, as_listed
 from ..validate import checked_dropout
 from ..weights import BlockWeights, attention_weights
 from .module_arguments import accepted_options, module_sizes
@@ -51,8 +51,9 @@ class MultiheadAttention(nn.Module):
         num_kv_heads: Key heads; divides num_heads. With fewer, the projections of keys and values are smaller.
         qk_norm: Whether each head's queries and keys are normalised before rotation, by RMSNorm over their channels.
         rotary_base: Base of rotary position embeddings, such as 10000.0; None for no rotation.
-        terms: Score terms. The caller registers their parameters and keeps the tensors: the module does not see those
-            that ``functional_call`` or ``load_state_dict(assign=True)`` put in their place.
+        terms: Score terms, or functions, as in :func:`ringweave.attention`. The caller registers their parameters and
+            keeps the tensors: the module does not see those that ``functional_call`` or
+            ``load_state_dict(assign=True)`` put in their place.
         sink_logits: Whether to learn one logit per head that joins the denominator and has no value.
         context: Ranks that share the sequence: inputs are this rank's shards, and rotation uses global positions.
         precision: Dtypes that attention rounds to; projections have the dtype of the parameters.
@@ -91,7 +92,7 @@ class MultiheadAttention(nn.Module):
         num_kv_heads: int | None = None,
         qk_norm: bool = False,
         rotary_base: float | None = None,
-        terms: Term | Sequence[Term] | None = (),
+        terms: Term | ScoreMod | Sequence[Term | ScoreMod] | None = (),
         sink_logits: bool = False,
         context: ContextParallel | None = None,
         precision: Precision | None = None,
@@ -109,7 +110,7 @@ class MultiheadAttention(nn.Module):
         self.batch_first = flag("batch_first", batch_first, ShapeError)
         self.pattern, self.context, self.backend = pattern, context, backend
         self.precision = as_precision(precision)
-        self.terms = () if terms is None else as_terms(terms)
+        self.terms = as_listed(terms)
         self.kdim = self.embed_dim if kdim is None else whole("kdim", kdim, 1, error=ShapeError)
         self.vdim = self.embed_dim if vdim is None else whole("vdim", vdim, 1, error=ShapeError)
         self.rotary_base = None if rotary_base is None else number("rotary_base", rotary_base, error=ShapeError)
@@ -219,7 +220,7 @@ class MultiheadAttention(nn.Module):
         if self._has_pairs(q, k, v):
             out = self._attend(x[0], q, k, v, pattern, options).transpose(1, 2).flatten(2)
         else:
-            tables = (table for term in terms for table in term.learned)
+            tables = (table for term in terms if isinstance(term, Term) for table in term.learned)
             out = connected(torch.zeros_like(x[0]), (*x, *self.parameters(), *tables))
         out = self.out_proj(out)
         if not batched:
@@ -279,7 +280,7 @@ class MultiheadAttention(nn.Module):
         q: Tensor,
         k: Tensor,
         batched: bool,
-    ) -> tuple[Pattern, tuple[Term, ...]]:
+    ) -> tuple[Pattern, tuple[Term | ScoreMod, ...]]:
         """Return the pattern and the terms of a call."""
         pattern = self.pattern
         tables: list[Tensor] = []

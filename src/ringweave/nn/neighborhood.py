@@ -12,7 +12,7 @@ from ..api import neighborhood_attention
 from ..checks import flag
 from ..errors import ShapeError, shown
 from ..terms import Term
-from ..terms.term import as_terms
+from ..terms.term import ScoreMod, as_listed
 from .module_arguments import module_sizes
 from .unused import connected
 
@@ -59,7 +59,7 @@ class NeighborhoodAttention(nn.Module):
         bias: bool = True,
         num_kv_heads: int | None = None,
         scale: float | None = None,
-        terms: Term | Sequence[Term] | None = (),
+        terms: Term | ScoreMod | Sequence[Term | ScoreMod] | None = (),
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -68,7 +68,7 @@ class NeighborhoodAttention(nn.Module):
         self.embed_dim, self.num_heads, self.num_kv_heads = module_sizes(embed_dim, num_heads, num_kv_heads)
         self.head_dim = self.embed_dim // self.num_heads
         self.window, self.dilation, self.is_causal = window, dilation, is_causal
-        self.scale, self.terms, self.backend = scale, as_terms(terms), backend
+        self.scale, self.terms, self.backend = scale, as_listed(terms), backend
         place: dict[str, Any] = {"bias": flag("bias", bias, ShapeError), "device": device, "dtype": dtype}
         self.qkv = nn.Linear(self.embed_dim, self.embed_dim + 2 * self.num_kv_heads * self.head_dim, **place)
         self.proj = nn.Linear(self.embed_dim, self.embed_dim, **place)
@@ -85,7 +85,7 @@ class NeighborhoodAttention(nn.Module):
             wanted = f"(batch, *grid, {self.embed_dim}) with 1 to 3 grid axes"
             raise ShapeError("x", shown(x), wanted, "Pass channels last.")
         if not x.numel():
-            tables = (table for term in self.terms for table in term.learned)
+            tables = (table for term in self.terms if isinstance(term, Term) for table in term.learned)
             return self.proj(connected(x, (*self.parameters(), *tables)))  # type: ignore[no-any-return]
         kv_dim = self.num_kv_heads * self.head_dim
         parts = self.qkv(x).split([self.embed_dim, kv_dim, kv_dim], -1)

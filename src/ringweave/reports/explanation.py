@@ -19,17 +19,18 @@ from ..backends.backend import Backend
 from ..call import Call
 from ..checks import flag, named_device, whole
 from ..errors import ShapeError, UnsupportedError, shown
-from ..patterns import Pattern
+from ..patterns import Full, Pattern
 from ..patterns.alignment import first_of_sizes
 from ..patterns.fitting import fitting
 from ..patterns.shifted import Shifted, first_positions, with_offsets
 from ..plan import BlockPlan, Branch, branches
 from ..plan.causality import causality
+from ..score_functions.reading import Positions, check_device, read
 from ..terms import Term
-from ..terms.term import as_terms
+from ..terms.term import ScoreMod, as_listed, is_function
 from ..types import DTYPES, Causality, acc_dtype
 from ..units import count, flops, nbytes, percent
-from ..validate import checked_dropout, features
+from ..validate import checked_dropout, checked_scale, features
 
 _BACKWARD = 2.5  # five matrix products against two
 
@@ -50,7 +51,7 @@ def explain(
     k_offset: int | Tensor = 0,
     backend: str = "auto",
     needs_grad: bool = True,
-    terms: Term | Sequence[Term] | None = (),
+    terms: Term | ScoreMod | Sequence[Term | ScoreMod] | None = (),
     dropout: float = 0.0,
     as_dict: bool = False,
 ) -> Any:
@@ -72,7 +73,8 @@ def explain(
         k_offset: Position of the first key: an int, or an integer tensor () or (B,).
         backend: ``"auto"`` or the name of a backend.
         needs_grad: Whether gradients would be needed.
-        terms: Score terms, as in :func:`ringweave.attention`.
+        terms: Score terms, as in :func:`ringweave.attention`. For functions the explanation ends with a line or an
+            entry ``score_mod``: the terms that they are, or that they take the slower general path in tiles, and why.
         dropout: Share of the weights that would be dropped.
         as_dict: Whether to return a dict of plain values, which ``json.dumps`` accepts, instead of text.
     Returns:
@@ -106,16 +108,28 @@ def explain(
         wanted = f"one of {', '.join(program.names())}"
         raise UnsupportedError("backend", shown(backend), wanted, "Use 'auto'.")
     kind = named_device(device).type
-    terms, dropout = as_terms(terms), checked_dropout(dropout)
-    for term in terms:
+    given, dropout, said = as_listed(terms), checked_dropout(dropout), ""
+    listed = tuple([term for term in given if isinstance(term, Term)])
+    if any(map(is_function, given)):
+        check_device(named_device(device))
+        at = Positions.of(batch, heads, nq, nk, pattern, q_offset)
+        found = read(given, at, acc_dtype(dtype), checked_scale(None, head_dim))
+        found.check_option("backend", backend, "auto")
+        said = found.said
+        if found.score is not None:
+            listed = found.score.terms
+            pattern = pattern if isinstance(found.score.pattern, Full) else pattern & found.score.pattern
+    for term in listed:
         term.check(batch, heads, nq, nk, term.tables[0].device if term.tables else torch.device(kind))
-    learned = sum(table.numel() for term in terms for table in term.learned if table.requires_grad)
+    learned = sum(table.numel() for term in listed for table in term.learned if table.requires_grad)
     call = Call(
-        batch, heads, kv_heads, nq, nk, head_dim, value_dim, dtype, kind, needs_grad, features(terms, dropout),
+        batch, heads, kv_heads, nq, nk, head_dim, value_dim, dtype, kind, needs_grad, features(listed, dropout),
         learned if needs_grad else 0, pattern=pattern, q_offset=q_offset, backend=backend,
     )  # fmt: skip
     made = Explanation.of(call)
-    return made.as_dict() if as_dict else str(made)
+    if not said:
+        return made.as_dict() if as_dict else str(made)
+    return {**made.as_dict(), "score_mod": said} if as_dict else f"{made}\nscore_mod {said}"
 
 
 def _size(name: str, value: int) -> int:

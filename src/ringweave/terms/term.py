@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,6 +36,11 @@ class Pairs(NamedTuple):
     column: Tensor
     query: Tensor
     key: Tensor
+
+
+#: A function of (score, b, h, q, k), 0-dim tensors: a scaled score, indices of its batch element and query head, and
+#: positions of its query and key. It returns the score after it.
+ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Axis(NamedTuple):
@@ -264,22 +269,57 @@ def _check_place(name: str, table: Tensor, dim: int, size: int, axis: Axis, devi
 _WRITTEN = re.compile(r"(\w+)\(([^)]*)\)")
 
 
+def is_function(term: object) -> bool:
+    """Whether a member of ``terms=`` is a score function and not a term."""
+    return not isinstance(term, (Term, type)) and callable(term)
+
+
+def has_functions(terms: object) -> bool:
+    """Whether ``terms=`` is, or has among its members, a score function."""
+    return any(map(is_function, terms)) if isinstance(terms, (list, tuple)) else is_function(terms)
+
+
+def as_listed(terms: object) -> tuple[Term | ScoreMod, ...]:
+    """Return a tuple of terms and functions from one of these, a list or tuple, or None (an empty tuple).
+
+    Raises:
+        UnsupportedError: The argument, or a member of it, is neither.
+    """
+    members = tuple(terms) if isinstance(terms, (list, tuple)) else () if terms is None else (terms,)
+    for term in members:
+        if not (isinstance(term, Term) or is_function(term)):
+            wanted = f"{_kinds()}, or a function of (score, b, h, q, k)"
+            raise UnsupportedError("terms", shown(term), wanted, "Pass one, or a sequence of them.")
+    return members
+
+
 def as_terms(terms: object) -> tuple[Term, ...]:
     """Return a tuple of terms from one term, a list or tuple, or None (an empty tuple).
 
     Raises:
         UnsupportedError: The argument, or a member of it, is not a term.
     """
-    listed = tuple(terms) if isinstance(terms, (list, tuple)) else () if terms is None else (terms,)
-    for term in listed:
+    members = as_listed(terms)
+    for term in members:
         if not isinstance(term, Term):
-            # the list of names needs the declarations
-            from .kinds import KINDS
+            remedy = (
+                "Pass the terms that it is, or call attention() on tensors of one process; rw.explain(terms=function) "
+                "names them."
+            )
+            raise UnsupportedError("terms", f"the function {_name(term)}", _kinds(), remedy)
+    return members  # type: ignore[return-value]
 
-            *names, last = KINDS
-            wanted = f"{', '.join(names)} or {last}"
-            raise UnsupportedError("terms", shown(term), wanted, "Pass one, or a sequence of them.")
-    return listed
+
+def _name(function: ScoreMod) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _kinds() -> str:
+    # the list of names needs the declarations
+    from .kinds import KINDS
+
+    *names, last = KINDS
+    return f"{', '.join(names)} or {last}"
 
 
 def rounded(term: Term, dtype: torch.dtype) -> Term:

@@ -180,10 +180,12 @@ class Trace(TorchFunctionMode):
 
     def argument(self, name: str) -> Symbol:
         """Return the symbol of an argument of the function."""
+        dtype = self.dtype if name == "score" else torch.int64
         node = Node("argument", None, (name,), {}, BITS[name], len(self.nodes))
-        node.kind = (self.dtype if name == "score" else torch.int64), ()
+        node.kind = dtype, ()
         self.nodes.append(node)
-        self._keys.append(name)
+        # terms depend on the dtype in which a function rounds
+        self._keys.append((name, dtype) if name == "score" else name)
         return Symbol(self, node)
 
     def _added(

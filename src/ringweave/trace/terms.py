@@ -177,7 +177,7 @@ class _Formula:
             if type(distance) is Node and distance.name == "neg":
                 own, distance = -own, distance.args[0]
             if self._is_absolute(distance) and not self._deps(slope) & ~H:
-                slopes = self._values(slope, h=self._all(self.place.heads))[0, :, 0, 0]
+                slopes = self._values(slope, h=self._all("h"))[0, :, 0, 0]
                 if slopes.requires_grad:
                     return None
                 return "ALiBi", (slopes.to(self.dtype) * float(own)).expand(self.place.heads)
@@ -194,34 +194,36 @@ class _Formula:
         """Tabulate a bias by head and distance, for every distance of the call."""
         place, deps, at = self.place, self._deps(x), dict[str, Tensor]()
         if deps & H:
-            at["h"] = self._all(place.heads)
-        before, after = (place.nq - 1, place.nk - 1) if deps & (Q | K) else (0, 0)
-        if before or after:
+            at["h"] = self._all("h")
+        first = last = 0
+        if deps & (Q | K):
+            first, last = place.k0 - place.q0 - place.nq + 1, place.k0 - place.q0 + place.nk - 1
+        if first or last:
             # a query at 0 and a key at the distance stand for all pairs of this distance
-            at["k"] = torch.arange(-before, after + 1, device="cpu")
+            at["k"] = torch.arange(first, last + 1, device="cpu")
         table = self._values(x, **at)[0, :, 0].to(self.dtype) * float(count)
         if table.requires_grad and not bool(table.isfinite().all()):
             # the gradient of an entry that no pair uses is 0, and its product with an infinite derivative is NaN
             raise UntraceableError("its bias is not finite at a distance, and needs gradients")
-        reach = max(before, after)
-        if before != after:
+        reach = max(-first, last)
+        if -first != last:
             # distances that no pair of the call has
-            table = torch.nn.functional.pad(table, (reach - before, reach - after))
+            table = torch.nn.functional.pad(table, (reach + first, reach - last))
         return "DistanceBias", table.expand(place.heads, -1)
 
     def _by_side(self, x: Node, count: int) -> Tensor:
         """Tabulate a bias that depends on the query or the key, not both."""
         place, deps = self.place, self._deps(x)
-        sizes = {"b": (B, place.batch), "h": (H, place.heads), "q": (Q, place.nq), "k": (K, place.nk)}
-        at = {name: self._all(size) for name, (bit, size) in sizes.items() if deps & bit}
+        bits = zip(MASK_ARGUMENTS, (B, H, Q, K), strict=True)
+        at = {name: self._all(name) for name, bit in bits if deps & bit}
         table = self._values(x, **at).to(self.dtype) * float(count)
         if table.requires_grad:
             # the gradient of a Bias is a table of all pairs
             raise UntraceableError("its bias of queries or keys needs gradients, which the term sums for all pairs")
         return table.expand(-1, -1, place.nq, place.nk)
 
-    def _all(self, size: int) -> Tensor:
-        return torch.arange(size, device="cpu")
+    def _all(self, name: str) -> Tensor:
+        return self.place.lengths()[name]
 
     def _entry(self, x: Any) -> Tensor | None:
         """Return the caller's table as (B or 1, H or 1, Nq, Nk) if the bias is an entry of it, or None."""
@@ -231,7 +233,9 @@ class _Formula:
                 return None
             x, index = x.args
             indices.append(index)
-        table, sizes = x.value, dict(zip(MASK_ARGUMENTS, self.place[:4], strict=True))
+        table, place = x.value, self.place
+        sizes = dict(zip(MASK_ARGUMENTS, place[:4], strict=True))
+        firsts = {"b": 0, "h": place.h0, "q": place.q0, "k": place.k0}
         # names of the axes that were indexed
         axes: list[str | None] = [None] * table.ndim
         for index in reversed(indices):
@@ -246,9 +250,9 @@ class _Formula:
                     dim -= 1
                 elif type(each) is Node and each.name == "argument":
                     name = each.args[0]
-                    if name in axes or table.shape[dim] < sizes[name]:
+                    if name in axes or table.shape[dim] < firsts[name] + sizes[name]:
                         return None
-                    table, axes[dim] = table.narrow(dim, 0, sizes[name]), name
+                    table, axes[dim] = table.narrow(dim, firsts[name], sizes[name]), name
                 elif each != slice(None):
                     return None
         if None in axes or not {"q", "k"} <= set(axes):

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...api import attention_with_lse
-from ...errors import ShapeError
-from ...patterns import Full, Pattern
-from ...torch_compat import before_compiling, uncompiled
-from ...trace.graph import Graph, UntraceableError
+from ...patterns import Full
+from ...score_functions.reading import Positions, Read, read
+from ...terms.term import ScoreMod
+from ...torch_compat import uncompiled
 from ...trace.relation import Place
-from ...trace.symbols import trace
 from ...types import acc_dtype
-from ...validate import check_tensors, checked_scale
-from .agreement import agreed
+from ...validate import check_tensors
 from .argument_checks import Call, checked
 from .block_masks import pattern_of
-from .recognised import Score, ScoreMod, score_of
 
 
 @uncompiled("Call it outside of code that is compiled with fullgraph=True; other compiled code breaks its graph here.")
@@ -100,75 +97,28 @@ def flex_attention(
     return (out, lse) if return_lse else out
 
 
-class Read(NamedTuple):
-    """A call as ringweave computes it.
-
-    Attributes:
-        pattern: The allowed pairs.
-        scale: The call's scale times the factor of the score function.
-        score: The score function as terms, which apply to scores with ``scale``; None if it takes the general path.
-        graph: Its graph; None if it has none that agrees with it.
-        why: The reason for the general path.
-    """
-
-    pattern: Pattern
-    scale: float
-    score: Score | None = None
-    graph: Graph | None = None
-    why: str = ""
-
-
-def read(call: Call, score_mod: ScoreMod | None, block_mask: Any) -> Read:
-    """Read the mask and the score function of a checked call."""
-    batch, heads, nq, _ = call.query.shape
-    place, dtype = Place(batch, heads, nq, call.key.shape[2]), acc_dtype(call.query.dtype)
-    if 0 in place[:4]:
-        return Read(Full(), call.scale, why="there are no pairs")
-    pattern = pattern_of(block_mask, place)
-    if score_mod is None:
-        return Read(pattern, call.scale, Score(1.0, (), Full(), (place.nq, place.nk)))
-    score_mod = before_compiling(score_mod)
-    try:
-        graph = trace(score_mod, dtype, transforms=True)
-        score = score_of(graph, place)
-    except UntraceableError as error:
-        return Read(pattern, call.scale, why=str(error))
-    if not agreed(score_mod, graph, place, dtype, *([] if isinstance(score, str) else [score.at])):
-        return Read(pattern, call.scale, why="it computes another value than its formula does when it is traced")
-    if isinstance(score, str):
-        return Read(pattern, call.scale, graph=graph, why=score)
-    scale = call.scale
-    if score.factor != 1:
-        try:
-            scale = checked_scale(scale * score.factor, 1)
-        except ShapeError:
-            why = f"it multiplies the score by {score.factor:g}, out of range of a scale"
-            return Read(pattern, scale, graph=graph, why=why)
-    return Read(pattern if isinstance(score.pattern, Full) else score.pattern & pattern, scale, score, graph)
-
-
 def _attend(
     call: Call, score_mod: ScoreMod | None, block_mask: Any, with_max: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     query, key, value, scale = call
-    found = read(call, score_mod, block_mask)
-    most = None
-    if found.score is None or with_max:
+    batch, heads, nq, _ = query.shape
+    place, most = Place(batch, heads, nq, key.shape[2]), None
+    pairs = 0 not in place[:4]
+    pattern = pattern_of(block_mask, place) if pairs else Full()
+    if with_max or not pairs:
         # imported with the first call that needs it
-        from .score_tiles import attend
+        from ...score_functions.tiles import attend
 
         check_tensors(query, key, value, empty=True)
-        given, graph = score_mod or _unchanged, found.graph
-        if score_mod is None:
-            graph = trace(given, acc_dtype(query.dtype))
+        given, dtype = score_mod or _unchanged, acc_dtype(query.dtype)
+        found = read((given,), Positions(place), dtype, scale) if pairs else Read(scale, given)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and found.score is None):
+            out, lse, most = attend(query, key, value, pattern, given, scale=scale, graph=found.graph)
         if found.score is None:
-            out, lse, most = attend(query, key, value, found.pattern, given, scale=scale, graph=graph)
             return _in_order_of(query, out), lse, most if with_max else None
-        with torch.no_grad():
-            most = attend(query, key, value, found.pattern, given, scale=scale, graph=graph)[2]
-    terms = found.score.terms
+    terms = () if score_mod is None else score_mod
     # given, since a causal mask of fewer queries than keys is no mistake here
-    out, lse = attention_with_lse(query, key, value, found.pattern, scale=found.scale, terms=terms, q_offset=0)
+    out, lse = attention_with_lse(query, key, value, pattern, scale=scale, terms=terms, q_offset=0)
     return _in_order_of(query, out), lse, most
 
 

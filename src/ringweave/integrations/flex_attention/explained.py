@@ -7,10 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from ...reports import explanation
+from ...terms.term import ScoreMod
+from ...trace.relation import Place
 from ...validate import check_tensors
 from .argument_checks import checked
-from .attention import read
-from .recognised import ScoreMod
+from .block_masks import pattern_of
 
 
 def explain(
@@ -43,19 +44,16 @@ def explain(
     Example:
         >>> from ringweave.integrations.flex_attention import explain
         >>> print(explain(q, k, v, lambda score, b, h, i, j: score.relu()).splitlines()[-1])
-        score_mod general path, slower than terms: relu of the score is no score term
+        score_mod general path in place of the backend, slower than terms: relu of the score is no score term
     """
     call = checked(query, key, value, block_mask, scale, enable_gqa)
     check_tensors(*call[:3])
-    found = read(call, score_mod, block_mask)
-    pattern, score = found.pattern, found.score
     query, key, value = call[:3]
     batch, heads, nq, head_dim = query.shape
+    pattern = pattern_of(block_mask, Place(batch, heads, nq, key.shape[2]))
     grad = any(x.requires_grad for x in (query, key, value))
-    terms = () if score is None else score.terms
-    facts = explanation.explain(
+    return explanation.explain(
         pattern, nq, key.shape[2], heads=heads, kv_heads=key.shape[1], head_dim=head_dim, value_dim=value.shape[3],
-        batch=batch, dtype=query.dtype, device=query.device, needs_grad=grad, terms=terms, q_offset=0, as_dict=as_dict,
+        batch=batch, dtype=query.dtype, device=query.device, needs_grad=grad, terms=score_mod, q_offset=0,
+        as_dict=as_dict,
     )  # fmt: skip
-    said = f"general path, slower than terms: {found.why}" if score is None else score.said
-    return {**facts, "score_mod": said} if as_dict else f"{facts}\nscore_mod {said}"

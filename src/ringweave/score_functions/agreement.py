@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...cache import PATTERNS
-from ...patterns.cache_key import TableId
-from ...torch_compat import dispatched, transforming
-from ...trace.comparison import agrees, codes
-from ...trace.evaluate import Arguments
-from ...trace.graph import Graph
-from ...trace.relation import Place
+from ..cache import PATTERNS
+from ..patterns.cache_key import TableId
+from ..torch_compat import dispatched, transforming
+from ..trace.comparison import agrees, codes
+from ..trace.evaluate import Arguments
+from ..trace.graph import Graph
+from ..trace.relation import Place
 
 _SCORES = 0.0, 0.5, -0.5, 3.0, -3.0, 40.0, -40.0
 # about the size of a key

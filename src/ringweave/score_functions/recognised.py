@@ -6,27 +6,25 @@ the tensors that it captures, and the sizes of the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...cache import PATTERNS
-from ...errors import ShapeError
-from ...patterns import Full, Pattern
-from ...patterns.cache_key import CacheKey
-from ...patterns.located import located
-from ...patterns.traced import of_graph
-from ...terms import KINDS, Term
-from ...terms.term import Pairs
-from ...torch_compat import dispatched, outside_transforms, transforming, wrapped
-from ...trace.evaluate import Arguments
-from ...trace.graph import MASK_ARGUMENTS, Graph, UntraceableError
-from ...trace.relation import Place
-from ...trace.terms import as_terms
-
-ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+from ..cache import PATTERNS
+from ..errors import ShapeError
+from ..patterns import Full, Pattern
+from ..patterns.cache_key import CacheKey
+from ..patterns.located import located
+from ..patterns.traced import of_graph
+from ..terms import KINDS, Term
+from ..terms.term import Pairs
+from ..torch_compat import dispatched, outside_transforms, transforming, wrapped
+from ..trace.evaluate import Arguments
+from ..trace.graph import MASK_ARGUMENTS, Graph, UntraceableError
+from ..trace.relation import Place
+from ..trace.terms import as_terms
 
 # Bytes of captured tensors, and of the tables made of them, up to which terms are kept: larger ones take longer to
 # compare than to tabulate again.
@@ -41,25 +39,26 @@ class Score(NamedTuple):
         factor: Number that first multiplies the score.
         terms: The terms, in order.
         pattern: The pairs.
-        lengths: Queries and keys of the call.
+        place: Indices of the call.
     """
 
     factor: float
     terms: tuple[Term, ...]
     pattern: Pattern
-    lengths: tuple[int, int]
+    place: Place
 
     def at(self, at: Arguments) -> Tensor:
         """Return the values at some pairs, in one dimension."""
         b, h, q, k = (at[name] for name in MASK_ARGUMENTS)
         found = at["score"] * self.factor
         for term in self.terms:
-            found = term.apply(found, Pairs(b, h, q, k, q, k))
+            found = term.apply(found, Pairs(b, h, q - self.place.q0, k - self.place.k0, q, k))
         if not isinstance(self.pattern, Full):
             allowed = torch.empty_like(found, dtype=torch.bool)
+            ends = self.place.q0 + self.place.nq, self.place.k0 + self.place.nk
             for one in set(zip(b.tolist(), h.tolist(), strict=True)):
                 these = (b == one[0]) & (h == one[1])
-                allowed[these] = located(self.pattern.select(*one), self.lengths).allows(q[these], k[these])
+                allowed[these] = located(self.pattern.select(*one), ends).allows(q[these], k[these])
             found = found.masked_fill(~allowed, -torch.inf)
         return found
 
@@ -120,7 +119,7 @@ def _score_of(graph: Graph, place: Place) -> Score | str:
                 return "no pattern has the pairs at which it is not -inf"
             pattern = pattern & (~part if no else part)
         terms = tuple(KINDS[kind](value) for kind, value in found.terms)  # type: ignore[call-arg]
-        return Score(found.factor, terms, pattern, (place.nq, place.nk))
+        return Score(found.factor, terms, pattern, place)
     except UntraceableError as error:
         return str(error)
     except ShapeError as error:

@@ -14,25 +14,27 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ...backends.attended import attended_product
-from ...backends.backend import delta_in_chunks
-from ...backends.chunk_threads import in_order
-from ...backends.dense_batched import Batch, Layout
-from ...backends.overflow import balanced, sides
-from ...call import Operands
-from ...errors import PatternError, UnsupportedError
-from ...merge import merge_into
-from ...patterns import Pattern
-from ...patterns.fitting import fitting
-from ...plan import BlockPlan, plan_cache
-from ...plan.tile_size import tile_size_of
-from ...torch_compat import before_compiling, forward_mode, transforming
-from ...torch_ops import Differentiable, refuse_twice
-from ...trace.evaluate import Formula
-from ...trace.graph import Graph, Node
-from ...trace.vmapped import Vmapped
-from ...types import acc_dtype
-from .recognised import ScoreMod
+from ..backends.attended import attended_product
+from ..backends.backend import delta_in_chunks
+from ..backends.chunk_threads import in_order
+from ..backends.dense_batched import Batch, Layout
+from ..backends.overflow import balanced, sides
+from ..call import Operands
+from ..errors import PatternError, UnsupportedError
+from ..merge import merge_into
+from ..patterns import Pattern
+from ..patterns.fitting import fitting
+from ..patterns.shifted import first_positions
+from ..plan import BlockPlan, plan_cache
+from ..plan.tile_size import tile_size_of
+from ..terms.dropout import Dropout
+from ..terms.term import Pairs, ScoreMod
+from ..torch_compat import before_compiling, forward_mode, transforming, without_values
+from ..torch_ops import Differentiable, refuse_twice
+from ..trace.evaluate import Formula
+from ..trace.graph import Graph, Node
+from ..trace.vmapped import Vmapped
+from ..types import acc_dtype
 
 # Bytes of a chunk's scores and of the tensors that the score_mod computes from them: fits a CPU's cache, and a bounded
 # part of a GPU's memory.
@@ -107,11 +109,14 @@ def attend(
     *,
     scale: float,
     graph: Graph | None,
+    q_offset: int = 0,
+    dropout: Dropout | None = None,
 ) -> Attended:
     """Compute attention with a score_mod over the pairs that a pattern allows.
 
     The scores are ``score_mod(scale * <q, k>, b, h, q_idx, kv_idx)`` in float32 (float64 for float64 queries), where
-    the function gets 0-dim tensors. Differentiable in queries, keys, values and each tensor that the function captures.
+    the function gets 0-dim tensors, and indices are positions. Differentiable in queries, keys, values and each tensor
+    that the function captures.
 
     Args:
         query: Queries, (B, Hq, Nq, D).
@@ -121,19 +126,27 @@ def attend(
         score_mod: The function; a score of -inf masks a pair.
         scale: Factor of the scores.
         graph: The function's graph, which agrees with the function; None if there is none.
+        q_offset: Position of the first query; the pattern has other first positions.
+        dropout: Dropout of the weights, or None.
     Raises:
         PatternError: The pattern is made for other lengths, heads or batch, or is a LongNet.
         ShapeError: The function does not return a 0-dim floating tensor.
         UnsupportedError: The function has effects, or returns different results for the same arguments; or a transform
-            of ``torch.func`` or forward-mode differentiation is active.
+            of ``torch.func``, forward-mode differentiation or a trace is active.
     """
     if forward_mode() or transforming(query, key, value):
         wanted = "reverse-mode derivatives of first order, by torch.autograd"
         raise UnsupportedError("score_mod", "a transform of torch.func", wanted, "Express it by terms, as in Softcap.")
+    if without_values():
+        wanted = "tensors with values: the function is evaluated in the call"
+        raise UnsupportedError("score_mod", "a trace, or fake tensors", wanted, "Express it by terms, as in Softcap.")
     # the caller's autocast does not last until backward, so the function computes without it
     with torch.autocast(query.device.type, enabled=False):
         function = _function(before_compiling(score_mod), graph, query)
-    work = _Work(function, _plan(query, key, pattern, function), scale)
+    first = None
+    if q_offset or pattern.tables:
+        first = first_positions(pattern, q_offset, query.shape[0], query.device)
+    work = _Work(function, _plan(query, key, pattern, function, q_offset), scale, first, dropout)
     inputs = query, key, value, *function.captured
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         return Attended(*_Attention.apply(work, *inputs))  # type: ignore[no-untyped-call]
@@ -144,7 +157,6 @@ def _function(score_mod: ScoreMod, graph: Graph | None, query: Tensor) -> ScoreF
     """Return a score_mod as the formula of its graph; as a function if it has no graph, or no number for each pair."""
     if graph is not None and _is_number(graph):
         return Formula(graph)
-    # a name may be bound again before backward, which calls the function
     return Vmapped(score_mod, acc_dtype(query.dtype), query.device)
 
 
@@ -153,19 +165,20 @@ def _is_number(graph: Graph) -> bool:
     return type(x) is Node and not x.shape and x.dtype.is_floating_point
 
 
-def _plan(query: Tensor, key: Tensor, pattern: Pattern, function: ScoreFunction) -> BlockPlan | None:
+def _plan(query: Tensor, key: Tensor, pattern: Pattern, function: ScoreFunction, q_offset: int) -> BlockPlan | None:
     """Return the plan of the pattern; None for a call without pairs."""
     (batch, heads, nq, _), (_, kv_heads, nk, _) = query.shape, key.shape
     if 0 in (batch, heads, nq, nk):
         return None
-    pattern = fitting(pattern._for_call(), nq, nk, heads, batch, 0, kv_heads)[0]
+    pattern = fitting(pattern._for_call(), nq, nk, heads, batch, q_offset, kv_heads)[0]
     if not pattern.combinable:
         raise PatternError("pattern", repr(pattern), "a relation", "Call longnet_attention for a mixture.")
     q_tile, kv_tile = tile_size_of(None, pattern, nq, nk)
     while q_tile > _LEAST and q_tile * kv_tile * function.nbytes > 2 * _budget(query.device):
         q_tile //= 2
     tile = max(q_tile - q_tile % _LEAST, _LEAST), kv_tile
-    return plan_cache.get(pattern, nq, nk, heads=heads, batch=batch, tile=tile, device=query.device)
+    size = {"heads": heads, "batch": batch, "q_offset": q_offset}
+    return plan_cache.get(pattern, nq, nk, **size, tile=tile, device=query.device)
 
 
 def _budget(device: torch.device) -> int:
@@ -174,10 +187,17 @@ def _budget(device: torch.device) -> int:
 
 @dataclass(eq=False)
 class _Chunk:
-    """The scores of a batch of tiles, (R, q_tile, n * kv_tile), 0 where masked, and the indices of its pairs."""
+    """The scores of a batch of tiles, (R, q_tile, n * kv_tile), 0 where masked, and the indices of its pairs.
+
+    Attributes:
+        scores: The scores.
+        at: Indices of the pairs.
+        kept: Dropout's factor of each weight, or None.
+    """
 
     scores: Tensor
     at: dict[str, Tensor]
+    kept: Tensor | None
 
 
 @dataclass(eq=False)
@@ -187,6 +207,9 @@ class _Work:
     function: ScoreFunction
     plan: BlockPlan | None
     scale: float
+    #: First positions of each batch element, (B, 2); None if they are 0.
+    first: Tensor | None
+    dropout: Dropout | None
 
     def limit(self, q: Tensor) -> int:
         """Return the most key tiles of a batch: as many as fit the budget, or a long row that nearly fits."""
@@ -213,8 +236,12 @@ class _Work:
             scores.mul_(after)
         b, h, q, k = layout.indices(batch)
         # tiles reach beyond the last tokens, where a captured tensor has no entries
-        q, k = q.clamp(max=layout.nq - 1), k.clamp(max=layout.nk - 1)
-        return _Chunk(layout.masked(scores, batch, 0.0), {"b": b, "h": h, "q": q, "k": k})
+        row, column = q.clamp(max=layout.nq - 1), k.clamp(max=layout.nk - 1)
+        q, k = (row, column) if self.first is None else (row + self.first[b, 0], column + self.first[b, 1])
+        kept = None
+        if self.dropout is not None:
+            kept = self.dropout.kept(Pairs(b, h, row, column, q, k)).to(layout.acc).mul_(self.dropout.factor)
+        return _Chunk(layout.masked(scores, batch, 0.0), {"b": b, "h": h, "q": q, "k": k}, kept)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Attended, Tensor]:
         """Compute attention, a batch of equally long rows at a time, and the output in the dtype of sums."""
@@ -248,6 +275,8 @@ class _Work:
         shift = top.masked_fill(torch.isneginf(top), 0.0)
         weights = scores.sub_(shift).exp_()
         total = weights.sum(-1, keepdim=True)
+        if chunk.kept is not None:
+            weights.mul_(chunk.kept)
         part = layout.product(weights, values) if attended is None else attended_product(weights, attended, values)
         part.div_(total.masked_fill(total == 0, 1.0))
         part_lse = torch.where(torch.isposinf(shift), shift, shift + total.log())
@@ -348,11 +377,14 @@ class _Gradients:
             total = weights.sum(-1, keepdim=True)
             weights.div_(total.masked_fill_(~(total > 0), 1.0))
         unattended = weights == 0
+        dropped = weights if chunk.kept is None else weights * chunk.kept
         if self.finite_dout:
-            dv = layout.product(weights.mT, dout)
+            dv = layout.product(dropped.mT, dout)
         else:
-            dv = attended_product(weights.mT, (~unattended).to(weights.dtype).mT, dout)
+            dv = attended_product(dropped.mT, (~unattended).to(weights.dtype).mT, dout)
         slopes, delta = layout.product(dout, values.mT), self.delta[batch.line]
+        if chunk.kept is not None:
+            slopes.mul_(chunk.kept)
         if self.selects:
             slopes.masked_fill_(unattended, 0.0)
         if self.whole_rows:

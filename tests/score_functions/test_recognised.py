@@ -13,16 +13,17 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
 from ringweave.cache import PATTERNS
 from ringweave.errors import RingweaveError
-from ringweave.integrations.flex_attention import explain, flex_attention, recognised
-from ringweave.integrations.flex_attention.argument_checks import checked
-from ringweave.integrations.flex_attention.attention import read
+from ringweave.integrations.flex_attention import explain, flex_attention
 from ringweave.patterns import Causal
+from ringweave.score_functions import recognised
+from ringweave.score_functions.reading import Positions, read
 from ringweave.trace import relation, symbols
+from ringweave.trace.relation import Place
 
+from ..integrations.flex_cases import scored
 from ..oracle import Inputs
 from ..oracle import attention as by_definition
 from ..trace import scores as corpus
-from .flex_cases import scored
 
 N = 40
 INF = float("inf")
@@ -109,9 +110,7 @@ def test_a_transform_leaves_nothing_behind(reads: str) -> None:
     PATTERNS.clear()
 
     def of_query(q: Tensor) -> Tensor:
-        score = read(checked(q, x.k, x.v, None, None, False), score_mod, None).score
-        assert score is not None
-        found.append(score.said)
+        found.append(read((score_mod,), Positions(Place(*q.shape[:3], N)), torch.float32, 1.0).said)
         return flex_attention(q, x.k, x.v, score_mod).sum()
 
     torch.func.grad(of_query)(x.q)
@@ -200,6 +199,16 @@ def test_terms_are_tabulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(3):
             check(x, lambda s, b, h, q, k, t=table: s + t[0, q - k + N])
         assert len(made) == times
+
+
+def test_terms_of_another_dtype_are_not_used() -> None:
+    """A number times a distance is rounded in float32, which is a slope of float32 scores and a table of float64 ones."""
+    score_mod: Any = lambda s, b, h, q, k: s - 0.1 * (q - k).abs()  # noqa: E731
+    PATTERNS.clear()
+    for dtype, said in ((torch.float32, "ALiBi"), (torch.float64, "DistanceBias"), (torch.float32, "ALiBi")):
+        x = Inputs.random(N, dtype=dtype)
+        assert explain(x.q, x.k, x.v, score_mod, as_dict=True)["score_mod"] == said
+        check(x, score_mod)
 
 
 def test_a_compiled_function_is_read_as_it_was_written() -> None:
