@@ -164,3 +164,17 @@ def test_bad_sizes() -> None:
         explain(rw.Full(), 0, 5)
     with pytest.raises(rw.PatternError, match="heads = 2"):
         explain(rw.PerHead([rw.Causal(), rw.Full()]), 16, heads=4)
+
+
+def test_how_functions_are_computed() -> None:
+    """A function with the pairs of a pattern is that pattern; another one is evaluated, or called."""
+
+    def counted(b, h, q, k):  # type: ignore[no-untyped-def]
+        return torch.from_numpy(q.numpy() * k.numpy() % 2 == 0)
+
+    facts = rw.explain(rw.from_mask_mod(lambda b, h, q, k: q >= k), 64, as_dict=True)
+    assert (facts["pattern"], facts["functions"]) == ("Causal()", [])
+    said = rw.explain(rw.Causal() & rw.from_mask_mod(lambda b, h, q, k: (q * k * k) % 7 > 3), 3000)
+    assert "function  <lambda> is evaluated in tiles: its pairs are no pattern, or too many zones" in said
+    said = rw.explain(rw.from_mask_mod(counted), 64)
+    assert "function  counted is called at each call: it uses .numpy of a score or an index" in said

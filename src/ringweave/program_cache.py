@@ -191,7 +191,7 @@ def _of_object(pattern: Pattern, key: CallKey, version: object) -> Found:
         return Found(None, program)
     if pattern.__dict__.get("_called") == key:
         return Found(of_object, None)
-    if pattern.constant and all(table.device.type == "cpu" for table in pattern.tables):
+    if pattern._constant and all(table.device.type == "cpu" for table in pattern.tables):
         object.__setattr__(pattern, "_called", key)
     return _NOTHING
 

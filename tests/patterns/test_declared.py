@@ -35,7 +35,7 @@ SAID = {"tables", "residue_rate", "tile_size", "by_place"}
 BESIDES = {
     "TokenMask": {"key", "value", "stays_equal", "looks_up", "_for_call", "_owners"},
     "Recorded": {"key", "value", "looks_up", "_owners", "_recognised"},
-    "Bounds": {"key", "stays_equal"},
+    "Bounds": {"key", "stays_equal", "_constant"},
     "ZoneTable": {"key"},
     "LongNet": {"combinable", "to_dense"},
     "OnGrid": {"looks_up", "_allowed_pairs"},

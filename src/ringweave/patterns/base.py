@@ -192,10 +192,10 @@ class Pattern(ABC):
         return bool(known)
 
     @property
-    def constant(self) -> bool:
+    def _constant(self) -> bool:
         """Whether nothing changes its pairs: it follows no tensors, and its own are copies that nothing writes to."""
         parts = self.parts_within()
-        return all(part.constant for part in parts) if parts else not self._follows
+        return all(part._constant for part in parts) if parts else not self._follows
 
     def parts_within(self) -> tuple[Pattern, ...]:
         """Return the patterns that this one consists of; empty unless it is a composite."""

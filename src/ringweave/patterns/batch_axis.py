@@ -72,7 +72,7 @@ class Bounds(Pattern):
     private: ClassVar[bool] = False
 
     @property
-    def constant(self) -> bool:
+    def _constant(self) -> bool:
         return self.private or not self.tables
 
     def stays_equal(self, other: Pattern) -> bool:

@@ -273,6 +273,13 @@ class Recorded(Pattern):
     def __repr__(self) -> str:
         return f"TokenMask({self.function.name}{_bound(self._batch, self._head)})"
 
+    @property
+    def said(self) -> str:
+        """How a call computes the function, for a report."""
+        if self.function.graph is None:
+            return f"{self.function.name} is called at each call: {self.function.why}"
+        return f"{self.function.name} is evaluated in tiles: its pairs are no pattern, or too many zones"
+
     def __reduce__(self) -> tuple[Any, ...]:
         raise pickle.PicklingError(f"{self!r} belongs to one call: pickle the pattern that was passed to it")
 

@@ -21,13 +21,16 @@ from ..checks import flag, named_device, whole
 from ..errors import ShapeError, UnsupportedError, shown
 from ..patterns import Full, Pattern
 from ..patterns.alignment import first_of_sizes
+from ..patterns.base import parts_of
 from ..patterns.fitting import fitting
+from ..patterns.function import Recorded
 from ..patterns.shifted import Shifted, first_positions, with_offsets
 from ..plan import BlockPlan, Branch, branches
 from ..plan.causality import causality
 from ..score_functions.reading import Positions, check_device, read
 from ..terms import Term
 from ..terms.term import ScoreMod, as_listed, is_function
+from ..trace.relation import Place
 from ..types import DTYPES, Causality, acc_dtype
 from ..units import count, flops, nbytes, percent
 from ..validate import checked_dropout, checked_scale, features
@@ -94,6 +97,9 @@ def explain(
     if kv_heads is not None:
         kv_heads = _size("kv_heads", kv_heads)
     pattern, nq, nk, heads, batch, q_offset = fitting(pattern, nq, nk, heads, batch, q_offset, kv_heads)
+    pattern = pattern._for_call()
+    if pattern.has_function:
+        pattern = pattern._recognised(Place(batch, heads, nq, nk, q_offset))
     kv_heads = heads if kv_heads is None else kv_heads
     head_dim = _size("head_dim", head_dim)
     value_dim = head_dim if value_dim is None else _size("value_dim", value_dim)
@@ -206,6 +212,7 @@ class Explanation:
         ]
         return {
             "pattern": repr(self.call.pattern),
+            "functions": [mask.said for mask in parts_of(self.call.pattern, Recorded)],
             "sizes": {
                 "batch": call.batch, "heads": call.heads, "kv_heads": call.kv_heads, "nq": call.nq, "nk": call.nk,
                 "head_dim": call.head_dim, "value_dim": call.value_dim, "dtype": str(call.dtype).removeprefix("torch."),
@@ -261,6 +268,7 @@ class Explanation:
         part = f"computed density {percent(pairs['computed_density'])}{over}"
         lines = [
             ("pattern", facts["pattern"]),
+            *(("function", said) for said in facts["functions"]),
             ("call", f"{call.nq} queries{first[0]} x {call.nk} keys{first[1]}, batch {call.batch}, {heads}, {dims}"),
             ("", f"{facts['sizes']['dtype']} on {call.device}{grad}"),
             *([("", f"with {', '.join(facts['sizes']['features'])}")] if call.features else []),
