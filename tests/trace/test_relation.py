@@ -82,3 +82,18 @@ def test_tables_that_are_too_short() -> None:
         as_relation(trace(function), place._replace(nk=9))
         with pytest.raises(UntraceableError):
             as_relation(trace(function), place)
+
+
+def test_conditions_on_the_query_beside_equal_values() -> None:
+    """A condition on the compared value is one on the key; any other stays one on the query."""
+    ids, place = torch.arange(200) // 7 % 5, PLACES[0]
+    for other in (
+        lambda b, q: ids[q] > 1, lambda b, q: q % 5 > 0, lambda b, q: (ids[q] > 1) | (q > 9),
+        lambda b, q: ids[q + 1] > 1, lambda b, q: ids[q] > b,
+    ):  # fmt: skip
+        for function in (
+            lambda b, h, q, k, other=other: (ids[q] == ids[k]) & other(b, q),
+            lambda b, h, q, k, other=other: ~((ids[q] == ids[k]) & other(b, q)) | (q == k),
+        ):
+            found = as_relation(trace(function), place)
+            assert torch.equal(dense(found, place).expand(place[:4]), by_pair(function, place))
