@@ -455,9 +455,11 @@ class Watching(TorchFunctionMode):
 
 
 def test_modes_of_a_caller() -> None:
-    """A mode of the caller would not see the operations; that of ``torch.device`` makes tensors somewhere else."""
+    """A mode of the caller would not see operations on scores; that of ``torch.device`` makes tensors somewhere else."""
     with Watching(), pytest.raises(UntraceableError, match="function mode"):
-        trace(lambda b, h, q, k: q >= k)
+        trace(lambda score, b, h, q, k: score + q, torch.float32)
+    with Watching():
+        assert names(trace(lambda b, h, q, k: q >= k)) == ["ge"]
     with torch.device("cpu"):
         assert names(trace(lambda b, h, q, k: q >= k + torch.zeros(()))) == ["add", "ge"]
 
