@@ -47,10 +47,12 @@ def read(function: MaskFunction, positions: Positions) -> tuple[Pattern, Documen
     graph = trace(function, transforms=True)
     if deps_of(graph.result) & H:
         raise UntraceableError("it depends on the head")
-    packed = _packed(graph)
+    packed = _packed(graph) if graph.tensors else None
     runs = _distances(function, graph, positions, packed)
     if runs is not None and packed is None:
-        return _found(positions.at_distances(runs)), None
+        pattern = positions.at_distances(runs)
+        # a step of a generation does not call another function to check it
+        return _found(pattern) if pattern is None else pattern, None
     if positions.row is not None:
         return of_keys(_allowed(graph, positions, positions.row)), None
     place = positions.place(_device(graph))
@@ -179,8 +181,6 @@ class _Packed(NamedTuple):
 
 def _packed(graph: Graph) -> _Packed | None:
     """Return the documents in which all pairs of a mask are, or None."""
-    if not graph.tensors:
-        return None
     for part in operands(graph.result, "and"):
         if type(part) is Node and part.name == "eq":
             one, other = map(_entry, part.args)
