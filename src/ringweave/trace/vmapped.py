@@ -265,18 +265,14 @@ class ScalarIndices(TorchFunctionMode):
     """Lets a function under ``torch.vmap`` read tensors at 0-dim indices, which torch would read as numbers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _called(func, args, kwargs or {})
-
-
-def _called(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call an operation as vmap takes it: it reads no number from a tensor, and maps no value in a tensor to fill."""
-    if func is Tensor.__getitem__ and not kwargs:
-        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
-        if any(map(_is_place, parts)) and all(map(_is_part, parts)):
-            return looked_up(*args)
-    if func in _FILLS and not kwargs:
-        return filled(*args)
-    return func(*args, **kwargs)
+        """Call an operation as vmap takes it: it reads no number from a tensor, and maps no value to fill in."""
+        if func is Tensor.__getitem__ and not kwargs:
+            parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(map(_is_place, parts)) and all(map(_is_part, parts)):
+                return looked_up(*args)
+        if func in _FILLS and not kwargs:
+            return filled(*args)
+        return func(*args, **(kwargs or {}))
 
 
 _FILLS = frozenset([torch.masked_fill, Tensor.masked_fill])
@@ -291,7 +287,7 @@ def _is_part(part: Any) -> bool:
     return part is None or part is Ellipsis or type(part) in (int, slice) or _is_place(part)
 
 
-class _Recorder(TorchFunctionMode):
+class _Recorder(ScalarIndices):
     """Records one evaluation of a function, and refuses writes to tensors that the function did not make."""
 
     def __init__(self, arguments: Sequence[Tensor], leaves: _Leaves):
@@ -323,7 +319,7 @@ class _Recorder(TorchFunctionMode):
             deps |= self.deps.get(id(x), 0)
         if self.leaves:
             args, kwargs = _replaced(args, self.leaves), _replaced(kwargs, self.leaves)
-        result = _called(func, args, kwargs)
+        result = super().__torch_function__(func, types, args, kwargs)
         for x in _leaves_of(result):
             if isinstance(x, Tensor) and id(x) not in self.names:
                 self.names[id(x)] = "made", len(self.kept)
