@@ -382,7 +382,7 @@ def test_a_named_backend_computes_recognised_functions() -> None:
         rw.attention(x.q, x.k, x.v, rw.Causal(), terms=slope, backend="no such")
 
 
-@pytest.mark.parametrize("terms", [unread, "text", rw.Softcap, [slope, 3], [[slope]]], ids=str)
+@pytest.mark.parametrize("terms", [unread, "text", rw.Softcap, [slope, 3], [[slope]]])
 def test_values_that_are_no_terms(terms: Any) -> None:
     """A function that makes functions fails as a call of it does."""
     x = Inputs.random(20, heads=HEADS)
@@ -574,7 +574,7 @@ def test_autocast_does_not_reach_the_function() -> None:
         (unread(slope), "general path in place of the backend"),
         (lambda s, b, h, q, k: s * 2, "factor 2"),
     ],
-    ids=str,
+    ids=["a term", "terms", "a factor after a term", "unread", "a factor"],
 )
 def test_explain_tells_the_way(terms: Listed, said: str) -> None:
     text = rw.explain(rw.Causal(), 40, heads=HEADS, terms=terms).splitlines()[-1]

@@ -37,7 +37,7 @@ class TableId:
         self.storage = table.untyped_storage()
         # the address changes if the storage is resized in place
         place = self.storage.data_ptr(), table.storage_offset(), tuple(table.shape), table.stride()
-        self._state = *place, table.dtype, str(table.device), version(table)
+        self._state = *place, table.dtype, table.device, version(table)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TableId) and self.storage is other.storage and self._state == other._state

@@ -75,7 +75,7 @@ def checked(
         raise ShapeError("return_lse, return_aux", "both", "one of them", "Pass return_aux=AuxRequest(lse=True).")
     if torch.is_autocast_enabled("cpu"):
         query, key, value = autocast(query, key, value)
-    if key.shape[0] == 1:
+    if key.shape[0] == 1 != query.shape[0]:
         key = key.expand(query.shape[0], -1, -1, -1)
         value = value.expand(query.shape[0], -1, -1, -1) if value.shape[0] == 1 else value
     # without channels there is no default, and ``check_tensors`` says so
