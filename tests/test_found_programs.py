@@ -820,3 +820,31 @@ def test_a_pattern_that_is_called_once_is_not_kept() -> None:
     del pattern
     gc.collect()
     assert [each() for each in gone] == [None] * 3
+
+
+def test_functions_with_the_pairs_of_patterns_find_their_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, reach = torch.repeat_interleave(torch.arange(3), torch.tensor([20, 12, 18])), 7
+    masks = {
+        "causal": (lambda: lambda b, h, q, k: q >= k, lambda: rw.Causal()),
+        "window": (lambda: lambda b, h, q, k: (q >= k) & (q - k <= reach), lambda: rw.SlidingWindow(reach)),
+        "documents": (lambda: lambda b, h, q, k: ids[q] == ids[k], lambda: rw.Documents(ids=ids)),
+        "of each row": (lambda: lambda b, h, q, k: q - k >= b, lambda: None),
+        "evaluated": (lambda: lambda b, h, q, k: (q * k) % 7 <= reach, lambda: None),
+    }
+    q, k, v = tensors()
+    for name, (function, written) in masks.items():
+        for change in (0, 1):
+            ids[5 : 5 + change] = 1
+            reach = 7 - change
+            dense = rw.from_mask_mod(function()).to_dense(37, 50, 4, batch=2)
+            want = torch.nn.functional.scaled_dot_product_attention(q, k, v, dense, enable_gqa=True)
+            for _ in range(3):
+                # a new function in each call
+                got = rw.attention(q, k, v, rw.from_mask_mod(function()))
+                torch.testing.assert_close(got, want)
+            pattern = written()
+            assert pattern is None or torch.equal(rw.attention(q, k, v, pattern), got)
+        if name != "evaluated":
+            with monkeypatch.context() as patched:
+                patched.setattr(api, "checked", lambda given: pytest.fail("a known call is checked again"))
+                rw.attention(q, k, v, rw.from_mask_mod(function()))

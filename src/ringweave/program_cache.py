@@ -145,6 +145,9 @@ def find(given: Arguments, cache: PagedCache | None = None, fewest: int = 0) -> 
             return Found(None, known)
     if not isinstance(pattern, Pattern):
         return _NOTHING
+    if pattern.has_function:
+        pairs = None if cache is not None else _without_functions(given, key)
+        return _NOTHING if pairs is None else find(given._replace(pattern=pairs))
     if not pattern.fixed:
         return _of_object(pattern, key, version)
     spec = pattern._spec
@@ -159,6 +162,25 @@ def find(given: Arguments, cache: PagedCache | None = None, fewest: int = 0) -> 
         return Found(step or (spec, key), None)
     _remember_last(pattern, key, program)
     return Found(None, program)
+
+
+def _without_functions(given: Arguments, key: CallKey) -> Pattern | None:
+    """Return the pattern of a call with patterns in place of its functions; None if some of them are evaluated."""
+    q, k = given.q, given.k
+    if given.pattern.__dict__.get("_called") == key:
+        # it was evaluated in the call before, and tracing it takes as long as finding a program saves
+        return None
+    first = 0 if type(given.q_offset) is NotGiven else given.q_offset
+    if type(first) is not int or first < 0 or given.k_offset != 0 or q.ndim != 4 or k.ndim != 4:
+        return None
+    # imported with the first function
+    from .trace.relation import Place
+
+    pattern = given.pattern._for_call()._recognised(Place(q.shape[0], q.shape[1], q.shape[2], k.shape[2], first))
+    if pattern.has_function:
+        object.__setattr__(given.pattern, "_called", key)
+        return None
+    return pattern
 
 
 class _Object:
