@@ -24,7 +24,7 @@ from torch import where
 from torch.nn.attention.flex_attention import and_masks
 
 import ringweave as rw
-from ringweave.errors import PatternError
+from ringweave.errors import PatternError, ShapeError
 from ringweave.patterns import Pattern
 from ringweave.patterns.function import recorded
 from ringweave.plan import from_pattern, pattern_of, plan_cache
@@ -589,6 +589,29 @@ def test_the_corpus(name: str) -> None:
         assert torch.equal(both > 0, want & early)
         got = pattern.to_dense(nq, nk, heads, batch=batch, q_offset=first)
         assert torch.equal(got.expand_as(want), want)
+
+
+def test_constants_and_calls_without_pairs() -> None:
+    follows(rw.from_mask_mod(lambda b, h, q, k: False), lambda: torch.tensor(False))
+    follows(rw.from_mask_mod(lambda b, h, q, k: torch.tensor(True)), lambda: torch.tensor(True))
+    empty = torch.randn(1, 2, 0, 8)
+    with pytest.raises(ShapeError, match="q tokens: got 0"):
+        rw.attention(empty, empty, empty, rw.from_mask_mod(lambda b, h, q, k: q * k % 3 == 0))
+
+
+def test_a_tensor_of_a_transform_has_no_pairs() -> None:
+    each = torch.stack([torch.arange(N) // 5, torch.arange(N) // 7])
+
+    def call(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return rw.attention(x, x, x, rw.from_mask_mod(lambda b, h, q, k: ids[q] == ids[k]))
+
+    with pytest.raises(PatternError, match="reads a tensor of a transform of torch.func"):
+        torch.vmap(call)(torch.randn(2, 1, 1, N, 8), each)
+
+
+def test_a_compiled_function() -> None:
+    torch._dynamo.reset()
+    follows(rw.from_mask_mod(torch.compile(lambda b, h, q, k: q >= k, backend="eager")), lambda: Q >= K)
 
 
 def test_an_unhashable_function() -> None:

@@ -128,6 +128,13 @@ class MaskFunction:
         if isinstance(result, bool):
             result = torch.tensor(result, device=q.device)
         _check_kind(result, result.dtype if isinstance(result, Tensor) else None)
+        if wrapped(result):
+            raise PatternError(
+                "mask_mod",
+                "a function that reads a tensor of a transform of torch.func",
+                "tensors with values",
+                "Call attention for each of them, or pass the masks as a table.",
+            )
         indices = torch.broadcast_shapes(*(x.shape for x in (b, h, q, k)))
         sides = zip(reversed(result.shape), reversed(indices), strict=False)
         if result.ndim > 4 or any(side not in (1, most) for side, most in sides):
@@ -148,8 +155,8 @@ class MaskFunction:
         known = codes(fn)
         if known in self._compared:
             return True
-        if transforming() or dispatched():
-            # tensors may have no values to compare
+        if transforming() or dispatched() or 0 in place[:4] or not isinstance(graph.result, GraphNode):
+            # tensors may have no values to compare, and there may be no pair; a constant depends on no argument
             return True
         # a function that counts its calls has another graph in each
         with vmap_enabled():
@@ -195,7 +202,7 @@ def recorded(fn: Callable[..., Any], named: Sequence[Tensor] | None = None, *, p
         _functions[function.number] = function
         # kept, so that equal functions have one number, also after the first of them is gone
         PATTERNS.put(key, function, _BYTES)
-    return Recorded(function, tuple(graph.tensors), graph, fn)
+    return Recorded(function, tuple(graph.tensors), graph, fn, pairs=pairs)
 
 
 def called(fn: Callable[..., Any], why: str, named: Sequence[Tensor] | None = None, *, pairs: bool = False) -> Recorded:
@@ -224,6 +231,7 @@ class Recorded(Pattern):
         tables: The tensors.
         graph: The graph with the values of its tensors, for recognition.
         fn: The function that was traced.
+        pairs: Whether it is one of 0-dim tensors.
         batch: The batch element to evaluate it for; by default every one.
         head: The query head to evaluate it for; by default every one.
         ticket: The ticket that named it in compiled code.
@@ -235,6 +243,7 @@ class Recorded(Pattern):
     _tables: tuple[Tensor, ...]
     _graph: Graph | None
     _fn: Callable[..., Any] | None
+    _pairs: bool
     _batch: int | None
     _head: int | None
     _place: list[tuple[int, int]]
@@ -247,13 +256,15 @@ class Recorded(Pattern):
         graph: Graph | None = None,
         fn: Callable[..., Any] | None = None,
         *,
+        pairs: bool = False,
         batch: int | None = None,
         head: int | None = None,
         ticket: Ticket | None = None,
     ):
         # a call makes one, so attributes are not set one by one
         self.__dict__.update(
-            function=function, _tables=tables, _graph=graph, _fn=fn, _batch=batch, _head=head, ticket=ticket,
+            function=function, _tables=tables, _graph=graph, _fn=fn, _pairs=pairs,
+            _batch=batch, _head=head, ticket=ticket,
             # the last query and the last key of a call, at which a function that is called may be tried
             _place=[_FIRST],
             # what the graph reads of the tensors, once it is computed
@@ -265,7 +276,8 @@ class Recorded(Pattern):
         """Return the pattern of a batch element, a head, or both."""
         if (batch, head, ticket) == (self._batch, self._head, self.ticket):
             return self
-        return Recorded(self.function, self._tables, self._graph, self._fn, batch=batch, head=head, ticket=ticket)
+        one = {"batch": batch, "head": head}
+        return Recorded(self.function, self._tables, self._graph, self._fn, pairs=self._pairs, ticket=ticket, **one)
 
     def _text(self) -> str:
         return f"TokenMask({self.function.number}{', _' * len(self._tables)}{_bound(self._batch, self._head)})"
@@ -306,7 +318,7 @@ class Recorded(Pattern):
         if self._graph is None or self._fn is None or self.function.computes(self._fn, self._graph, place):
             return self
         why = "it computes other pairs for tensors than for the symbols of a trace"
-        return called(self._fn, why, pairs=True)._chosen(self._batch, self._head)
+        return called(self._fn, why, pairs=self._pairs)._chosen(self._batch, self._head)
 
     def relation(self, place: Place) -> Pattern | None:
         """Return the pattern with the pairs of the graph over the positions of a call; None without one."""
