@@ -761,7 +761,6 @@ def _with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
 def by_tables() -> dict[str, rw.Pattern]:
     """Return patterns with tensors of their own, for 2 batch elements, 4 heads, 37 queries and 50 keys."""
     generator = torch.Generator().manual_seed(0)
-    chosen = torch.randint(50, (2, 4, 37, 6), generator=generator)
     ids = torch.repeat_interleave(torch.arange(3), torch.tensor([20, 12, 18]))
     return {
         "documents": rw.Causal() & rw.Documents(ids=ids),
@@ -769,7 +768,6 @@ def by_tables() -> dict[str, rw.Pattern]:
         "window in documents": rw.SlidingWindow(5).within(rw.Documents([20, 30])),
         "tree": rw.Tree([-1, 0, 0], [20, 14, 16]),
         "block table": rw.BlockTable(torch.rand(3, 4, generator=generator) > 0.4, (16, 16)) | rw.Sinks(1),
-        "selected": rw.Selected(chosen) & rw.Causal(),
     }
 
 

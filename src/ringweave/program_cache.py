@@ -203,8 +203,8 @@ def _of_object(pattern: Pattern, key: CallKey, version: object) -> Found:
 
     A program is kept from the second call on, since a model that makes a pattern for each step may call it once.
     """
-    # a step has a plan for each length, and calls over pages read their lengths
-    if key.pages is not None or key.q[2] == 1:
+    # a step has a plan for each length, calls over pages read their lengths, and lists of keys have plans of their own
+    if key.pages is not None or key.q[2] == 1 or "Selected" in names_in(pattern._spec):
         return _NOTHING
     of_object = _Object(pattern), key
     program: Program | None = PROGRAMS.get(of_object)
