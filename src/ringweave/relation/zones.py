@@ -223,18 +223,22 @@ class Zones(Node):
             return NONE
         first, q_lo, q_hi, k_lo, k_hi = self._strips(frame, within)
         rect, group, run = self.overlaps(q_lo, q_hi, k_lo, k_hi)
-        q0, q1 = np.maximum(self.q0[group], q_lo[rect]), np.minimum(self.q1[group], q_hi[rect])
-        low, high = np.maximum(self.k0[run], q1 - 1 + self.d0[group]), np.minimum(self.k1[run], q0 + self.d1[group])
-        covered = q1 - q0
         if self.ptr is None and self.groups > 1 and len(rect) and (rect[1:] == rect[:-1]).any():
             # the groups of a strip have the keys that each of them has
+            q0, q1 = np.maximum(self.q0[group], q_lo[rect]), np.minimum(self.q1[group], q_hi[rect])
             part = np.flatnonzero(np.append(True, rect[1:] != rect[:-1]))
-            rect, covered = rect[part], np.add.reduceat(covered, part)
-            low, high = np.maximum.reduceat(low, part), np.minimum.reduceat(high, part)
+            low = np.maximum.reduceat(np.maximum(self.k0[run], q1 - 1 + self.d0[group]), part)
+            high = np.minimum.reduceat(np.minimum(self.k1[run], q0 + self.d1[group]), part)
+            rect = rect[part]
+            whole = np.add.reduceat(q1 - q0, part) == q_hi[rect] - q_lo[rect]
+        else:
+            low = np.maximum(self.k0[run], q_hi[rect] - 1 + self.d0[group])
+            high = np.minimum(self.k1[run], q_lo[rect] + self.d1[group])
+            whole = (self.q0[group] <= q_lo[rect]) & (self.q1[group] >= q_hi[rect])
         begin, end = first[rect], self._on_axis(frame.whole)[1][rect]
         start = -((begin - np.maximum(low, begin)) // frame.tile[1])
         stop = np.where(high >= end, frame.width, (high - begin) // frame.tile[1])
-        used = (covered == q_hi[rect] - q_lo[rect]) & (stop > start)
+        used = whole & (stop > start)
         return self._line(rect, start, stop, used, frame.width)
 
     # ---- classes of tiles --------------------------------------------------------------------------------------------
