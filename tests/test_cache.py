@@ -25,7 +25,8 @@ REGISTERS = {
     "parallel/transport/lifelines.py": {"_sockets"},
     "parallel/transport/mesh.py": {"_made"},  # process groups
     "parallel/transport/transport.py": {"_made"},
-    "patterns/function.py": {"_functions", "_tickets", "_by_key"},  # living objects, weakly
+    "patterns/function.py": {"_tickets"},  # living objects, weakly
+    "patterns/recorded.py": {"_functions", "_by_key"},
     "plan/cuda_sync.py": {"_made", "_in_graphs"},  # events, and tensors that graphs read
     "terms/term.py": {"KINDS"},
 }

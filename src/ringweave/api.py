@@ -113,7 +113,7 @@ def attention(
         >>> rw.attention(q, k, v, (rw.SlidingWindow(64) | rw.Sinks(4)) & rw.Causal()).shape
         torch.Size([1, 4, 256, 32])
 
-        A function among the terms learns what it captures:
+        Gradients reach the tensors that a function among the terms captures:
 
         >>> factors = torch.ones(4, requires_grad=True)
         >>> score_mod = lambda score, b, h, i, j: score * factors[h] - 0.1 * (i - j).abs()

@@ -38,7 +38,7 @@ from .torch_compat import (
 from .types import acc_dtype
 
 if TYPE_CHECKING:
-    from .patterns.function import Pinned
+    from .patterns.recorded import Pinned
 
 _library = torch.library.Library("ringweave", "DEF")
 # register_fake asks inspect for the module of its caller; without this entry inspect searches all loaded modules (6 ms)
@@ -326,7 +326,7 @@ def pinned(pattern: Pattern, tensors: Sequence[Tensor], q: Tensor) -> Pinned | N
         return None
     if not (pattern.has_function or "KeyPadding" in names_in(pattern.spec)):
         return None
-    from .patterns.function import Pinned
+    from .patterns.recorded import Pinned
 
     return Pinned(pattern, tensors)
 

@@ -12,9 +12,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 
 from ringweave.integrations.flex_attention import flex_attention
 from ringweave.patterns import Pattern
-from ringweave.score_functions import tiles
+from ringweave.score_functions import score_tiles
 from ringweave.score_functions.agreement import agreed
-from ringweave.score_functions.tiles import Attended
+from ringweave.score_functions.score_tiles import Attended
 from ringweave.terms.term import ScoreMod
 from ringweave.torch_compat import before_compiling
 from ringweave.trace.graph import UntraceableError
@@ -55,7 +55,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, score_mod: ScoreMo
             agrees = 0 in place[:4] or agreed(before_compiling(score_mod), graph.typed(), place, dtype)
         except UntraceableError:
             agrees = False
-    return tiles.attend(q, k, v, pattern, score_mod, scale=scale, graph=graph if agrees else None)
+    return score_tiles.attend(q, k, v, pattern, score_mod, scale=scale, graph=graph if agrees else None)
 
 
 def created(mask_mod: MaskMod, side: Any = SIDE) -> Callable[..., BlockMask]:

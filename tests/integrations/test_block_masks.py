@@ -17,7 +17,7 @@ import ringweave as rw
 from ringweave.integrations.flex_attention import flex_attention
 from ringweave.integrations.flex_attention.block_masks import pattern_of
 from ringweave.patterns.base import parts_of
-from ringweave.patterns.function import Recorded
+from ringweave.patterns.recorded import Recorded
 from ringweave.trace.relation import Place
 
 from ..trace.masks import both, causal, masks, transformers

@@ -471,7 +471,7 @@ def apart_by(table: Tensor, numbers: Tensor) -> Callable[..., Any]:
 
 
 def test_positions_of_packed_documents_are_checked() -> None:
-    """Compiled code takes entries of a table for positions, and raises an error if they are none."""
+    """Compiled code takes entries of a table for positions, and raises an error if they are not positions."""
     every = torch.ones(B, N, dtype=torch.bool)
     got, wanted = compiled(apart_by(POSITIONS + 7, NUMBERS - 3), "prefill", every)
     assert torch.equal(got, wanted)

@@ -33,8 +33,9 @@ OPTIONAL = {"extents", "select", "bound", "check"}
 SAID = {"tables", "residue_rate", "tile_size", "by_place"}
 #: The methods that identify a function mask by the values it reads and bounds by their contents, and those of a mixture.
 BESIDES = {
-    "TokenMask": {"key", "value", "stays_equal", "looks_up", "_for_call", "_owners"},
-    "Recorded": {"key", "value", "looks_up", "_owners", "_recognised"},
+    "OfFunction": {"value", "looks_up"},
+    "TokenMask": {"key", "stays_equal", "_for_call", "_owners"},
+    "Recorded": {"key", "_owners", "_recognised"},
     "Bounds": {"key", "stays_equal", "_constant"},
     "ZoneTable": {"key"},
     "LongNet": {"combinable", "to_dense"},
@@ -70,7 +71,20 @@ def test_patterns_define_no_other_method(kind: type[Pattern]) -> None:
 
 
 #: Classes that operators and calls create; users do not write these names.
-MADE = {"And", "Or", "Not", "Combined", "Shifted", "Offsets", "View", "Recorded", "Composite", "Derived", "ZoneTable"}
+MADE = {
+    "And",
+    "Or",
+    "Not",
+    "Combined",
+    "Shifted",
+    "Offsets",
+    "View",
+    "OfFunction",
+    "Recorded",
+    "Composite",
+    "Derived",
+    "ZoneTable",
+}
 
 
 def test_every_pattern_is_declared_and_exported() -> None:

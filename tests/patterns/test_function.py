@@ -1,4 +1,4 @@
-"""Functions as patterns: the graph of a function, with the tensors that it reads, is what it computes in a call."""
+"""Functions as patterns: a call computes the graph of a function, with the tensors that the graph reads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch.nn.attention.flex_attention import and_masks
 import ringweave as rw
 from ringweave.errors import PatternError, ShapeError
 from ringweave.patterns import Pattern
-from ringweave.patterns.function import recorded
+from ringweave.patterns.recorded import recorded
 from ringweave.plan import from_pattern, pattern_of, plan_cache
 from ringweave.trace.vmapped import ScalarIndices
 

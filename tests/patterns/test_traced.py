@@ -16,7 +16,7 @@ from ringweave.integrations.flex_attention import flex_attention
 from ringweave.integrations.flex_attention.block_masks import pattern_of
 from ringweave.patterns import Pattern, TokenMask
 from ringweave.patterns.base import parts_of
-from ringweave.patterns.function import called
+from ringweave.patterns.recorded import unrecorded
 from ringweave.patterns.traced import of_graph
 from ringweave.patterns.zone_table import ZoneTable
 from ringweave.plan import BlockPlan
@@ -47,7 +47,7 @@ def evaluated(function: Any, place: Place) -> Pattern:
     def moved(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return torch.as_tensor(function(b, h + place.h0, q + place.k0, k + place.k0))
 
-    return called(moved, "it is to be evaluated", pairs=True)
+    return unrecorded(moved, "it is to be evaluated", pairs=True)
 
 
 def planned(pattern: Pattern, place: Place, tile: tuple[int, int] = (128, 128)) -> BlockPlan:
@@ -56,7 +56,7 @@ def planned(pattern: Pattern, place: Place, tile: tuple[int, int] = (128, 128)) 
 
 
 def same(one: BlockPlan, other: BlockPlan) -> bool:
-    """Return whether plans have the same tiles, of which the same are full, and the others have the same masks."""
+    """Return whether plans have the same tiles: the same full ones, and the others with the same masks."""
 
     def table(plan: BlockPlan) -> Tensor:
         row, col, mask = plan.listed()

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..cache import PLACEMENTS
 from ..patterns import Pattern
-from ..patterns.function import changed
+from ..patterns.mask_function import changed
 from ..plan import branches
 from ..units import count, nbytes, percent
 from .execution.header import Digest, Value

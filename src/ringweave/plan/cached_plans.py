@@ -155,7 +155,7 @@ class PlanCache:
                 return plan
             plan = make()
             if made_of.versions and not pattern.key().same(made_of):
-                from ..patterns.function import changed
+                from ..patterns.mask_function import changed
 
                 name = "TokenMask" if pattern.has_function else "pattern"
                 raise changed("values that were changed during planning", name)

@@ -126,7 +126,7 @@ def _stretches(code: Int64, items: int) -> Int64:
         return np.arange(items)
     apart = code < 0
     other = ~apart & np.append(False, code[1:] != code[:-1])
-    # the second item of a stretch follows in any way, so after a beginning there is none
+    # the second item of a stretch follows in any way, so no stretch begins right after another
     place = np.arange(len(code))
     before = np.maximum.accumulate(np.where(other, 0, place))
     odd = (place - before) % 2 == 1

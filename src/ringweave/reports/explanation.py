@@ -23,7 +23,7 @@ from ..patterns import Full, Pattern
 from ..patterns.alignment import first_of_sizes
 from ..patterns.base import parts_of
 from ..patterns.fitting import fitting
-from ..patterns.function import Recorded
+from ..patterns.recorded import Recorded
 from ..patterns.shifted import Shifted, first_positions, with_offsets
 from ..plan import BlockPlan, Branch, branches
 from ..plan.causality import causality

@@ -39,7 +39,7 @@ class Scored(NamedTuple):
 
 
 def scored(given: Arguments) -> Scored:
-    """Read the terms of a call whose tensors are ``validate.converted`` already.
+    """Read the terms of a call; ``validate.converted`` has converted its tensors.
 
     Raises:
         ShapeError: Shapes, dtypes or devices do not fit.
@@ -93,7 +93,7 @@ def attend(call: Scored) -> tuple[Tensor, Tensor]:
         PatternError: The pattern does not fit the call.
     """
     # imported with the first function that is no score terms
-    from .tiles import attend
+    from .score_tiles import attend
 
     given, (scale, function, _, graph, _) = call.given, call.found
     call.found.check_option("context", given.context, None)

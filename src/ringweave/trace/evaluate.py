@@ -39,7 +39,7 @@ class Formula:
     """
 
     def __init__(self, graph: Graph):
-        self.result = graph.typed().result
+        self.graph, self.result = graph.typed(), graph.result
         used: dict[Node, None] = {}
         ahead = list(nodes_in(self.result))
         while ahead:
@@ -85,29 +85,22 @@ class Formula:
         """
         return _Evaluation(Pass(self, captured), at).out
 
-
-def constants_of(formula: Formula, graph: Graph, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Compute what a formula captures of tensors in place of those of the trace, without gradients.
-
-    Args:
-        formula: The formula.
-        graph: Its graph.
-        tensors: Tensors as those of the graph, in their order.
-    """
-    values: dict[Node, Any] = {}
-    left = iter(tensors)
-    with torch.no_grad():
-        for node in graph.nodes:
-            if node.deps:
-                continue
-            if node.name == "tensor":
-                values[node] = next(left)
-            elif node.name == "part":
-                of, place = node.args
-                values[node] = values[of][place]
-            else:
-                values[node] = node.function(*filled_in(node.args, values), **filled_in(node.kwargs, values))
-    return [values[node] for node in formula.constants]
+    def captured_from(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Compute the captured tensors of other tensors than those of the trace, in their order, without gradients."""
+        values: dict[Node, Any] = {}
+        left = iter(tensors)
+        with torch.no_grad():
+            for node in self.graph.nodes:
+                if node.deps:
+                    continue
+                if node.name == "tensor":
+                    values[node] = next(left)
+                elif node.name == "part":
+                    of, place = node.args
+                    values[node] = values[of][place]
+                else:
+                    values[node] = node.function(*filled_in(node.args, values), **filled_in(node.kwargs, values))
+        return [values[node] for node in self.constants]
 
 
 def evaluated(graph: Graph, at: Arguments) -> Tensor:

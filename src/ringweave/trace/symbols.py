@@ -532,7 +532,7 @@ def trace(function: Callable[..., Any], dtype: torch.dtype | None = None, *, tra
     """
     this = Trace(torch.float32 if dtype is None else dtype, transforms)
     if dtype is not None and not torch.compiler.is_compiling() and function_modes():
-        # its caller's mode would see no operation on a score; operations on indices are none of the call
+        # its caller's mode would see no operation on a score; operations on indices are not those of the call
         raise UntraceableError("a function mode is active")
     arguments = [this.argument(name) for name in (MASK_ARGUMENTS if dtype is None else ARGUMENTS)]
     enabled = torch.is_grad_enabled()

@@ -116,7 +116,7 @@ class Vmapped:
         return result
 
 
-def mapped(fn: Callable[..., Any], b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def over_indices(fn: Callable[..., Any], b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """Map a function of 0-dim indices over the pairs of indices that broadcast."""
     shape = torch.broadcast_shapes(b.shape, h.shape, q.shape, k.shape)
     with ScalarIndices():

@@ -107,7 +107,7 @@ def _attend(
     pattern = pattern_of(block_mask, place) if pairs else Full()
     if with_max or not pairs:
         # imported with the first call that needs it
-        from ...score_functions.tiles import attend
+        from ...score_functions.score_tiles import attend
 
         check_tensors(query, key, value, empty=True)
         given, dtype = score_mod or _unchanged, acc_dtype(query.dtype)

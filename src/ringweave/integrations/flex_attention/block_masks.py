@@ -13,7 +13,7 @@ from typing import Any
 from ...cache import PATTERNS
 from ...patterns import Full, Pattern
 from ...patterns.cache_key import TableId
-from ...patterns.function import Recorded, recorded
+from ...patterns.recorded import Recorded, recorded
 from ...plan.interop import blocks_of, fits_blocks, in_blocks
 from ...torch_compat import outside_transforms
 from ...trace.relation import Place

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...errors import PatternError, UnsupportedError, in_a_line, shown
 from ...patterns import Documents, Full, KeyPadding, Pattern, Sinks, from_mask_mod
 from ...patterns.algebra import And
-from ...patterns.function import called
+from ...patterns.recorded import unrecorded
 from ...patterns.traced import of_distances, of_documents, of_keys
 from ...trace.graph import UntraceableError
 from ...trace.relation import ALL, Place, Runs
@@ -100,7 +100,7 @@ class Positions:
             result: Tensor = function(b, h, q + offset, k + offset)
             return result
 
-        return called(of_places, str(why)) if isinstance(why, MisreadError) else from_mask_mod(of_places)
+        return unrecorded(of_places, str(why)) if isinstance(why, MisreadError) else from_mask_mod(of_places)
 
 
 def bounds_of(pattern: Pattern) -> KeyPadding | None:

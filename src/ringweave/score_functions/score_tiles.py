@@ -125,7 +125,7 @@ def attend(
         pattern: A relation, which is applied after the function.
         score_mod: The function; a score of -inf masks a pair.
         scale: Factor of the scores.
-        graph: The function's graph, which agrees with the function; None if there is none.
+        graph: The function's graph, which agrees with the function; None without a graph.
         q_offset: Position of the first query; the pattern has other first positions.
         dropout: Dropout of the weights, or None.
     Raises:

@@ -321,11 +321,11 @@ def check_bound(case: Case, x: Inputs, pattern: Pattern, learned: Learned) -> No
 @pytest.mark.parametrize("name", ["table", "products", "branches"])
 def test_several_pieces_of_a_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row with more key tiles than a chunk holds is computed in pieces."""
-    from ringweave.score_functions import tiles
+    from ringweave.score_functions import score_tiles
 
     x = Inputs.random(300, heads=2, dim=8)
-    monkeypatch.setattr(tiles, "_BUDGET", 2**16)
-    monkeypatch.setattr(tiles, "_LONG", 1)
+    monkeypatch.setattr(score_tiles, "_BUDGET", 2**16)
+    monkeypatch.setattr(score_tiles, "_LONG", 1)
     check(CASES[name], x, rw.Causal(), drawn(CASES[name], x, torch.float32))
 
 
@@ -538,10 +538,10 @@ def tensors_in(x: Any, seen: set[int]) -> list[Tensor]:
 @pytest.mark.parametrize("pattern", [rw.Full(), rw.Causal()], ids=repr)
 def test_waiting_gradients_hold_no_scores(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the gradients of a chunk wait for their turn, nothing of the size of its scores waits with them."""
-    from ringweave.score_functions import tiles
+    from ringweave.score_functions import score_tiles
 
     x, rows, counted = Inputs.random(300, heads=2, dim=8), torch.randn(300, requires_grad=True, device=CPU), []
-    add = tiles._Gradients.add
+    add = score_tiles._Gradients.add
 
     def looked_at(self: Any, batch: Any, shares: Any) -> None:
         pairs = len(batch.line) * self.layout.plan.q_tile * batch.key.shape[1] * self.layout.plan.kv_tile
@@ -549,7 +549,7 @@ def test_waiting_gradients_hold_no_scores(pattern: Pattern, monkeypatch: pytest.
         assert all(tensor.numel() < pairs for tensor in tensors_in(shares, set()))
         add(self, batch, shares)
 
-    monkeypatch.setattr(tiles._Gradients, "add", looked_at)
+    monkeypatch.setattr(score_tiles._Gradients, "add", looked_at)
     out, _, _ = attend(*x.leaves(), pattern, lambda s, b, h, q, k: s.sin() * rows[k], scale=1.0)
     torch.autograd.grad(out.sum(), rows)
     assert counted
@@ -773,9 +773,9 @@ def test_a_captured_tensor_is_never_written_to(name: str, formula: str, caught: 
 
 def test_a_local_tensor_is_written_at_each_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor that the function makes has the value of the place in the function, in each batch of tiles."""
-    from ringweave.score_functions import tiles
+    from ringweave.score_functions import score_tiles
 
-    monkeypatch.setattr(tiles, "_BUDGET", 2**14)
+    monkeypatch.setattr(score_tiles, "_BUDGET", 2**14)
     x, weight = Inputs.random(300, heads=2, dim=8), torch.rand(2, requires_grad=True, device=CPU)
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -847,9 +847,9 @@ def test_rows_of_tensors_in_any_spelling(name: str, learns: bool, of_pairs: bool
 @pytest.mark.parametrize("kind", ["no_grad", "enable_grad", "set_grad_enabled", "decorated", "detach"])
 def test_gradients_that_the_function_disables(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the part without gradients has none, in each batch of tiles; a call without gradients is the same."""
-    from ringweave.score_functions import tiles
+    from ringweave.score_functions import score_tiles
 
-    monkeypatch.setattr(tiles, "_BUDGET", 2**14)
+    monkeypatch.setattr(score_tiles, "_BUDGET", 2**14)
     x = Inputs.random(300, heads=2, dim=8)
     gate, slope = (torch.rand(2, requires_grad=True, device=CPU) for _ in range(2))
 
