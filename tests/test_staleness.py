@@ -18,11 +18,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
 
 import ringweave as rw
 from ringweave.errors import PatternError, RingweaveError
-from ringweave.patterns import Pattern
+from ringweave.integrations.flex_attention.block_masks import pattern_of
+from ringweave.patterns import Pattern, traced
 from ringweave.patterns.cache_key import TableId
+from ringweave.score_functions import recognised
+from ringweave.trace.relation import Place
 
 from .oracle import attention
 
@@ -347,6 +351,47 @@ def test_threads_that_change_what_others_read() -> None:
     for value in range(4):
         shift.fill_(value)
         assert torch.equal(attended(pattern), masks[value])
+
+
+@pytest.mark.parametrize("what", ["mask", "score", "block mask"])
+def test_a_write_while_something_is_computed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was computed from values that another thread wrote meanwhile serves no later call."""
+    bound = torch.tensor([31])
+    blocks = create_block_mask(lambda b, h, q, k: k <= q - 31, None, None, N, N, device="cpu", BLOCK_SIZE=16)
+
+    def called(bound: torch.Tensor) -> torch.Tensor:
+        pattern: Pattern = rw.Full()
+        terms = None
+        if what == "mask":
+            pattern = rw.from_mask_mod(lambda b, h, q, k: k <= q - bound[0])
+        elif what == "score":
+            terms = [lambda s, b, h, q, k: s + bound[0] * (q - k) * 0.01]
+        else:
+            blocks.mask_mod = lambda b, h, q, k: k <= q - bound[0]
+            pattern = pattern_of(blocks, Place(1, 1, N, N))
+        zero = torch.zeros(1, 1, N, 8)
+        return rw.attention(zero, zero, torch.eye(N)[None, None], pattern, terms=terms)
+
+    want = called(bound.clone())
+    rw.memory.trim()
+    module, name = (recognised, "_score_of") if what == "score" else (traced, "of_graph")
+    compute: Callable[..., Any] = getattr(module, name)
+    written = 0
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal written
+        written += 1
+        bound.fill_(30)
+        found = compute(*args)
+        bound.fill_(31)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, name, interrupted)
+        with pytest.raises(PatternError, match="another thread"):
+            called(bound)
+    assert written
+    assert torch.equal(called(bound), want)
 
 
 def test_equal_bounds_that_may_change_are_not_merged() -> None:

@@ -9,7 +9,6 @@ import numpy as np
 
 from ..cache import PLACEMENTS
 from ..patterns import Pattern
-from ..patterns.mask_function import changed
 from ..plan import branches
 from ..units import count, nbytes, percent
 from .execution.header import Digest, Value
@@ -58,9 +57,7 @@ class Schedules:
         else:
             header["schedule"] = "allgather"
             made = allgather(demands, self.placement, self.rank, self.heads, header, self.per_node)
-        if key_of_pattern.versions and not pattern.key().same(key_of_pattern):
-            name = "TokenMask" if pattern.has_function else "pattern"
-            raise changed("values that changed while it was planned", name)
+        key_of_pattern.check(pattern)
         nbytes = sum([table.nbytes for table in pattern.tables])
         PLACEMENTS.put(key, made, _SCHEDULE_BYTES + nbytes, (self, *pattern._owners()))
         return made

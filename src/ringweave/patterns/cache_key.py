@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..errors import PatternError
 from ..torch_compat import digest, version
 
 #: Bytes up to which a tensor is identified by its contents, so that every write to it is noticed.
@@ -63,6 +64,11 @@ class CacheKey(NamedTuple):
         """Return whether nothing was changed between the two times at which the keys were made."""
         return self.value == other.value and self.versions == other.versions
 
+    def check(self, pattern: Any) -> None:
+        """Raise PatternError if a pattern has another key by now, so that what was computed since must not be kept."""
+        if self.versions and not self.same(pattern.key()):
+            raise changed("values that another thread changed", "TokenMask" if pattern.has_function else "pattern")
+
     @classmethod
     def following(cls, text: str, tables: tuple[Tensor, ...]) -> CacheKey:
         """Make the key of a text and of tensors that others may write to: small ones are identified by contents."""
@@ -70,6 +76,16 @@ class CacheKey(NamedTuple):
         large = [table for table, known in zip(tables, contents, strict=True) if known is None]
         value = text, *contents, *map(TableId, large)
         return cls(value, sum([table.nbytes for table in large]), tuple(map(TableId, tables)))
+
+
+def changed(what: str, name: str = "TokenMask") -> PatternError:
+    """Return the error of a pattern that reads or contains other values than at its last inspection."""
+    return PatternError(
+        name,
+        f"a function that reads {what}" if name == "TokenMask" else what,
+        "the same values as when the call or the compiled code was made",
+        "Change it after backward; with torch.compile wrap the function again, or change a tensor in place.",
+    )
 
 
 def content_key(table: Tensor) -> Hashable | None:

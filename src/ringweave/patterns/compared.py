@@ -120,12 +120,14 @@ def _entries(x: Lookup, place: Place, batch: int, most: int) -> Listed | None:
     if shape[0] * shape[1] > _ENTRIES * most:
         return None
     rows, columns = iter(of_q[:, :, None]), iter(of_k)
-    at = tuple(next(columns if index.shape[3] > 1 else rows) for index in x.at)
-    number, entry = np.nonzero(np.broadcast_to(x.table.cpu().numpy()[at], shape))
+    at = tuple(torch.from_numpy(next(columns if index.shape[3] > 1 else rows)) for index in x.at)
+    # numpy access to the memory of the table itself would forbid its owner to resize it
+    number, entry = np.nonzero(x.table.cpu()[at].expand(shape).numpy())
     return None if len(number) > _CUT * most else Listed(q, number, entry, k)
 
 
 def _values(table: Tensor) -> NDArray[Any]:
     """Return values as whole numbers or as float64, which have every value of the other dtypes."""
-    values: NDArray[Any] = (table.double() if table.is_floating_point() else table.long()).cpu().numpy()
+    dtype = torch.float64 if table.is_floating_point() else torch.int64
+    values: NDArray[Any] = table.to("cpu", dtype, copy=True).numpy()
     return values

@@ -19,9 +19,9 @@ from ..errors import PatternError, shown
 from ..relation.node import Node
 from ..torch_compat import uncompiled
 from .base import Pattern, parts_of
-from .cache_key import CacheKey
+from .cache_key import CacheKey, changed
 from .declared import declare
-from .mask_function import NUMBERS, MaskFunction, changed
+from .mask_function import NUMBERS, MaskFunction
 from .recorded import FIRST, OfFunction, Recorded, chosen_text, numbered, recorded, without_gradients
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

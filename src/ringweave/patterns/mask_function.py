@@ -22,6 +22,7 @@ from ..trace.graph import Graph, Node
 from ..trace.relation import Place
 from ..trace.symbols import trace
 from ..trace.vmapped import over_indices
+from .cache_key import changed
 
 #: Numbers of functions, and of patterns of functions in compiled code.
 NUMBERS = itertools.count()
@@ -131,16 +132,6 @@ class MaskFunction:
 
 def _called(fn: Callable[..., Any], *indices: Tensor) -> Any:
     return fn(*indices)
-
-
-def changed(what: str, name: str = "TokenMask") -> PatternError:
-    """Return the error of a pattern that reads or contains other values than at its last inspection."""
-    return PatternError(
-        name,
-        f"a function that reads {what}" if name == "TokenMask" else what,
-        "the same values as when the call or the compiled code was made",
-        "Change it after backward; with torch.compile wrap the function again, or change a tensor in place.",
-    )
 
 
 def check_result(result: Any) -> None:

@@ -28,9 +28,9 @@ from ..trace.symbols import trace
 from . import traced
 from .algebra import PerHead
 from .base import Pattern, parts_of
-from .cache_key import CacheKey
+from .cache_key import CacheKey, changed
 from .key_padding import KeyPadding
-from .mask_function import MaskFunction, changed, check_result, out_of_bounds
+from .mask_function import MaskFunction, check_result, out_of_bounds
 
 #: Positions of the first query and the first key, at which a function is tried.
 FIRST = 0, 0
@@ -234,6 +234,7 @@ class Recorded(OfFunction):
         known: tuple[Pattern | None] | None = PATTERNS.get(key)
         if known is None:
             known = (this.relation(place),)
+            read.check(this)
             tables = () if known[0] is None else known[0].tables
             PATTERNS.put(key, known, _BYTES + read.nbytes + sum(table.nbytes for table in tables))
         return this if known[0] is None else known[0]

@@ -154,11 +154,7 @@ class PlanCache:
                 wait_for_stream(plan, device)
                 return plan
             plan = make()
-            if made_of.versions and not pattern.key().same(made_of):
-                from ..patterns.mask_function import changed
-
-                name = "TokenMask" if pattern.has_function else "pattern"
-                raise changed("values that were changed during planning", name)
+            made_of.check(pattern)
             if record_stream(plan, device):
                 cache.put(key, plan, plan.nbytes + _PLAN_BYTES + made_of.nbytes, pattern._owners())
         return plan

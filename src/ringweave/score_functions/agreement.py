@@ -56,6 +56,9 @@ def agreed(
         return True
     lengths = {"score": torch.tensor(_SCORES, dtype=dtype, device="cpu"), **place.lengths()}
     same = agrees(score_mod, graph, lengths, *recognised)
+    if tables != tuple(map(TableId, graph.tensors)):
+        # another thread wrote to one of them meanwhile
+        return same
     if same and not all(map(_varies, graph.tensors)):
         PATTERNS.put(key, tables, _NBYTES + sum(x.nbytes for x in graph.tensors))
     else:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..cache import PATTERNS
 from ..errors import ShapeError
 from ..patterns import Full, Pattern
-from ..patterns.cache_key import CacheKey
+from ..patterns.cache_key import CacheKey, changed
 from ..patterns.located import located
 from ..patterns.traced import of_graph
 from ..terms import KINDS, Term
@@ -76,6 +76,7 @@ def score_of(graph: Graph, place: Place) -> Score | str:
 
     Raises:
         UntraceableError: An operation of the graph fails for one pair.
+        PatternError: A tensor was changed meanwhile.
     """
     key = _key(graph, place)
     known: Score | str | None = None if key is None else PATTERNS.get(key)
@@ -84,6 +85,8 @@ def score_of(graph: Graph, place: Place) -> Score | str:
         if key is not None:
             tables = () if isinstance(known, str) else [table for term in known.terms for table in term.tables]
             nbytes = sum([table.nbytes for table in tables])
+            if key != _key(graph, place):
+                raise changed("a function that reads values that another thread changed", "terms")
             if nbytes <= _MOST_TABLE_BYTES:
                 PATTERNS.put(key, known, nbytes + _MOST_BYTES)
     return known

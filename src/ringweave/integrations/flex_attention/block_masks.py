@@ -46,6 +46,7 @@ def pattern_of(block_mask: Any, place: Place) -> Pattern:
         found: Pattern | None = PATTERNS.get(key)
         if found is None:
             found = _made(block_mask, function, place)
+            read.check(function)
             if not function.function.single:
                 nbytes = sum(table.nbytes for table in (*tables.values(), *found.tables))
                 PATTERNS.put(key, found, _BYTES + read.nbytes + nbytes, [block_mask])
