@@ -14,14 +14,27 @@ from pathlib import Path
 
 import pytest
 
+from ringweave.backends import BACKENDS
+
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- layers -->\n", "<!-- /layers -->\n"
 
 
-def layers() -> str:
-    """Return the first contract of import-linter as a block of text, topmost layer first."""
+#: Imports inside functions of the package; the number may only fall.
+LATE = 114
+
+
+def contract(name: str) -> dict[str, list[str]]:
+    """Return a contract of import-linter."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]["contracts"]
-    lines = [row.replace("ringweave.", "").replace(" | ", "   ") for row in contracts[0]["layers"]]
+    (found,) = (each for each in contracts if each["name"] == name)
+    return found  # type: ignore[no-any-return]
+
+
+def layers() -> str:
+    """Return the contract of layers as a block of text, topmost layer first."""
+    rows = contract("Imports run downwards")["layers"]
+    lines = [row.replace("ringweave.", "").replace(" | ", "   ") for row in rows]
     return "```text\n" + "\n".join(lines) + "\n```\n"
 
 
@@ -34,6 +47,44 @@ def parts() -> tuple[str, str, str]:
 
 def test_the_list_of_layers_is_the_linters() -> None:
     assert parts()[1] == layers()
+
+
+def test_every_backend_of_the_registry_is_an_independent_sibling() -> None:
+    siblings = contract("Backends are independent siblings")["modules"]
+    assert sorted(siblings) == sorted(f"ringweave.backends.{name}" for name in BACKENDS)
+
+
+def test_modules_above_the_backends_know_them_by_their_records() -> None:
+    rule = contract("Modules above the backends know them by their records")
+    assert sorted(rule["forbidden_modules"]) == sorted(f"ringweave.backends.{name}" for name in BACKENDS)
+    rows = contract("Imports run downwards")["layers"]
+    above = [name for row in rows[1 : rows.index("ringweave.backends")] for name in row.split(" | ")]
+    assert sorted(rule["source_modules"]) == sorted(above)
+
+
+def late_imports(root: Path) -> list[str]:
+    """Return the file and line of each import inside a function."""
+    return sorted(
+        {
+            f"{file.relative_to(root)}:{node.lineno}"
+            for file in root.rglob("*.py")
+            for function in ast.walk(ast.parse(file.read_text("utf-8")))
+            if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+            for node in ast.walk(function)
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+        }
+    )
+
+
+def test_imports_inside_functions_become_fewer() -> None:
+    """A circle of files can hide in imports inside functions, which no other rule sees."""
+    assert len(late_imports(ROOT / "src/ringweave")) <= LATE
+
+
+def test_imports_inside_functions_are_found(tmp_path: Path) -> None:
+    text = "import ast\ndef climb():\n    def inner():\n        import re\n    from . import stairs\nclass Roof:\n    import io\n"
+    (tmp_path / "house.py").write_text(text)
+    assert late_imports(tmp_path) == ["house.py:4", "house.py:5"]
 
 
 @pytest.mark.parametrize(
