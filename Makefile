@@ -38,7 +38,7 @@ $(BIN)/python:
 
 # the stamps hold what is installed: they are made anew when the project's requirements change
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
-REQUIREMENTS := pyproject.toml audit/pyproject.toml lab/pyproject.toml constraints.txt
+REQUIREMENTS := pyproject.toml audit/pyproject.toml gpu/pyproject.toml lab/pyproject.toml constraints.txt
 STEP := scripts/step.sh
 
 # what builds the kernel: with it the sanitized one is compiled while the rest is being installed
@@ -55,7 +55,7 @@ $(VENV)/.kernel: $(NATIVE) pyproject.toml | $(VENV)/.build
 # ringweave itself is installed, so that pip adds what it needs, and compiles nothing
 $(VENV)/.demo: $(VENV)/.kernel $(REQUIREMENTS)
 	@$(STEP) "Installing PyTorch and other packages (1 minute)" \
-	  $(PIP) 'ringweave[all]' --editable ./audit --editable ./lab
+	  $(PIP) 'ringweave[all]' --editable ./audit --editable ./gpu --editable ./lab
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.demo

@@ -50,9 +50,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Two processes that share the tests take whole files: the longest first, since what is left for the end runs alone.
 LONGEST = [
-    "tests/test_examples.py", "tests/backends/test_triton.py", "tests/test_torch_compat.py",
+    "tests/test_examples.py", "gpu/tests/test_triton.py", "tests/test_torch_compat.py",
     "tests/parallel/test_failure.py", "tests/test_conformance.py", "tests/parallel/test_schedules.py",
-    "lab/tests/bench/test_demo.py", "lab/tests/gpu/test_triton_compiled.py", "lab/tests/bench/test_ring.py",
+    "lab/tests/bench/test_demo.py", "gpu/tests/compiled/test_triton_compiled.py", "lab/tests/bench/test_ring.py",
     "tests/parallel/test_compose.py", "tests/native/test_kernel.py", "tests/test_docs.py",
     "lab/tests/bench/test_cases.py", "tests/native/test_terms.py", "lab/tests/tune/test_interpreted.py",
     "audit/tests/test_kernels.py", "tests/integrations/test_flex_attention_calls.py",
@@ -125,7 +125,7 @@ if importlib.util.find_spec("sybil") is not None:
 collect_ignore_glob = ["docs/*.py"]
 # these import triton as they are loaded
 if importlib.util.find_spec("triton") is None:
-    folder = "src/ringweave/backends/triton"
+    folder = "gpu/src/ringweave_gpu/triton"
     collect_ignore_glob += [f"{folder}/kernels/*.py", f"{folder}/launch.py", f"{folder}/operands.py"]
-    collect_ignore_glob += ["tests/backends/interpreted_cuts.py"]
-    collect_ignore_glob += [f"lab/tests/gpu/{name}.py" for name in ("emulated", "launched", "stand_in*")]
+    collect_ignore_glob += ["gpu/tests/interpreted_cuts.py"]
+    collect_ignore_glob += [f"gpu/tests/compiled/{name}.py" for name in ("emulated", "launched", "stand_in*")]

@@ -416,22 +416,25 @@ def abilities() -> str:
     chosen = rw.Selected(torch.zeros(length, 1, dtype=torch.int32))
     patterns = rw.SlidingWindow(256), rw.Full(), chosen
     (sparse,), (dense,), (lists,) = (branches(each, length, length) for each in patterns)
-    lines = ["| | " + " | ".join(f"`{name}`" for name in BACKENDS) + " |", "|---" * (1 + len(BACKENDS)) + "|"]
+    # the changes are those of a dense call, or of lists where a backend computes nothing else
+    cases = [(device, branch) for branch in (dense, lists) for device in ("cpu", "cuda")]
+    usual = {
+        backend: next(
+            (each for each in cases if not refuses(backend, dataclasses.replace(USUAL, device=each[0]), each[1])), None
+        )
+        for backend in BACKENDS.values()
+    }
+    columns = {backend: case for backend, case in usual.items() if case is not None}
+    lines = ["| | " + " | ".join(f"`{each.name}`" for each in columns) + " |", "|---" * (1 + len(columns)) + "|"]
     asked: dict[str, tuple[Call, Branch | None]] = {
         "a sparse pattern": (USUAL, sparse), "lists of chosen keys": (USUAL, lists),
     }  # fmt: skip
     asked |= {name: (dataclasses.replace(USUAL, **change), None) for name, change in CHANGES.items()}  # type: ignore[arg-type]
     for name, (case, branch) in asked.items():
         said = []
-        for backend in BACKENDS.values():
-            # the changes are those of a dense call, or of lists where a backend computes nothing else
-            cases = [(device, each) for each in (dense, lists) for device in ("cpu", "cuda")]
-            device, usual = next(
-                (device, each) for device, each in cases
-                if not refuses(backend, dataclasses.replace(USUAL, device=device), each)
-            )  # fmt: skip
+        for backend, (device, computed) in columns.items():
             changed = dataclasses.replace(case, device=device)
-            said.append("" if refuses(backend, changed, branch or usual) else "yes")
+            said.append("" if refuses(backend, changed, branch or computed) else "yes")
         lines.append(f"| {name} | " + " | ".join(said) + " |")
     return "\n".join(lines) + "\n"
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds into dist/ what a release has, as far as this machine can: a source archive, a wheel, one without the kernel, and
 # on Linux, where a cross compiler is, one for aarch64. Each that can run here is tried in a fresh environment without
-# extras. Then the wheels of the audit and the laboratory. Manylinux and macOS wheels: cibuildwheel.
+# extras. Then the wheels of the audit, the backends of GPUs and the laboratory. Manylinux and macOS wheels: cibuildwheel.
 #     scripts/wheels.sh [torch==2.11.0 ...]      what those environments get instead of what constraints.txt says
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -44,5 +44,5 @@ print(f"{sys.argv[1]}: torch {torch.__version__}, {cpu.variant() if cpu.module()
 TRY
   rm -rf "$work/env"
 done
-$pip wheel --no-deps --wheel-dir dist ./audit ./lab
+$pip wheel --no-deps --wheel-dir dist ./audit ./gpu ./lab
 ls -l dist

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import ringweave as rw
-from ringweave import cache
-from ringweave.backends.trial import _checked
+from ringweave import cache, device_check
 from ringweave.cache import PROCESS_CACHES, LRUCache, derived_values, process_cache
 
 SOURCE = Path(cache.__file__).parent
@@ -110,4 +109,4 @@ def test_functions_with_a_process_cache_are_listed_and_run_once() -> None:
     assert (found("a"), found("a"), found("b")) == (None, None, None)
     assert asked == ["a", "b"]
     assert PROCESS_CACHES.pop(f"{__name__}.{found.__wrapped__.__qualname__}") is found  # type: ignore[attr-defined]
-    assert PROCESS_CACHES["ringweave.backends.trial._checked"] is _checked
+    assert PROCESS_CACHES["ringweave.device_check._checked"] is device_check._checked

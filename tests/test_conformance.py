@@ -24,9 +24,9 @@ from .oracle import NAMES, Expected, Inputs, attention, results
 EVERYTHING = PATTERNS | MIXTURES
 #: backends that take any relation on CPU tensors; the native kernel is missing if there was no compiler
 SPARSE = ["dense_batched"] + ["cpu"] * (cpu.module() is not None)
-# Some of these backends need a GPU, and tests/backends tests the parts of them that run without one; gather takes lists
-# of chosen keys only, in tests/backends/test_gather.py.
-ELSEWHERE = ("triton", "flex", "flash", "attn_gym", "gather")
+# Some of these backends need a GPU, and tests/backends and gpu/tests test the parts of them that run without one; gather
+# takes lists of chosen keys only, in tests/backends/test_gather.py.
+ELSEWHERE = ("triton", "flex", "flash", "flash_attn_4", "attn_gym", "gather")
 RUNNABLE = [name for name in BACKENDS if name not in ("cpu", *ELSEWHERE) or name in SPARSE]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 

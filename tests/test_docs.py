@@ -29,7 +29,7 @@ MACHINE = re.compile(
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    sources = os.pathsep.join(str(ROOT / folder) for folder in ("src", "audit/src", "lab/src"))
+    sources = os.pathsep.join(str(ROOT / folder) for folder in ("src", "audit/src", "gpu/src", "lab/src"))
     sources += os.pathsep + os.environ.get("PYTHONPATH", "")
     environment = {**os.environ, "PYTHONPATH": sources, "NO_MKDOCS_2_WARNING": "1"}
     return subprocess.run(

@@ -19,7 +19,7 @@ import torch
 
 import ringweave as rw
 from ringweave import files
-from ringweave.backends import trial, tuning
+from ringweave.backends import tuning
 from ringweave.memory import numa, pressure
 
 
@@ -72,9 +72,11 @@ def tuned(folder: Path) -> Reader:
 
 
 def tried(folder: Path) -> Reader:
+    if importlib.util.find_spec("ringweave_gpu") is None:
+        pytest.skip("ringweave-gpu is not installed")
     path = folder / "verdict.json"
     right = {"of": "a case", "date": "2026-01-01T00:00:00+00:00", "outcomes": {"flex": [None, 0.5]}}
-    return json.dumps(right).encode(), path, lambda: trial._read(path)
+    return json.dumps(right).encode(), path, lambda: importlib.import_module("ringweave_gpu.trial")._read(path)
 
 
 def recorded(module: str, right: dict[str, Any], read: str) -> Callable[[Path], Reader]:

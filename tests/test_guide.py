@@ -359,7 +359,7 @@ sys.exit(pytest.main([sys.argv[2], "-q", "-k", sys.argv[3], "--tb=short", "-p", 
 
 def copied(to: Path) -> Path:
     """Return a copy of the files that guides change, with this installation's compiled kernel."""
-    for folder in ("src/ringweave", "src/ringweave_command", "tests", "docs/api"):
+    for folder in ("src/ringweave", "src/ringweave_command", "gpu/src/ringweave_gpu", "tests", "docs/api"):
         shutil.copytree(ROOT / folder, to / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (to / "csrc").mkdir()
     for file in ("csrc/terms.h", "docs/terms.md", "pyproject.toml", "conftest.py"):
@@ -382,7 +382,7 @@ def test_a_guide_gives_the_promised_result(guide: str, tmp_path: Path) -> None:
     commands = [[str(program)]]
     if guide in TESTS:
         commands.append(["-c", PYTEST, str(tmp_path), *TESTS[guide]])
-    path = (tmp_path / "src", ROOT / "audit/src", ROOT / "lab/src")
+    path = (tmp_path / "src", tmp_path / "gpu/src", ROOT / "audit/src", ROOT / "lab/src")
     for command in commands:
         done = subprocess.run(
             [sys.executable, *command],

@@ -50,8 +50,8 @@ def test_peak_memory(backend: str, pattern: rw.Pattern) -> None:
 
 
 def test_every_backend_is_covered() -> None:
-    # these backends need a GPU: see tests/backends
-    assert set(BACKENDS) - {"reference", "triton", "flex", "flash", "attn_gym"} <= {
+    # these backends need a GPU: see tests/backends and gpu/tests
+    assert set(BACKENDS) - {"reference", "triton", "flex", "flash", "flash_attn_4", "attn_gym"} <= {
         "dense_batched",
         "gather",
         "sdpa",

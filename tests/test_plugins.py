@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 import ringweave as rw
+from ringweave import program
+from ringweave.backends import BACKENDS, Backends
 from ringweave.errors import RingweaveError
 from ringweave.plugins import ATTRIBUTES, require_package
 from ringweave_command import COMMANDS, ELSEWHERE, how_to_install
@@ -49,6 +53,76 @@ def test_the_list_of_commands_names_absent_ones() -> None:
     assert all(how_to_install(owner) in said for owner in ELSEWHERE.values())
 
 
+# a process without entry points, in which backends are chosen for a GPU that is not there
+WITHOUT_BACKENDS = """
+import importlib.metadata, sys
+importlib.metadata.entry_points = lambda **given: ()
+import torch, ringweave as rw
+from ringweave import program
+from ringweave.backends import BACKENDS, flex
+flex.installed = lambda: True
+assert not [name for name in sys.modules if name.startswith("ringweave_gpu")]
+print(*BACKENDS)
+q = torch.randn(1, 1, 64, 16)
+for name in ("triton", "flash_attn_4", "attn_gym"):
+    for call in (lambda: rw.attention(q, q, q, backend=name), lambda: rw.explain(rw.Causal(), 64, backend=name)):
+        try:
+            call()
+        except rw.UnsupportedError as error:
+            print(error)
+facts = rw.explain(rw.SlidingWindow(9), 256, device="cuda", as_dict=True)["backend"]
+print([each["backend"] for each in facts["chosen"]], facts["others"]["triton"], facts["trials"], program.trials("cuda"))
+lists = rw.Selected(torch.zeros(256, 1, dtype=torch.int64))
+print(*[rw.explain(each, 256, device="cuda", as_dict=True)["backend"]["chosen"][0]["backend"] for each in (rw.Causal(), lists)])
+from ringweave.cli.doctor import diagnose
+findings = diagnose()
+print(findings["backends"]["triton"], findings["trials"], "RINGWEAVE_TRIAL" in findings["variables"], sep="|")
+assert not [name for name in sys.modules if name.startswith("ringweave_gpu")]
+"""
+
+
+def test_without_the_distribution_of_backends_a_gpu_has_the_engines_of_pytorch() -> None:
+    """A named backend says how to get it, and so do explain and doctor; auto takes PyTorch's engines."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_BACKENDS], capture_output=True, text=True, timeout=240, check=True
+    )
+    said = how_to_install("ringweave-gpu")
+    names, *errors, facts, others, findings = done.stdout.splitlines()
+    assert names.split() == ["reference", "dense_batched", "gather", "sdpa", "cpu", "flex", "flash", "torch_sparse"]
+    assert errors == [
+        f"backend: got '{name}' without ringweave-gpu; wanted ringweave-gpu. {said}"
+        for name in ("triton", "flash_attn_4", "attn_gym")
+        for _ in range(2)
+    ]
+    assert facts == f"['flex'] {[f'ringweave-gpu is not installed: {said}']} [] None"
+    assert others == "flash gather"
+    assert findings == f"ringweave-gpu is not installed: {said}|{{}}|False"
+
+
+def test_backends_of_other_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entry points add backends, which load when they are looked up; a name of the package stays its own."""
+    own = BACKENDS["dense_batched"]
+    loaded: list[str] = []
+
+    def load(name: str, **changes: Any) -> Any:
+        return lambda: loaded.append(name) or dataclasses.replace(own, name=name, **changes)
+
+    found = {"zeta": load("zeta", before="gather"), "alpha": load("alpha", before="gather"), "cpu": load("cpu")}
+    monkeypatch.setattr("ringweave.plugins.backends", lambda: found)
+    known = Backends()
+    assert known["cpu"] is BACKENDS["cpu"]
+    assert "zeta" in known
+    assert list(known)[-2:] == ["zeta", "alpha"]
+    assert loaded == []
+    assert known["zeta"] is known["zeta"]
+    assert loaded == ["zeta"]
+    with pytest.raises(KeyError):
+        known["omega"]
+    monkeypatch.setattr(program, "BACKENDS", known)
+    assert program.preference("cuda") == ["cpu", "sdpa", "flash", "alpha", "zeta", "gather", "flex", "dense_batched"]
+    assert program.preference("cpu") == list(program.PREFERENCE)
+
+
 def test_attributes_of_the_laboratory() -> None:
     assert (rw.bench.__name__, rw.tune.__name__) == ("ringweave_lab.bench", "ringweave_lab.tune")
     assert rw.parallel.simulate(rw.Causal(), 2**16, [8])[0].ranks == 8
@@ -70,7 +144,7 @@ def test_an_absent_attribute_says_how_to_get_it(full: str, monkeypatch: pytest.M
 # every module of the package is imported in a process without the optional packages, and then again
 WITHOUT_EXTRAS = """
 import importlib, pkgutil, sys
-for name in ("matplotlib", "psutil", "scipy", "transformers", "triton", "flash_attn", "attn_gym"):
+for name in ("matplotlib", "psutil", "scipy", "transformers", "triton"):
     sys.modules[name] = None
 import ringweave as rw
 for module in pkgutil.walk_packages(rw.__path__, "ringweave.", onerror=lambda name: None):
@@ -87,10 +161,8 @@ def test_a_module_without_its_package_says_which_to_install() -> None:
     command = [sys.executable, "-c", WITHOUT_EXTRAS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     found = [line.split("|") for line in done.stdout.splitlines()]
-    # Triton's kernels are imported by their backend, which says that it cannot run, and the checks of transformers
-    # that install() satisfies by a process that has imported transformers
-    inside = ("ringweave.backends.triton", "ringweave.integrations.flash_attn.transformers_checks")
-    found = [each for each in found if not each[0].startswith(inside)]
+    # the checks of transformers that install() satisfies are imported by a process that has imported transformers
+    found = [each for each in found if each[0] != "ringweave.integrations.flash_attn.transformers_checks"]
     remedy = "transformers: got no such package; wanted version 5 or newer. Run pip install 'ringweave[hf]'."
     assert found == [["ringweave.integrations.transformers", "AbsentPackageError", "True", remedy]] * 2
     with pytest.raises(ModuleNotFoundError) as error:

@@ -88,7 +88,7 @@ def test_auto_never_changes_meaning(name: str) -> None:
 def test_an_unknown_backend() -> None:
     with pytest.raises(
         UnsupportedError,
-        match="backend: got 'warp'; wanted one of auto, reference, dense_batched, gather, sdpa, cpu, triton, flex",
+        match="backend: got 'warp'; wanted one of auto, reference, dense_batched, gather, sdpa, cpu, flex, flash",
     ):
         program.choose_backend("warp", case(), first(rw.Full()))
 

@@ -151,7 +151,7 @@ def copy(folder: Path) -> None:
 
 def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run Python in the copy."""
-    paths = os.pathsep.join(str(folder / part) for part in ("", "src", "audit/src", "lab/src"))
+    paths = os.pathsep.join(str(folder / part) for part in ("", "src", "audit/src", "gpu/src", "lab/src"))
     # a cached file of bytecode would be used for the next breakage: its source has equal time and size
     environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "OMP_WAIT_POLICY": "passive"}
     return subprocess.run(

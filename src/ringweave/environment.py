@@ -26,11 +26,6 @@ def setting(name: str) -> str:
     return "" if found is None else os.environ.decodevalue(found)
 
 
-def interpreted() -> bool:
-    """Whether Triton interprets kernels on the CPU; its variable must be set before kernels are loaded."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
 def driver() -> str | None:
     """Return the version of the GPU's driver, if the system reports it."""
     for module in ("nvidia", "amdgpu"):

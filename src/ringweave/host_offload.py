@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .backends import BACKENDS
 from .backends.backend import Upstream, delta_in_chunks, readable
 from .cache import derived_values
 from .call import Operands
@@ -30,7 +29,7 @@ from .merge import merge_into
 from .plan import BlockPlan, Branch, branches
 from .plan.cuda_sync import capturing
 from .plan.subplan import CutBranch, subplan
-from .program import BranchSlice, Program, Returned, choose_backend
+from .program import BranchSlice, Program, Returned, choose_backend, named_backend
 from .relation.arrays import Int64
 from .types import acc_dtype
 
@@ -242,7 +241,7 @@ class HostProgram(Program):
     def _works(self, operands: Operands) -> tuple[Operands, list[_Work]]:
         """Return detached operands and their pieces in order; keys and values may have any strides."""
         name = self.call.backend
-        if name in BACKENDS and not BACKENDS[name].branched:
+        if name != "auto" and not named_backend(name).branched:
             # the reference would normalise a piece as if it were the whole
             wanted = "a backend that computes parts of a call"
             raise UnsupportedError("backend", repr(name), wanted, "Use backend='auto' or 'dense_batched'.")

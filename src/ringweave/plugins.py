@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from importlib.metadata import entry_points, version
 from typing import Any
 
@@ -18,6 +18,10 @@ ATTRIBUTES = {
     "ringweave.parallel.simulate": "ringweave-lab",
     "ringweave.tune": "ringweave-lab",
 }
+
+
+#: Backends that distributions add.
+BACKEND_OWNERS = dict.fromkeys(("attn_gym", "flash_attn_4", "triton"), "ringweave-gpu")
 
 
 class AbsentError(RingweaveError, AttributeError):
@@ -55,6 +59,18 @@ def require_package(package: str, major: int, extra: str) -> None:
 def registrations() -> list[Callable[[Any], None]]:
     """Return the functions that installed distributions give to add their commands to the command line."""
     return [each.load() for each in entry_points(group="ringweave.commands")]
+
+
+def backends() -> dict[str, Callable[[], Any]]:
+    """Return the functions that load the backends of installed distributions, by name."""
+    found = entry_points(group="ringweave.backends")
+    return {each.name: each.load for each in sorted(found, key=lambda each: each.name)}
+
+
+def absent_backends(known: Container[str]) -> dict[str, str]:
+    """Return the backends of distributions that are not among the known ones, each with how to get it."""
+    absent = {name: owner for name, owner in BACKEND_OWNERS.items() if name not in known}
+    return {name: f"{owner} is not installed: {how_to_install(owner)}" for name, owner in absent.items()}
 
 
 def attribute(module: str, name: str) -> Any:

@@ -15,7 +15,18 @@ import torch
 from torch import Tensor
 
 from .backends import BACKENDS, forks, merge_into, tuning
-from .backends.backend import Backend, Heads, Part, Prepared, PreparedStep, Upstream, delta_in_chunks, readable
+from .backends.backend import (
+    Backend,
+    Heads,
+    Part,
+    Prepared,
+    PreparedStep,
+    Trials,
+    Upstream,
+    Verdict,
+    delta_in_chunks,
+    readable,
+)
 from .call import Call, Operands, term_operands
 from .errors import UnsupportedError, shown
 from .plan import BlockPlan, Branch, branches, branches_of_step, summands
@@ -26,8 +37,8 @@ from .types import acc_dtype
 if TYPE_CHECKING:
     from .terms.operands import TermOperands
 
-# backends that auto considers without a trial or measurement, best first; the last one runs every call
-PREFERENCE: tuple[str, ...] = ("cpu", "sdpa", "flash", "attn_gym", "gather", "flex", "dense_batched")
+# backends of this package that auto considers without a trial or measurement, best first; the last one runs every call
+PREFERENCE: tuple[str, ...] = ("cpu", "sdpa", "flash", "gather", "flex", "dense_batched")
 # Larger calls are not prepared, since their compute time hides the overhead. The bounds are rows of tiles over batch
 # and heads, and listed tiles.
 _MOST_ROWS, _MOST_TILES = 2**12, 2**14
@@ -47,6 +58,63 @@ def names() -> tuple[str, ...]:
     return ("auto", *BACKENDS)
 
 
+def named_backend(name: object) -> Backend:
+    """Return the backend that a user named.
+
+    Raises:
+        UnsupportedError: There is no such backend, or its distribution is not installed.
+    """
+    backend = BACKENDS.get(name) if isinstance(name, str) else None
+    if backend is not None:
+        return backend
+    # imported for an error
+    from ringweave_command import how_to_install
+
+    from .plugins import BACKEND_OWNERS
+
+    owner = BACKEND_OWNERS.get(name) if isinstance(name, str) else None
+    if owner is not None:
+        raise UnsupportedError("backend", f"{name!r} without {owner}", owner, how_to_install(owner))
+    raise UnsupportedError("backend", shown(name), f"one of {', '.join(names())}", "Use 'auto'.")
+
+
+def check_name(name: object) -> None:
+    """Raise UnsupportedError unless ``backend=`` accepts a value."""
+    if not isinstance(name, str) or name != "auto":
+        named_backend(name)
+
+
+def preference(device: str) -> list[str]:
+    """Return the backends that auto considers without a trial or measurement, best first.
+
+    On a device that is not a CPU, backends of other distributions are among them (``Backend.before``).
+    """
+    ordered = list(PREFERENCE)
+    for name, backend in sorted(BACKENDS.items()) if device != "cpu" else ():
+        if backend.before is not None:
+            ordered.insert(ordered.index(backend.before), name)
+    return ordered
+
+
+def possible(device: str) -> list[str]:
+    """Return the backends that auto may use on a device: those it prefers, then those that trials must find faster."""
+    tried = sorted(name for name, backend in BACKENDS.items() if backend.trials is not None)
+    return [*preference(device), *tried]
+
+
+def trials(device: str) -> Trials | None:
+    """Return the trials of backends on a device that is not a CPU; None if no installed distribution holds trials."""
+    if device == "cpu":
+        return None
+    return next((backend.trials() for backend in BACKENDS.values() if backend.trials is not None), None)
+
+
+def verdict_on(call: Call, branch: Branch) -> Verdict | None:
+    """Return the verdict of a trial of this kind of call, or None without one."""
+    held = trials(call.device)
+    return None if held is None else held.known(call, branch)
+
+
 def choose_backend(name: str, call: Call, branch: Branch) -> Backend:
     """Choose the backend for one branch.
 
@@ -59,16 +127,12 @@ def choose_backend(name: str, call: Call, branch: Branch) -> Backend:
 def choose_step(name: str, call: Call, branch: Branch) -> Step:
     """Choose the backend of one branch, and under auto the measured tile sizes; see :func:`choose_backend`."""
     if name == "auto":
-        if call.device != "cpu":
-            # imported where there is a GPU
-            from .backends import trial
-
-            trial.begin(call, branch, contenders)
+        held = trials(call.device)
+        if held is not None:
+            held.begin(call, branch, contenders)
         usual = (backend for backend, reason in candidates(call, branch) if reason is None)
         return measured(call, branch) or Step(branch, next(usual))
-    backend = BACKENDS.get(name)
-    if backend is None:
-        raise UnsupportedError("backend", shown(name), f"one of {', '.join(names())}", "Use 'auto'.")
+    backend = named_backend(name)
     reason = unsupported_reason(backend, call, branch)
     if reason is not None:
         wanted = f"a case that it can run, but {reason}"
@@ -83,10 +147,7 @@ def measured(call: Call, branch: Branch) -> Step | None:
     """
     answer: tuning.Answer | None = None
     if call.device != "cpu":
-        # imported where there may be verdicts
-        from .backends import trial
-
-        verdict = trial.known(call, branch)
+        verdict = verdict_on(call, branch)
         answer = None if verdict is None or verdict.best is None else tuning.Answer(verdict.best)
     elif not (call.features or call.paged or call.kv_dtype):
         answer = tuning.lookup(call, branch)
@@ -103,15 +164,12 @@ def measured(call: Call, branch: Branch) -> Step | None:
 
 def contenders(call: Call, branch: Branch) -> list[str]:
     """Return the names of the backends that a trial of a call compares, in auto's order."""
-    from .backends import trial
-
-    names = (*PREFERENCE, *trial.CHALLENGERS)
-    return [name for name in names if unsupported_reason(BACKENDS[name], call, branch) is None]
+    return [name for name in possible(call.device) if unsupported_reason(BACKENDS[name], call, branch) is None]
 
 
 def candidates(call: Call, branch: Branch) -> Iterator[tuple[Backend, str | None]]:
     """Yield the backends that auto considers without measurements, in order, with a reason against each or None."""
-    ordered = list(PREFERENCE)
+    ordered = preference(call.device)
     if branch.dense_kind != "sparse" and branch.nq * branch.nk > _DENSE_TILES * 128**2:
         ordered.sort(key=lambda name: BACKENDS[name].planned)
     for name in ordered:
@@ -138,14 +196,18 @@ def _why_not(backend: Backend, call: Call, branch: Branch) -> str | None:
         return "it compiles for each length, and calls of so few queries, as steps of decoding, have many"
     if reason is not None or call.device == "cpu" or backend.name == PREFERENCE[-1]:
         return reason
-
-    # imported where a GPU's kernels are tried
-    from .backends import trial
-
-    verdict = trial.known(call, branch)
+    held = trials(call.device)
+    verdict = None if held is None else held.known(call, branch)
     if verdict is not None and backend.name in verdict.outcomes:
         return verdict.outcomes[backend.name].reason
-    return trial.reason(backend, call, branch) if backend.checked else None
+    if not backend.checked:
+        return None
+    if held is not None:
+        return held.reason(backend, call, branch)
+    # imported where there is a GPU
+    from . import device_check
+
+    return device_check.reason(backend, call, branch)
 
 
 class Returned(NamedTuple):
@@ -181,8 +243,7 @@ def compiled(call: Call, *, step: bool = False) -> tuple[Step, ...]:
         UnsupportedError: The named backend cannot run the call.
     """
     sizes = {"heads": call.heads, "batch": call.batch, "q_offset": call.q_offset}
-    named = BACKENDS.get(call.backend)
-    if named is not None and not named.branched:
+    if call.backend != "auto" and not named_backend(call.backend).branched:
         whole = Branch.whole(call.pattern, call.nq, call.nk, **sizes)
         return (Step(whole, choose_backend(call.backend, call, whole)),)
     if call.paged:

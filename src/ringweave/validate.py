@@ -27,7 +27,7 @@ from .patterns.fitting import refuse
 from .patterns.global_tokens import check_places
 from .patterns.shifted import with_offsets
 from .precision import as_precision, quantize_rows
-from .program import compiled, names
+from .program import check_name, compiled
 from .terms import Term
 from .terms.dropout import threshold_of
 from .terms.term import as_terms, rounded
@@ -161,8 +161,7 @@ def checked(given: Arguments) -> Checked:
     bound, pattern, q_offset = positions(given)
     terms, dropout = _terms(given, pattern)
     scale = checked_scale(given.scale, q.shape[3])
-    if not isinstance(given.backend, str):
-        raise UnsupportedError("backend", shown(given.backend), f"one of {', '.join(names())}", "Use 'auto'.")
+    check_name(given.backend)
     tables = [table for term in terms for table in term.tables]
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *tables))
     call = Call.of(
@@ -355,8 +354,7 @@ def paged(given: Arguments, cache: PagedCache) -> Checked:
     learned = [x for term in terms for x in term.tables] + [x for x in (given.sink_logits,) if x is not None]
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *learned)):
         refuse_gradient("paged_attention")
-    if not isinstance(backend, str) or backend not in names():
-        raise UnsupportedError("backend", shown(backend), f"one of {', '.join(names())}", "Use 'auto'.")
+    check_name(backend)
     scale = checked_scale(given.scale, q.shape[3])
     pattern = pattern.bound(q.shape[1], heads)
     if pattern.tables:

@@ -123,7 +123,7 @@ def test_threads_change_no_bits() -> None:
     ("change", "error", "text"),
     [
         ({"per": "key"}, rw.UnsupportedError, "per"),
-        ({"backend": "triton"}, rw.UnsupportedError, "backend"),
+        ({"backend": "flex"}, rw.UnsupportedError, "backend"),
         ({"lse": torch.zeros(1, 2, 9)}, rw.ShapeError, r"lse: got torch.float32 \(1, 2, 9\)"),
         ({"pattern": rw.LongNet([32], [2])}, rw.PatternError, "one branch"),
     ],

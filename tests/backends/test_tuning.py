@@ -118,7 +118,7 @@ def test_auto_takes_the_tiles_that_were_measured_and_a_named_backend_its_own() -
     assert "measured here" not in named
 
 
-@pytest.mark.parametrize("name", ["sdpa", "triton"])
+@pytest.mark.parametrize("name", ["sdpa", "flash"])
 def test_tiles_of_a_backend_that_is_not_taken_are_not_either(name: str) -> None:
     """Measured tiles of a backend that cannot run the case are not used: auto takes another backend with its own tiles."""
     write_entries([entry(name, case(), branch(), (32, 64))])
@@ -141,7 +141,7 @@ def test_tiles_that_were_measured_change_no_result() -> None:
     torch.testing.assert_close(torch.autograd.grad(got.sum(), x), torch.autograd.grad(want.sum(), x))
 
 
-@pytest.mark.parametrize("name", ["triton", "reference", "warp", "sdpa"])
+@pytest.mark.parametrize("name", ["flash", "reference", "warp", "sdpa"])
 def test_a_stored_backend_that_cannot_run_is_left_alone(name: str) -> None:
     write_entries([entry(name, case(), branch())])
     assert tuning.lookup(case(), branch()) == (name, None)

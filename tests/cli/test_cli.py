@@ -197,11 +197,13 @@ def _findings(**changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
             {
                 "devices": {"cpu": "2 processors", "cuda": "a card (80 GiB)"},
                 "backends": {
-                    "triton": {"cuda": "usable"}, "flex": {"cuda": "not usable: no package"},
+                    "dense_batched": {"cuda": "usable"}, "flex": {"cuda": "not usable: no package"},
                     "flash": {"cuda": "usable, except for sparse patterns: masks"}, "cpu": {"cuda": "not usable: no"},
+                    "triton": "ringweave-gpu is not installed",
                 },
             },
-            "Ready: the native kernel (avx2) computes on this processor; transformers found; cuda runs flash, triton.",
+            "Ready: the native kernel (avx2) computes on this processor; transformers found; "
+            "cuda runs flash, dense_batched.",
         ),
         ({"devices": {"mps": "available"}}, "Ready: the native kernel (avx2) computes on this processor; "
                                             "transformers found; mps found, but no backend for it."),

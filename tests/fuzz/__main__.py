@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import importlib.util
 import mmap
 import os
 import secrets
@@ -50,14 +51,14 @@ def main() -> int:
 
 def all_of_them(seconds: float, seed: int) -> int:
     """Run every backend in its own process."""
-    from ringweave.backends import cpu, triton
+    from ringweave.backends import BACKENDS, cpu
 
     native = cpu.module()
     jobs = [["--backend", name] for name in ("auto", "reference", "sdpa")]
     jobs += [["--backend", "dense_batched", "--fine"]]
     for i, name in enumerate(native.variants() if native else []):
         jobs.append(["--backend", "cpu", "--variant", name, *["--fine"] * (i % 2)])
-    jobs += [["--backend", "triton"]] if triton.installed() else []
+    jobs += [["--backend", "triton"]] if "triton" in BACKENDS and importlib.util.find_spec("triton") is not None else []
     jobs += [["--backend", name, "--sequences"] for name in ("auto", "dense_batched")]
     share = seconds * _AT_ONCE / len(jobs)
     print(f"seed {seed}, {share:.0f} seconds each", flush=True)

@@ -21,9 +21,9 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import ringweave as rw
-from ringweave.backends import triton
 from ringweave.cli.app import app
 from ringweave.errors import RingweaveError
+from ringweave_gpu import triton
 from ringweave_lab.bench.cases.gpu import OWN
 from ringweave_lab.bench.peers import PEERS
 from ringweave_lab.bench.record import Outcome, Target

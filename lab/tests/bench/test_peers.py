@@ -48,6 +48,7 @@ def test_every_peer_computes_its_pattern(name: str) -> None:
                 "ringweave:triton": "it runs on CUDA and ROCm tensors",
                 "ringweave:flex": "returns no lse and has no backward",
                 "ringweave:flash": "it calls kernels for CUDA tensors",
+                "ringweave:flash_attn_4": "it calls kernels for CUDA tensors",
                 "ringweave:gather": "it computes lists of keys",
                 "ringweave:attn_gym": "it computes lists of keys",
             }

@@ -8,10 +8,10 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from ringweave.backends import trial
-from ringweave.backends.trial import Outcome
 from ringweave.cli.app import app
 from ringweave.cli.doctor import diagnose
+from ringweave_gpu import trial
+from ringweave_gpu.trial import Outcome
 
 
 def run(*arguments: str, columns: int = 100) -> Result:

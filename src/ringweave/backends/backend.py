@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -122,6 +122,53 @@ class Prepare(Protocol):
         ...
 
 
+class Outcome(Protocol):
+    """The outcome of a backend in a trial."""
+
+    @property
+    def reason(self) -> str | None:
+        """Why the backend cannot be used; None if it was right."""
+        ...
+
+
+class Verdict(Protocol):
+    """The outcomes of a trial of backends on a kind of call; its text is one line."""
+
+    @property
+    def best(self) -> str | None:
+        """Name of the backend to use; None if no backend was right."""
+        ...
+
+    @property
+    def outcomes(self) -> Mapping[str, Outcome]:
+        """Outcomes by the names of the backends."""
+        ...
+
+
+class Trials(Protocol):
+    """Trials that compare backends on the user's device, and their stored verdicts."""
+
+    def begin(self, call: Call, branch: Branch, names: Callable[[Call, Branch], Sequence[str]]) -> None:
+        """Hold a trial beside the first call of a kind, if the user asked for that; ``names`` lists its backends."""
+        ...
+
+    def known(self, call: Call, branch: Branch) -> Verdict | None:
+        """Return the verdict on a kind of call, or None without one."""
+        ...
+
+    def reason(self, backend: Backend, call: Call, branch: Branch) -> str | None:
+        """Return why auto should not use a checked backend for a branch on the current device, or None if it may."""
+        ...
+
+    def report(self) -> dict[str, str]:
+        """Describe all verdicts that apply here, by the kind of call."""
+        ...
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables that trials read, each with the effect of its absence."""
+        ...
+
+
 def readable(x: Tensor) -> Tensor:
     """Return a detached tensor with adjacent channels, copied only if needed; other strides may have any value."""
     x = x.detach()
@@ -225,7 +272,11 @@ class Backend:
         branched: Whether it takes compiled branches. The reference takes the pattern itself.
         planned: Whether it computes a plan's tiles. Dense kernels need no plan.
         delta: Function that computes ``Upstream.delta`` for ``backward``.
-        checked: Whether auto chooses it only after a check on the current GPU (see trial.py).
+        checked: Whether auto chooses it only after a check on the current GPU: see ``device_check`` and ``Trials``.
+        before: Name of the backend before which auto considers it on a device that is not a CPU; None if auto has a
+            place for it already, or does not use it without a measurement.
+        trials: Function that returns the trials which decide where auto uses it: only where it was right and faster;
+            None if auto uses it without trials.
         least_queries: Smallest number of queries of calls that auto gives it.
         terms: Function from a device type to the kinds of score terms that it computes there.
         dropout: Whether it supports dropout of weights.
@@ -250,6 +301,8 @@ class Backend:
     planned: bool = True
     delta: Delta = delta_in_chunks
     checked: bool = False
+    before: str | None = None
+    trials: Callable[[], Trials] | None = None
     least_queries: int = 1
     tiled: bool = False
     terms: Callable[[str], Iterable[str]] = no_terms

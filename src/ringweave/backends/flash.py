@@ -1,27 +1,17 @@
-"""Vendor kernels on a GPU: PyTorch's fused attention for dense branches, flash-attn-4 for plans of full tiles.
+"""PyTorch's fused attention on a GPU, for full branches and those that are causal from position 0.
 
-A dense branch (full, or causal from position 0) runs on the first of PyTorch's fused kernels that supports it. The
-order depends on the device: cuDNN (from Hopper on), FlashAttention, then the memory-efficient kernel. The unfused form
-is never used. The kernels are called as operators, since PyTorch's public functions do not return lse. A sparse branch
-runs on flash-attn-4 if it is installed (``flash_attn.cute``, with the interface of 4.0.0b36), on Hopper and Blackwell,
-if every tile of its plan is full: a mask within a tile would have to be written for flash-attn-4's compiler.
-FlashAttention-3 does not support block sparsity and is not used.
+A branch runs on the first of PyTorch's fused kernels that supports it. The order depends on the device: cuDNN (from
+Hopper on), FlashAttention, then the memory-efficient kernel. The unfused form is never used. The kernels are called as
+operators, since PyTorch's public functions do not return lse.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import inspect
-from types import ModuleType
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ..cache import derived_values, process_cache
 from ..call import Call, Operands
-from ..plan import BlockPlan, Branch
+from ..plan import Branch
 from ..torch_compat import aten
 from .backend import (  # fmt: skip
     DELTA_CHANNELS,
@@ -40,8 +30,6 @@ _FUSED = {
 }
 # the memory-efficient backward reads lse in blocks of this many rows
 _LSE_ROWS = 32
-#: Block sizes (queries, keys) that flash-attn-4 supports, by major compute capability.
-SPARSE_TILES = {9: (128, 128), 10: (256, 128)}
 
 
 def kernel_preference(major: int, hip: bool) -> tuple[str, ...]:
@@ -131,135 +119,33 @@ def _attended(operands: Operands, branch: Branch) -> Operands:
 
 def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) of one branch with one fused kernel."""
-    operands, _ = with_sign(_attended(operands, branch))
-    if branch.dense_kind == "sparse":
-        out, lse = _sparse_forward(operands, branch)
-    else:
-        q, k, v, scale = operands[:4]
-        causal = branch.dense_kind == "causal"
-        out, lse = dense_forward(q, k, v, causal, scale, _kernel(q, k, v, causal))
+    q, k, v, scale = with_sign(_attended(operands, branch))[0][:4]
+    causal = branch.dense_kind == "causal"
+    out, lse = dense_forward(q, k, v, causal, scale, _kernel(q, k, v, causal))
     return out.to(dtype).contiguous(), lse.float().contiguous()
 
 
 def backward(
     upstream: Upstream, operands: Operands, branch: Branch, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients with the kernel's backward.
-
-    Where delta is not rowsum(dout * out), it is passed as extra channels or as a gradient of lse.
-    """
+    """Compute the gradients with the kernel's backward; delta is extra channels where it is not rowsum(dout * out)."""
     after = operands.k.shape[2]
     operands, sign = with_sign(_attended(operands, branch))
     q, k, v, scale = operands[:4]
     after -= k.shape[2]
     dout = upstream.dout.to(q.dtype)
-    lse, delta, out, dim = upstream.lse.contiguous(), upstream.delta, upstream.out, q.shape[3]
-    if branch.dense_kind == "sparse":
-        grads = _sparse_backward(dout, operands, out, lse, delta, branch)
-    else:
-        causal = branch.dense_kind == "causal"
-        if out is None:
-            dout, q, k, v, out = delta_as_channels(dout, q, k, v, delta)
-        grads = dense_backward(dout, Operands(q, k, v, scale), out, lse, causal, _kernel(q, k, v, causal))
+    lse, out, dim, causal = upstream.lse.contiguous(), upstream.out, q.shape[3], branch.dense_kind == "causal"
+    if out is None:
+        dout, q, k, v, out = delta_as_channels(dout, q, k, v, upstream.delta)
+    grads = dense_backward(dout, Operands(q, k, v, scale), out, lse, causal, _kernel(q, k, v, causal))
     dq, dk, dv = (x[..., :dim].to(dtype).contiguous() for x in grads)
     if after:
         dk, dv = (torch.nn.functional.pad(x, (0, 0, 0, after)) for x in (dk, dv))
     return dq if sign > 0 else dq * sign, dk, dv
 
 
-@process_cache
-def installed() -> bool:
-    """Return whether flash-attn-4 is installed, without importing it."""
-    try:
-        return importlib.util.find_spec("flash_attn.cute") is not None
-    except ImportError:  # flash_attn is not installed, or an older release does not load
-        return False
-
-
-@process_cache
-def _cute() -> ModuleType | str:
-    """Return flash-attn-4's interface module, or the reason why it cannot be used."""
-    try:
-        interface = importlib.import_module("flash_attn.cute.interface")
-    except ImportError as error:
-        return f"flash-attn-4 does not load ({error})"
-    for name, wanted in (("flash_attn_func", "block_sparse_tensors"), ("_flash_attn_bwd", "dlse")):
-        function = getattr(interface, name, None)
-        if function is None or wanted not in inspect.signature(function).parameters:
-            return f"this version of flash-attn-4 has no {name} with {wanted}: 4.0.0b36 does"
-    return interface
-
-
-def _blocks(plan: BlockPlan) -> tuple[Any, Any]:
-    """Return flash-attn-4's tile lists of a plan, by rows and by columns; they are cached with the plan."""
-    known = derived_values(plan)
-    if "flash" not in known:
-        sparsity = importlib.import_module("flash_attn.cute.block_sparsity")
-        known["flash"] = tuple(
-            sparsity.BlockSparseTensorsTorch(
-                mask_block_cnt=torch.zeros_like(counts),
-                mask_block_idx=torch.zeros_like(index[..., :1]),
-                full_block_cnt=counts,
-                full_block_idx=index,
-                block_size=(plan.q_tile, plan.kv_tile),
-            )
-            for counts, index in (padded_lists(plan, "rows"), padded_lists(plan, "columns"))
-        )
-    lists: tuple[Any, Any] = known["flash"]
-    return lists
-
-
-def padded_lists(plan: BlockPlan, side: str) -> tuple[Tensor, Tensor]:
-    """Pad a plan's tile lists to equal length.
-
-    Args:
-        plan: The plan.
-        side: ``"rows"`` or ``"columns"``.
-
-    Returns:
-        int32 counts (B, Hq, lines) and indices (B, Hq, lines, longest list), which are zero beyond the counts.
-    """
-    ptr, tiles = (plan.row_ptr, plan.col) if side == "rows" else (plan.col_ptr, plan.row)
-    counts = ptr.diff(dim=1)
-    place = torch.arange(max(1, int(counts.max())), device=plan.device)
-    entry = (ptr[:, :-1, None] + place).clamp(max=max(0, tiles.shape[0] - 1)).long()
-    listed = tiles[entry] if tiles.shape[0] else torch.zeros_like(entry, dtype=torch.int32)
-    index = torch.where(place < counts[..., None], listed, 0)
-    group = plan.row_set.long()
-    return counts[group].contiguous(), index[group].contiguous()
-
-
-def _sparse_forward(operands: Operands, branch: Branch) -> tuple[Tensor, Tensor]:
-    q, k, v, scale = operands[:4]
-    rows, _ = _blocks(_plan(branch, q.device))
-    by_token = [x.transpose(1, 2) for x in (q, k, v)]
-    interface: Any = _cute()
-    out, lse = interface.flash_attn_func(*by_token, softmax_scale=scale, block_sparse_tensors=rows, return_lse=True)
-    return out.transpose(1, 2), lse
-
-
-def _sparse_backward(
-    dout: Tensor, operands: Operands, out: Tensor | None, lse: Tensor, delta: Tensor, branch: Branch
-) -> tuple[Tensor, ...]:
-    """Compute the gradients with flash-attn-4.
-
-    flash-attn-4 subtracts dlse from rowsum(dout * out). Without out, zeros are passed as out and -delta as dlse.
-    """
-    q, k, v, scale = operands[:4]
-    _, columns = _blocks(_plan(branch, q.device))
-    dlse = None if out is not None else -delta.contiguous()
-    by_token = [x.transpose(1, 2) for x in (q, k, v, torch.zeros_like(dout) if out is None else out, dout)]
-    interface: Any = _cute()
-    grads = interface._flash_attn_bwd(*by_token, lse, scale, block_sparse_tensors=columns, dlse=dlse)
-    return tuple(x.transpose(1, 2) for x in grads[:3])
-
-
-def _plan(branch: Branch, device: torch.device | str) -> BlockPlan:
-    return branch.plan(device, tile=SPARSE_TILES[torch.cuda.get_device_capability(device)[0]])
-
-
 def unsupported_reason(call: Call, branch: Branch) -> str | None:
-    """Return a reason unless tensors are CUDA, Dv == D is a multiple of 8, and flash-attn-4 runs a sparse pattern."""
+    """Return a reason unless the pattern is full or causal, tensors are CUDA, and Dv == D is a multiple of 8."""
     if call.device != "cuda":
         return f"it calls kernels for CUDA tensors, and these are on {call.device}"
     if call.dtype not in (*_HALVES, torch.float32):
@@ -271,27 +157,9 @@ def unsupported_reason(call: Call, branch: Branch) -> str | None:
     if call.dtype == torch.bfloat16 and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8:
         return "PyTorch's fused kernels need compute capability 8 or later for bfloat16"
     if branch.dense_kind == "sparse":
-        return _sparse_refusal(call, branch)
+        return "the pattern is neither full nor causal from position 0"
     # the memory-efficient kernel runs the cases that the others do not support
     return f"it calls operators that torch {torch.__version__} does not have" if None in _FUSED["efficient"] else None
-
-
-def _sparse_refusal(call: Call, branch: Branch) -> str | None:
-    if not installed():
-        return "the pattern is neither full nor causal from position 0, and flash-attn-4 is not installed"
-    if not torch.cuda.is_available():
-        return "flash-attn-4's sparse kernels depend on the device, and no CUDA device is available"
-    tile = SPARSE_TILES.get(torch.cuda.get_device_capability()[0])
-    if tile is None or torch.version.hip is not None:
-        return "flash-attn-4 supports block sparsity only on Hopper and Blackwell data-centre devices"
-    if call.dtype not in _HALVES or call.head_dim > 128:
-        return f"flash-attn-4 needs a 16-bit type and head dimensions up to 128, and got {call.dtype}, {call.head_dim}"
-    if branch.nq % tile[0] or branch.nk % tile[1]:
-        return f"flash-attn-4 needs lengths divisible by its blocks of {tile[0]} x {tile[1]} tokens"
-    if branch.plan(f"cuda:{torch.cuda.current_device()}", tile=tile).mask_words.shape[0]:
-        return f"the pattern has partial tiles of {tile[0]} x {tile[1]}, and flash-attn-4 is used only for full tiles"
-    interface = _cute()
-    return interface if isinstance(interface, str) else None
 
 
 def scratch(call: Call, branch: Branch) -> int:

@@ -19,13 +19,14 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from .. import __version__, memory
-from ..backends import BACKENDS, cpu, trial, tuning
+from .. import __version__, memory, plugins
+from ..backends import BACKENDS, cpu, tuning
 from ..call import Call
 from ..environment import CPU_VARIANT
 from ..errors import RingweaveError
 from ..patterns import Causal, SlidingWindow
 from ..plan import branches
+from ..program import possible, trials
 from ..units import nbytes
 from . import terminal
 
@@ -39,6 +40,7 @@ _OPTIONAL = (
     "psutil",
     "transformers",
     "ringweave-audit",
+    "ringweave-gpu",
     "ringweave-lab",
 )
 _COMPILERS = ("g++", "clang++", "c++", "nvcc")
@@ -50,7 +52,6 @@ _COMPILER = " Reinstall ringweave with a C++ compiler (g++ or clang++), and not 
 _VARIABLES = {
     CPU_VARIANT: "not set: the best instruction set is used",
     tuning.VARIABLE: "not set: the user's cache folder is used",
-    trial.VARIABLE: "not set: trials are held only by ringweave tune --gpu",
 }
 
 
@@ -97,6 +98,8 @@ def diagnose() -> dict[str, dict[str, Any]]:
         ['backends', 'compilers', 'devices', 'native kernel']
     """
     devices, usual = _devices(), multiprocessing.get_all_start_methods()[0]
+    held = trials("cuda")
+    variables = _VARIABLES | ({} if held is None else held.variables())
     return {
         "system": {
             "ringweave": __version__,
@@ -113,10 +116,11 @@ def diagnose() -> dict[str, dict[str, Any]]:
         "native kernel": _kernel(),
         "compilers": {name: _compiler(name) for name in _COMPILERS},
         "packages": {name: _installed(name) for name in _OPTIONAL},
-        "backends": {name: {kind: _usable(name, kind) for kind in devices} for name in BACKENDS},
+        "backends": {name: {kind: _usable(name, kind) for kind in devices} for name in BACKENDS}
+        | plugins.absent_backends(BACKENDS),
         "tuning store": _store(),
-        "trials": _trials(),
-        "variables": _VARIABLES | {name: value for name, value in sorted(os.environ.items()) if name in _VARIABLES},
+        "trials": {} if held is None else held.report(),
+        "variables": variables | {name: value for name, value in sorted(os.environ.items()) if name in variables},
     }
 
 
@@ -141,12 +145,13 @@ def _gpu(findings: dict[str, dict[str, Any]], backends: dict[str, Any]) -> str:
     kinds = [kind for kind in findings["devices"] if kind != "cpu"]
     if not kinds:
         return "no GPU"
-    able = [name for name in ("flash", "flex", "dense_batched", "triton") if _runs(backends, name, kinds[0])]
+    able = [name for name in possible(kinds[0]) if _runs(backends, name, kinds[0])]
     return f"{kinds[0]} runs {', '.join(able)}" if able else f"{kinds[0]} found, but no backend for it"
 
 
 def _runs(backends: dict[str, Any], name: str, kind: str) -> bool:
-    return str(backends.get(name, {}).get(kind, "not usable")).startswith("usable")
+    said = backends.get(name)
+    return isinstance(said, dict) and str(said.get(kind)).startswith("usable")
 
 
 def _kernel() -> dict[str, str]:
@@ -173,16 +178,6 @@ def _store() -> dict[str, str | int]:
     tiles = Counter(answer.tile for answer in answers if answer.tile is not None)
     if tiles:
         facts["tiles"] = ", ".join(f"{q} x {k} ({count})" for (q, k), count in sorted(tiles.items()))
-    return facts
-
-
-def _trials() -> dict[str, str]:
-    """Return the verdicts of trials on this machine's GPU by the kind of call, and the number on other versions."""
-    verdicts = trial.stored()
-    now = [each for each in verdicts if trial.is_current(each)]
-    facts = {each.of.split("; ", 4)[-1]: f"{each.best or 'none'}: {each}" for each in now}
-    if len(now) < len(verdicts):
-        facts["ignored"] = f"{len(verdicts) - len(now)} on other versions or devices"
     return facts
 
 

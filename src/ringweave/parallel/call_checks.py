@@ -10,7 +10,7 @@ from ..errors import PatternError, ShapeError, UnsupportedError
 from ..patterns import BlockTable, Pattern, check_extents
 from ..patterns.global_tokens import check_places
 from ..patterns.selected import check_rows
-from ..program import names
+from ..program import named_backend, names
 from .shards import Shards
 
 
@@ -36,8 +36,8 @@ def check_backend(backend: str, features: frozenset[str], device: str) -> None:
     """Raise UnsupportedError unless a backend computes plans, and the named features."""
     if backend == "auto":
         return
-    known = BACKENDS.get(backend) if isinstance(backend, str) else None
-    if known is None or not (known.planned and known.branched):
+    known = named_backend(backend)
+    if not (known.planned and known.branched):
         able = [name for name in names()[1:] if BACKENDS[name].planned and BACKENDS[name].branched]
         wanted = f"'auto' or one that computes a plan: {', '.join(able)}"
         raise UnsupportedError("backend", repr(backend), wanted, "Use 'auto'.")

@@ -13,12 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .. import program
-from ..backends import BACKENDS, trial
-from ..backends.backend import Backend
+from .. import plugins, program
+from ..backends import BACKENDS
+from ..backends.backend import Backend, Verdict
 from ..call import Call
 from ..checks import flag, named_device, whole
-from ..errors import ShapeError, UnsupportedError, shown
+from ..errors import ShapeError, shown
 from ..patterns import Full, Pattern
 from ..patterns.alignment import first_of_sizes
 from ..patterns.base import parts_of
@@ -110,9 +110,7 @@ def explain(
         )
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise ShapeError("dtype", shown(dtype), "float32, float16, bfloat16 or float64", "Name one of them.")
-    if not isinstance(backend, str) or backend not in program.names():
-        wanted = f"one of {', '.join(program.names())}"
-        raise UnsupportedError("backend", shown(backend), wanted, "Use 'auto'.")
+    program.check_name(backend)
     kind = named_device(device).type
     given, dropout, said = as_listed(terms), checked_dropout(dropout), ""
     listed = tuple([term for term in given if isinstance(term, Term)])
@@ -333,7 +331,7 @@ def _branches(work: Sequence[BranchWork]) -> list[dict[str, Any]]:
 
 def _trials(steps: Sequence[tuple[Branch, Backend]], call: Call) -> list[str]:
     """Return the verdicts of trials on the branches' kinds, with their ages."""
-    verdicts = (trial.known(call, branch) for branch, _ in steps)
+    verdicts = (program.verdict_on(call, branch) for branch, _ in steps)
     return list(dict.fromkeys(str(each) for each in verdicts if each is not None))
 
 
@@ -349,26 +347,31 @@ def _others(steps: Sequence[tuple[Branch, Backend]], call: Call, named: str) -> 
         for name, backend in BACKENDS.items():
             if name == chosen.name:
                 continue
-            if name not in program.PREFERENCE:
-                reason = "used only when named"
-                if name in trial.CHALLENGERS and call.device == "cpu":
-                    reason = "on a CPU it is used only when named"
-                elif name in trial.CHALLENGERS:
-                    verdict = trial.known(call, branch)
-                    reason = _of_trial(verdict, name) or program.unsupported_reason(backend, call, branch) or _NO_TRIAL
-                elif backend.branched and not backend.experimental:
-                    reason += ", or where measured to be fastest"
-            else:
+            if name in refused:
                 reason = refused[name] or f"could run it; {chosen.name} {why}"
+            elif backend.trials is not None and call.device != "cpu":
+                verdict = program.verdict_on(call, branch)
+                reason = _of_trial(verdict, name) or program.unsupported_reason(backend, call, branch) or _NO_TRIAL
+            else:
+                reason = _used_when_named(backend, call)
             if reason not in reasons.setdefault(name, []):
                 reasons[name].append(reason)
+    if call.device != "cpu":
+        reasons |= {name: [said] for name, said in plugins.absent_backends(BACKENDS).items()}
     return reasons
 
 
 _NO_TRIAL = "used only when named, or where a trial finds it right and faster: ringweave tune --gpu"
 
 
-def _of_trial(verdict: trial.Verdict | None, name: str) -> str | None:
+def _used_when_named(backend: Backend, call: Call) -> str:
+    if backend.trials is not None or backend.before is not None:
+        return "on a CPU it is used only when named"
+    may = ", or where measured to be fastest" if backend.branched and not backend.experimental else ""
+    return f"used only when named{may}"
+
+
+def _of_trial(verdict: Verdict | None, name: str) -> str | None:
     """Return what a trial found against a backend; None without a trial of it."""
     outcome = None if verdict is None else verdict.outcomes.get(name)
     return None if outcome is None else outcome.reason or "the trial on this machine found it no faster"

@@ -1,6 +1,6 @@
 """Run the campaign from the sources, without installation and in plain text.
 
-PYTHONPATH=src:lab/src python -m ringweave_lab.campaign --out DIR
+PYTHONPATH=src:gpu/src:lab/src python -m ringweave_lab.campaign --out DIR
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(words: Sequence[str] | None = None) -> int:
     for line in needs.said():
         say(line)
     if needs.missing(needs.NEEDED):
-        say("Install torch 2.11 or later, and set PYTHONPATH=src:lab/src to run from the sources.")
+        say("Install torch 2.11 or later, and set PYTHONPATH=src:gpu/src:lab/src to run from the sources.")
         return 2
 
     # imported after the checks, since importing torch takes seconds

@@ -75,7 +75,7 @@ def begin(target: Target) -> None:
 
 def kernels() -> set[str]:
     """Return the names in Triton's cache of the kernels that this process has compiled."""
-    from ringweave.backends.triton import kernels as module
+    from ringweave_gpu.triton import kernels as module
 
     caches = [getattr(module, name).device_caches for name in module.__all__]
     return {each.hash for of in caches for cache in of.values() for each in cache[0].values()}

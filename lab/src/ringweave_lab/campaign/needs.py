@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Iterable
 
 #: Packages without which there is no campaign.
-NEEDED = ("torch", "numpy", "filelock", "ringweave")
+NEEDED = ("torch", "numpy", "filelock", "ringweave", "ringweave_gpu")
 #: Packages by the units that are left out without them, as the first words of the units' names.
 OPTIONAL = {
     "triton": ("ahead", "small", "own", "bits", "decode", "trial"),

@@ -34,7 +34,7 @@ class Variant:
 
 def compiled(variant: Variant) -> str | None:
     """Compile a variant's kernels in a prepared process, and return the error if there was one."""
-    from ringweave.backends import triton
+    from ringweave_gpu import triton
 
     # the plan of a table on a GPU does not read its data; the host plans everything else
     device = "meta" if isinstance(variant.problem.relation, RandomBlocks) else "cpu"

@@ -26,8 +26,9 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave import call as described
-from ringweave.backends import trial, triton
+from ringweave import device_check
 from ringweave.errors import UnsupportedError, in_a_line
+from ringweave_gpu import register, trial, triton
 
 from ..bench.cases import gpu
 from ..bench.peak import aside
@@ -125,7 +126,7 @@ def small(job: Job) -> Iterator[Target]:
         for dim in (64, 128):
             for dense_kind in ("sparse", "causal"):
                 case = described.Call(1, 4, 2, 500, 500, dim, dim, dtype, job.device, True)
-                wrong = None if job.dry else trial.check(triton.BACKEND, case, dense_kind)
+                wrong = None if job.dry else device_check.check(triton.BACKEND, case, dense_kind)
                 name = f"{str(dtype).removeprefix('torch.')}, {dense_kind}, D {dim}: right"
                 yield (
                     Target(name, "500 tokens", None, None, True, reason=wrong)
@@ -137,7 +138,8 @@ def small(job: Job) -> Iterator[Target]:
 def tests(job: Job) -> Iterator[Target]:
     """Run the GPU tests, several files at a time, each in a separate process."""
     root = Path.cwd() if job.checkout is None else job.checkout
-    files = [file for file in sorted((root / "tests").rglob("test_*.py")) if "mark.gpu" in file.read_text("utf-8")]
+    found = sorted(file for folder in ("tests", "gpu/tests") for file in (root / folder).rglob("test_*.py"))
+    files = [file for file in found if "mark.gpu" in file.read_text("utf-8")]
 
     until = time.monotonic() + _TESTS
 
@@ -333,6 +335,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--checkout", type=Path)
     parser.add_argument("--dry", action="store_true")
     given = parser.parse_args(words)
+    # without an installation no entry point names the backends
+    register()
     job = Job(given.folder, given.device, given.dry, given.checkout)
     device, wrong = "cpu" if job.dry else job.device, False
     head = {

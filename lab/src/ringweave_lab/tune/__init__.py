@@ -2,7 +2,7 @@
 
 Every candidate is checked against the float64 oracle on sampled rows, and the correct ones are timed in turn: first
 every backend that can run a branch; then other tile sizes for the backends near the fastest. The default choice of auto
-stays unless another is clearly faster. On a GPU, ``ringweave tune --gpu`` holds trials (``ringweave.backends.trial``).
+stays unless another is clearly faster. On a GPU, ``ringweave tune --gpu`` holds trials (``ringweave_gpu.trial``).
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from ringweave.backends import trial, tuning_keys
-from ringweave.backends.trial import Verdict
+from ringweave.backends import tuning_keys
 from ringweave.errors import UnsupportedError
 from ringweave.plan import Branch, branches
 from ringweave.program import contenders
+from ringweave_gpu import trial
+from ringweave_gpu.trial import Verdict
 
 from .answers import write_entries
 from .measure import Timing

@@ -11,10 +11,10 @@ from rich.text import Text
 
 from ringweave import units
 from ringweave.backends import BACKENDS
-from ringweave.backends.trial import Verdict
 from ringweave.cli import terminal
 from ringweave.cli.terminal import HeadDim, Heads, KvHeads, PatternText, Tokens
 from ringweave.patterns import parse
+from ringweave_gpu.trial import Verdict
 
 from . import Finding, save_answers, trials, tune
 from .answers import writable_file
