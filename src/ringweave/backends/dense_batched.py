@@ -35,14 +35,14 @@ def backward(
     return tiles.backward(layout, Scorer(operands.terms), upstream, dtype)
 
 
-def tile_mass(operands: Operands, lse: Tensor, plan: BlockPlan, first: Tensor, per_row: bool) -> Tensor:
-    """Sum the weights in each tile, (T,) or per row (T, q_tile); ``first`` is the index of each head's first tile."""
+def tile_mass(operands: Operands, lse: Tensor, plan: BlockPlan, per_row: bool) -> Tensor:
+    """Sum the weights in each tile, (T,) or per row (T, q_tile)."""
     layout, scorer = PlanTiles(operands, plan), Scorer(operands.terms)
     # a row that attends nothing has zero weights, whatever it contains
     lse = lse.masked_fill(torch.isneginf(lse), torch.inf)
     queries, rows = layout.by_query(layout.q), layout.by_query(lse[..., None], torch.inf)
     values = rows.new_zeros(plan.tiles, plan.q_tile)
-    begins = first.reshape(-1) - plan.row_ptr[:, 0].long()[plan.row_set.reshape(-1).long()]
+    begins = plan.first_tiles().reshape(-1) - plan.row_ptr[:, 0].long()[plan.row_set.reshape(-1).long()]
     for batch in layout.batches():
         products = layout.products(layout.taken(queries, batch), layout.gathered(layout.k_tiles, batch, False))
         scores = layout.masked(scorer.scores(layout, batch, products, False).values, batch, -torch.inf)
@@ -68,5 +68,5 @@ def scratch(call: Call, branch: Branch) -> int:
 
 BACKEND = Backend(
     "dense_batched", forward, backward, unsupported_reason, scratch, tiled=True, terms=by_formula, dropout=True,
-    paged=True, kv_dtypes=tuple(STORED),
+    paged=True, kv_dtypes=tuple(STORED), mass=tile_mass,
 )  # fmt: skip
