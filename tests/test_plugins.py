@@ -70,6 +70,11 @@ for name in ("triton", "flash_attn_4", "attn_gym"):
             call()
         except rw.UnsupportedError as error:
             print(error)
+try:
+    rw.attention(torch.empty(1, 1, 64, 16, device="meta"), q, q, on_oom="stream")
+except rw.UnsupportedError as error:
+    print(error)
+print(rw.attention(q, q, q, on_oom="stream").shape)
 facts = rw.explain(rw.SlidingWindow(9), 256, device="cuda", as_dict=True)["backend"]
 print([each["backend"] for each in facts["chosen"]], facts["others"]["triton"], facts["trials"], program.trials("cuda"))
 lists = rw.Selected(torch.zeros(256, 1, dtype=torch.int64))
@@ -87,16 +92,19 @@ def test_without_the_distribution_of_backends_a_gpu_has_the_engines_of_pytorch()
         [sys.executable, "-c", WITHOUT_BACKENDS], capture_output=True, text=True, timeout=240, check=True
     )
     said = how_to_install("ringweave-gpu")
-    names, *errors, facts, others, findings = done.stdout.splitlines()
+    names, *errors, streamed, shape, facts, others, findings = done.stdout.splitlines()
     assert names.split() == ["reference", "dense_batched", "gather", "sdpa", "cpu", "flex", "flash", "torch_sparse"]
     assert errors == [
         f"backend: got '{name}' without ringweave-gpu; wanted ringweave-gpu. {said}"
         for name in ("triton", "flash_attn_4", "attn_gym")
         for _ in range(2)
     ]
-    assert facts == f"['flex'] {[f'ringweave-gpu is not installed: {said}']} [] None"
+    got = "'stream' for keys and values on the host, without ringweave-gpu"
+    assert streamed == f"on_oom: got {got}; wanted ringweave-gpu. {said}"
+    assert shape == "torch.Size([1, 1, 64, 16])"
+    assert facts == f"['flex'] {[f'ringweave-gpu is not installed. {said}']} [] None"
     assert others == "flash gather"
-    assert findings == f"ringweave-gpu is not installed: {said}|{{}}|False"
+    assert findings == f"ringweave-gpu is not installed. {said}|{{}}|False"
 
 
 def test_backends_of_other_distributions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ class Breakage(NamedTuple):
 
     Attributes:
         name: The property that it breaks.
-        file: Path under src/ringweave.
+        file: Path under src/ringweave, or from the root if it begins with gpu/.
         old: Text that the file contains once.
         new: Text to replace it with.
         tests: Arguments of pytest: the tests that should see it.
@@ -37,6 +37,11 @@ class Breakage(NamedTuple):
     old: str
     new: str
     tests: tuple[str, ...]
+
+    @property
+    def path(self) -> str:
+        """The file's path from the root."""
+        return self.file if self.file.startswith("gpu/") else f"src/ringweave/{self.file}"
 
 
 PARALLEL = "tests/parallel"
@@ -120,12 +125,14 @@ BREAKAGES = (
         ("tests/backends/test_tuning.py", "-k", "densities"),
     ),
     Breakage(
-        "a slot that is filled while it is read", "host_offload.py", "self.copies.copy_after(self.read)", "pass",
-        ("tests/memory/test_host_offload.py", "-k", "before_it_is_there or every_wait"),
+        "a slot that is filled while it is read", "gpu/src/ringweave_gpu/host_offload.py",
+        "self.copies.copy_after(self.read)", "pass",
+        ("gpu/tests/test_host_offload.py", "-k", "before_it_is_there or every_wait"),
     ),
     Breakage(
-        "gradients that are read before they arrive", "host_offload.py", "self.copies.wait(event)", "pass",
-        ("tests/memory/test_host_offload.py", "-k", "before_it_is_there"),
+        "gradients that are read before they arrive", "gpu/src/ringweave_gpu/host_offload.py",
+        "self.copies.wait(event)", "pass",
+        ("gpu/tests/test_host_offload.py", "-k", "before_it_is_there"),
     ),
 )  # fmt: skip
 
@@ -171,7 +178,7 @@ def tested(folder: Path, tests: tuple[str, ...]) -> tuple[int, str]:
 
 def problem(folder: Path, each: Breakage, sound: set[tuple[str, ...]]) -> str | None:
     """Return how the tests fail to catch a breakage, or None; ``sound`` collects tests that pass without one."""
-    path = folder / "src" / "ringweave" / each.file
+    path = folder / each.path
     text = path.read_text() if path.exists() else ""
     if text.count(each.old) != 1:
         return f"{each.file} has the line to break {text.count(each.old)} times: {each.old}"

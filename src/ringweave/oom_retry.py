@@ -7,7 +7,7 @@ The library makes these attempts in order, each after the previous one ran out o
 3. Compute some queries of one key head at a time. This is skipped for a pattern that cannot be cut by queries, such as
    a table with several rows of blocks.
 
-In each attempt, keys and values on the host are copied in pieces (host_offload.py) if the call asked for that. Backward
+In each attempt, keys and values on the host are copied in pieces by ringweave-gpu if the call asked for that. Backward
 recomputes the scores, as always. Every row sees its keys in the same order, so if pieces are whole tiles of the same
 sides the native kernel gives the same bits. Gradients of keys are summed over pieces of queries in float32.
 """

@@ -9,7 +9,7 @@ from typing import Any
 
 from ringweave_command import ELSEWHERE, how_to_install
 
-from .errors import RingweaveError
+from .errors import RingweaveError, UnsupportedError
 
 #: Attributes that distributions add to modules of ringweave, by their full names.
 ATTRIBUTES = {
@@ -22,6 +22,10 @@ ATTRIBUTES = {
 
 #: Backends that distributions add.
 BACKEND_OWNERS = dict.fromkeys(("attn_gym", "flash_attn_4", "triton"), "ringweave-gpu")
+
+
+#: The class of programs for keys and values on the host, once an entry point or a process without them has named it.
+HOST_PROGRAMS: list[Callable[[Any], Any]] = []
 
 
 class AbsentError(RingweaveError, AttributeError):
@@ -67,10 +71,24 @@ def backends() -> dict[str, Callable[[], Any]]:
     return {each.name: each.load for each in sorted(found, key=lambda each: each.name)}
 
 
+def host_program() -> Callable[[Any], Any]:
+    """Return the class of programs for calls with keys and values on the host.
+
+    Raises:
+        UnsupportedError: Its distribution is not installed.
+    """
+    if not HOST_PROGRAMS:
+        HOST_PROGRAMS.extend(each.load() for each in entry_points(group="ringweave.programs", name="host"))
+    if not HOST_PROGRAMS:
+        got, owner = "'stream' for keys and values on the host, without ringweave-gpu", "ringweave-gpu"
+        raise UnsupportedError("on_oom", got, owner, how_to_install(owner))
+    return HOST_PROGRAMS[0]
+
+
 def absent_backends(known: Container[str]) -> dict[str, str]:
     """Return the backends of distributions that are not among the known ones, each with how to get it."""
     absent = {name: owner for name, owner in BACKEND_OWNERS.items() if name not in known}
-    return {name: f"{owner} is not installed: {how_to_install(owner)}" for name, owner in absent.items()}
+    return {name: f"{owner} is not installed. {how_to_install(owner)}" for name, owner in absent.items()}
 
 
 def attribute(module: str, name: str) -> Any:

@@ -83,9 +83,10 @@ def program_of(call: Call, q: Tensor, k: Tensor) -> Program:
     if not hosted(q, k):
         return Program(call)
     # imported with the first such call
-    from .host_offload import HostProgram
+    from .plugins import host_program
 
-    return HostProgram(call)
+    program: Program = host_program()(call)
+    return program
 
 
 def hosted(q: Tensor, k: Tensor) -> bool:

@@ -79,6 +79,11 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, hosted: bool = False, empt
             if not hosted and _on_host(q, k, v):
                 remedy = f"{remedy[:-1]}, or leave k and v there and pass on_oom='stream' to attention()."
             raise ShapeError(f"{name}.device", x.device, f"{q.device}, as q", remedy)
+        if x.device != q.device:
+            # imported for keys and values on the host
+            from .plugins import host_program
+
+            host_program()
         if x.shape[0] != q.shape[0]:
             raise ShapeError(f"{name} batch", x.shape[0], f"{q.shape[0]}, as q", "Use one batch size.")
     if k.shape[3] != q.shape[3]:

@@ -25,6 +25,7 @@ from ringweave.patterns.located import located
 from ringweave.plan import BlockPlan, branches, unpack_masks
 from ringweave.program import PREFERENCE, compiled, describe
 from ringweave.relation.node import Origin
+from ringweave_gpu import register
 
 from ..tune.problem import FORWARD, Problem, Sample
 from ..tune.session import Built, Peer
@@ -320,6 +321,9 @@ def _vendor(name: str, kernel: SDPBackend) -> Peer:
 
     return Peer(name, f"torch's dense attention, {kernel.name}", lambda problem, backward: None, build)
 
+
+# without an installation no entry point names the backends of ringweave-gpu
+register()
 
 PEERS: dict[str, Peer] = {
     peer.name: peer

@@ -28,7 +28,7 @@ import ringweave as rw
 from ringweave import call as described
 from ringweave import device_check
 from ringweave.errors import UnsupportedError, in_a_line
-from ringweave_gpu import register, trial, triton
+from ringweave_gpu import trial, triton
 
 from ..bench.cases import gpu
 from ..bench.peak import aside
@@ -335,8 +335,6 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--checkout", type=Path)
     parser.add_argument("--dry", action="store_true")
     given = parser.parse_args(words)
-    # without an installation no entry point names the backends
-    register()
     job = Job(given.folder, given.device, given.dry, given.checkout)
     device, wrong = "cpu" if job.dry else job.device, False
     head = {

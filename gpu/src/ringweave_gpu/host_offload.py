@@ -21,17 +21,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .backends.backend import Upstream, delta_in_chunks, readable
-from .cache import derived_values
-from .call import Operands
-from .errors import UnsupportedError, warn_once
-from .merge import merge_into
-from .plan import BlockPlan, Branch, branches
-from .plan.cuda_sync import capturing
-from .plan.subplan import CutBranch, subplan
-from .program import BranchSlice, Program, Returned, choose_backend, named_backend
-from .relation.arrays import Int64
-from .types import acc_dtype
+from ringweave.backends.backend import Upstream, delta_in_chunks, readable
+from ringweave.cache import derived_values
+from ringweave.call import Operands
+from ringweave.errors import UnsupportedError, warn_once
+from ringweave.merge import merge_into
+from ringweave.plan import BlockPlan, Branch, branches
+from ringweave.plan.cuda_sync import capturing
+from ringweave.plan.subplan import CutBranch, subplan
+from ringweave.program import BranchSlice, Program, Returned, choose_backend, named_backend
+from ringweave.relation.arrays import Int64
+from ringweave.types import acc_dtype
 
 #: Bytes of keys and values in a piece; memory holds two pieces, and in backward the gradients of two.
 PIECE = 2**26
@@ -328,7 +328,7 @@ class Copies:
     def on_host(self, nbytes: int) -> Tensor:
         """Allocate page-locked bytes on the host."""
         # imported only when needed
-        from .memory.workspace import scratch
+        from ringweave.memory.workspace import scratch
 
         return scratch.take((nbytes,), torch.uint8, pinned=True)
 

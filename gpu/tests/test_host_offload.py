@@ -11,21 +11,24 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 import ringweave as rw
-from ringweave import errors, host_offload, torch_ops
+from ringweave import errors, torch_ops
 from ringweave.backends import BACKENDS
 from ringweave.call import Call, Operands
 from ringweave.errors import ShapeError, UnsupportedError
-from ringweave.host_offload import HostProgram
 from ringweave.plan.tile_size import default_tile_size
 from ringweave.program import Program, Returned
+from ringweave_gpu import host_offload
+from ringweave_gpu.host_offload import HostProgram
+from tests import oracle
+from tests.backends.test_saved_layouts import CASES, LAYOUTS, gradients, same
+from tests.cases import MIXTURES, PATTERNS
+from tests.memory.test_oom_retry import RUNGS, short_of
+from tests.test_conformance import Wanted
 
-from .. import oracle
-from ..cases import MIXTURES, PATTERNS
-from ..test_conformance import Wanted
 from .late import Late, RaceError
-from .test_oom_retry import RUNGS, short_of
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 TOKEN = KV_HEADS * 2 * DIM * 4  # bytes of a key and a value
@@ -421,6 +424,15 @@ def test_unsupported_calls_are_refused() -> None:
     for pattern in (rw.Full(), rw.SlidingWindow(9)):
         with streaming(), pytest.raises(UnsupportedError, match="backend: got 'reference'; wanted .* parts of a call"):
             rw.attention(x.q, x.k, x.v, pattern, backend="reference", on_oom="stream")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_saved_tensors_in_another_layout(name: str) -> None:
+    """Gradients are right if hooks return saved tensors in another layout."""
+    with streaming():
+        want = gradients(name, contextlib.nullcontext(), on_oom="stream")
+        for layout in LAYOUTS.values():
+            same(gradients(name, saved_tensors_hooks(lambda x: x, layout), on_oom="stream"), want)
 
 
 def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
