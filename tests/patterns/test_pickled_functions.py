@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import multiprocessing.reduction
 import pickle
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 import ringweave as rw
 from ringweave.patterns import Pattern
@@ -127,6 +129,32 @@ def test_a_tensor_is_pickled_once() -> None:
     view = rw.from_mask_mod(lambda b, h, q, k, part=large[5 : 5 + N]: part[q] == part[k])
     assert len(pickle.dumps(view)) < 4000
     assert again(view) == view
+
+
+def test_an_expanded_tensor_stays_small() -> None:
+    table = torch.zeros(1, dtype=torch.int64).expand(2**20)
+    pattern = rw.from_mask_mod(lambda b, h, q, k: table[q] == table[k])
+    assert len(pickle.dumps(pattern)) < 2000
+    assert again(pattern) == pattern
+
+
+def test_queues_share_the_tensors() -> None:
+    """torch.multiprocessing pickles no contents. The copy follows writes to the memory, as the pattern does."""
+    ids = IDS.clone()
+    pattern = documents(ids)
+    loaded = pickle.loads(multiprocessing.reduction.ForkingPickler.dumps(pattern))
+    for _ in range(2):
+        assert torch.equal(pairs(loaded), pairs(pattern))
+        ids.add_(torch.arange(N) // 3)
+
+
+def test_a_block_mask_of_a_lambda() -> None:
+    ids = torch.arange(256) // 70
+    mask = create_block_mask(
+        lambda b, h, q, k: ((ids[q] == ids[k]) | (q * k % 5 == 1)) & (q >= k), 1, 1, 256, 256, "cpu"
+    )
+    pattern = rw.from_block_mask(mask)
+    assert torch.equal(again(pattern).to_dense(256), pattern.to_dense(256))
 
 
 def test_tensors_that_require_gradients() -> None:

@@ -46,8 +46,9 @@ class TokenMask(OfFunction):
 
     A pickle holds the operations of the function as text, and the tensors that it reads. It loads where the function
     does not exist, and computes with the values of the time at which it was made, whatever the function reads later. An
-    operation that gives the default dtype, such as ``q / 3``, gives that of the process that calls it. A function that
-    cannot be traced, or has operations without a name, is pickled itself.
+    operation that gives the default dtype, such as ``q / 3``, gives that of the process that calls it. The queues of
+    ``torch.multiprocessing`` share the memory of the tensors, so the copy follows these. A function that cannot be
+    traced, or has operations without a name, is pickled itself.
 
     Args:
         fn: Function that returns a bool for each pair.

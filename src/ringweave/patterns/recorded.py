@@ -324,7 +324,7 @@ def chosen_text(batch: int | None, head: int | None) -> str:
 
 def _alone(x: Tensor) -> Tensor:
     """Return a tensor with its values alone, as a pickle should hold it: without autograd and the rest of a storage."""
-    if not x.requires_grad and x.untyped_storage().nbytes() == x.nbytes:
+    if not x.requires_grad and x.untyped_storage().nbytes() <= x.nbytes:
         # itself, so that a pickle of several patterns holds it once
         return x
     return x.detach().clone().requires_grad_(x.requires_grad)
