@@ -80,6 +80,20 @@ def test_the_corpus(name: str) -> None:
         ),
         (lambda b, h, q, k: ROW.to(torch.device("cpu"))[q] > k, "x0 = t0.to(device('cpu')); t0[q] > k"),
         (lambda b, h, q, k: TABLE.max(1).values[b, q % 5] > k, "x0 = t0.max(1); x0[0][b, q % 5] > k"),
+        (lambda b, h, q, k: TABLE[b, q % 4][..., 0] == k, "t0[b, q % 4][0] == k"),
+        (
+            lambda b, h, q, k: torch.einsum("i,i->", TABLE[b, h], TABLE[b, 0]) > k,
+            "torch.einsum('i,i->', t0[b, h], t0[b, 0]) > k",
+        ),
+        (
+            lambda b, h, q, k: ROW.clone(memory_format=torch.contiguous_format)[q] > k,
+            "t0.clone(memory_format=torch.contiguous_format)[q] > k",
+        ),
+        (lambda b, h, q, k: F.pad(ROW, (1, 0))[q] > k, "F.pad(t0, (1, 0), mode='constant', value=None)[q] > k"),
+        (
+            lambda b, h, q, k: torch.arange(20)[q] + torch.zeros((), dtype=torch.int64, device="cpu") > k,
+            "torch.arange(20)[q] + torch.zeros((), dtype=torch.int64, device='cpu') > k",
+        ),
         (lambda b, h, q, k: True, "True"),
     ],
 )

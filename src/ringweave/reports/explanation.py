@@ -97,12 +97,7 @@ def explain(
     if kv_heads is not None:
         kv_heads = _size("kv_heads", kv_heads)
     pattern, nq, nk, heads, batch, q_offset = fitting(pattern, nq, nk, heads, batch, q_offset, kv_heads)
-    pattern = pattern._for_call()
-    functions: list[Recorded] = []
-    if pattern.has_function:
-        place = Place(batch, heads, nq, nk, q_offset)
-        functions = [mask.compared(mask.at_place(place)) for mask in parts_of(pattern, Recorded)]
-        pattern = pattern._recognised(place)
+    pattern, functions = _recognised(pattern._for_call(), Place(batch, heads, nq, nk, q_offset))
     kv_heads = heads if kv_heads is None else kv_heads
     head_dim = _size("head_dim", head_dim)
     value_dim = head_dim if value_dim is None else _size("value_dim", value_dim)
@@ -139,6 +134,14 @@ def explain(
     if not said:
         return made.as_dict() if as_dict else str(made)
     return {**made.as_dict(), "score_mod": said} if as_dict else f"{made}\nscore_mod {said}"
+
+
+def _recognised(pattern: Pattern, place: Place) -> tuple[Pattern, list[Recorded]]:
+    """Return the pattern as a call computes it, and the functions that it has been recognised from."""
+    if not pattern.has_function:
+        return pattern, []
+    functions = [mask.compared(mask.at_place(place)) for mask in parts_of(pattern, Recorded)]
+    return pattern._recognised(place), functions
 
 
 def _size(name: str, value: int) -> int:

@@ -153,7 +153,7 @@ def is_torchs(function: Any) -> bool:
 
 
 # functions of torch in Python that are operations on tensors
-_OF_TENSORS = "torch._tensor", "torch.functional", "torch.nn.functional"
+_OF_TENSORS = frozenset(function.__module__ for function in (Tensor.__rsub__, torch.split, F.softmax))
 _NATIVE = frozenset({types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType})
 
 
