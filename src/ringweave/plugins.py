@@ -108,3 +108,10 @@ def require_command(name: str) -> None:
     """Raise AbsentError for a command of a distribution that is not installed; the command line lacks the command."""
     if name in ELSEWHERE:
         raise AbsentError(f"command {name}", ELSEWHERE[name])
+
+
+def require_backend(name: str) -> None:
+    """Raise UnsupportedError for a backend of a distribution that is not installed."""
+    if name in BACKEND_OWNERS:
+        owner = BACKEND_OWNERS[name]
+        raise UnsupportedError("backend", f"{name!r} without {owner}", owner, how_to_install(owner))

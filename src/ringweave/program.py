@@ -68,13 +68,10 @@ def named_backend(name: object) -> Backend:
     if backend is not None:
         return backend
     # imported for an error
-    from ringweave_command import how_to_install
+    from .plugins import require_backend
 
-    from .plugins import BACKEND_OWNERS
-
-    owner = BACKEND_OWNERS.get(name) if isinstance(name, str) else None
-    if owner is not None:
-        raise UnsupportedError("backend", f"{name!r} without {owner}", owner, how_to_install(owner))
+    if isinstance(name, str):
+        require_backend(name)
     raise UnsupportedError("backend", shown(name), f"one of {', '.join(names())}", "Use 'auto'.")
 
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -23,6 +25,24 @@ LONGNET = rw.LongNet([64, 256], [1, 4], causal=True)
 
 def _problem(pattern: rw.Pattern, tokens: int = 300, heads: int = 2) -> Problem:
     return Problem("test", pattern, tokens, heads, 32)
+
+
+FROM_SOURCES = """
+import importlib.metadata
+importlib.metadata.entry_points = lambda **given: ()
+from ringweave_lab.campaign import units
+from ringweave.backends import BACKENDS
+from ringweave.plugins import host_program
+from ringweave_lab.bench.peers import PEERS
+print(*(f"ringweave:{name}" in PEERS and name in BACKENDS for name in ("attn_gym", "flash_attn_4", "triton")))
+print(host_program().__module__)
+"""
+
+
+def test_without_an_installation_the_campaign_has_all_backends() -> None:
+    """From the sources no entry point names the backends of ringweave-gpu, and peers are listed as they are imported."""
+    done = subprocess.run([sys.executable, "-c", FROM_SOURCES], capture_output=True, text=True, timeout=240, check=True)
+    assert done.stdout.splitlines() == ["True True True", "ringweave_gpu.host_offload"]
 
 
 @pytest.mark.parametrize("pattern", [WINDOW, rw.Causal(), rw.SlidingWindow(20, 20), LONGNET], ids=repr)
