@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ShapeError, UnsupportedError, shown, warn_once
-from ...patterns import Documents, Full, Pattern
+from ...patterns import Documents, Full, Pattern, Segments
 from ...patterns.base import parts_of
 from ...patterns.documents import keys_of
 from ...torch_compat import version
@@ -97,7 +97,7 @@ def apart(mask: PatternMask, given: Mapping[str, Any], batch: int) -> tuple[Patt
         got = f"documents for {nq} queries over {nk} keys, of which some are cached"
         raise UnsupportedError(name, got, "documents in a call without cached keys", "Pass use_cache=False.")
     known = isinstance(mask.rows, Documents)
-    if not known and parts_of(pattern, Documents):
+    if not known and any(parts_of(pattern, kind) for kind in (Documents, Segments)):
         got = f"documents beside a mask that counts from the first token of the row, {pattern}"
         raise UnsupportedError(name, got, "a mask of windows and padding", POSITIONS)
     documents = _shared(name, q, k, numbers, mask, (batch, nq, nk))
