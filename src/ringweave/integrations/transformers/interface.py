@@ -21,12 +21,12 @@ from ...patterns.fitting import refuse
 from ...patterns.global_tokens import within_length
 from ...terms import Bias, Softcap, Term
 from ...torch_compat import version
-from .compressed_entries import entries_of
 from .indexers import all_keys, swap
 from .keywords import DOCUMENTS, OTHER, POSITIONS, READ, apart, check, same_documents
 from .latents import Latents, expand_later, states_of
 from .masks import ORIGIN, PatternMask, pattern_mask
 from .model_cache import CACHE, PagedStates
+from .models.deepseek_v4 import entries_of
 from .packing import (
     TAKES_NO_PACKING,
     breaks_of,
