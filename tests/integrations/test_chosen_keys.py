@@ -380,9 +380,9 @@ def test_lists_may_hold_forbidden_keys() -> None:
     wanted = rw.attention(q, k, k, rw.Selected(lists[:, None]) & rw.Causal())
     torch.testing.assert_close(got.transpose(1, 2), wanted)
     # layers that share a mask and a list share the pattern, until the list changes
-    held = mask.lists
+    held = mask.found.lists
     attend(torch.nn.Module(), q, k, k, mask, indices=lists)
-    assert mask.lists is held
+    assert mask.found.lists is held
     lists.fill_(0)
     got, _ = attend(torch.nn.Module(), q, k, k, mask, indices=lists)
     torch.testing.assert_close(got, k[:, :, :1].repeat_interleave(2, 1).expand(-1, -1, 8, -1).transpose(1, 2))

@@ -189,7 +189,7 @@ def choose(forward: Any, *args: Any, **kwargs: Any) -> Any:
         UnsupportedError: The indexer changes the list of its best keys, perhaps by the order of their scores.
     """
     rows = next((each for each in (*args, *kwargs.values()) if isinstance(each, MaskRows)), None)
-    if rows is None or rows.mask.context is not None:
+    if rows is None or rows.mask.facts.context is not None:
         return forward(*args, **kwargs)
     with Reading() as reading:
         result = forward(*args, **kwargs)

@@ -95,7 +95,7 @@ def _tokens(indexer: Any, scores: Tensor, first: Tensor, seen: Tensor) -> Tensor
 
 def _bounds(mask: Any) -> tuple[Tensor, Tensor] | None:
     """Return the first visible token of each sequence (B,), and the number that each query sees (B, queries)."""
-    if not isinstance(mask, PatternMask) or mask.context is not None:
+    if not isinstance(mask, PatternMask) or mask.facts.context is not None:
         return None
     batch, _, nq, nk = mask.sizes
     parts = mask.pattern.parts if isinstance(mask.pattern, And) else (mask.pattern,)
