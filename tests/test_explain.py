@@ -173,8 +173,9 @@ def test_how_functions_are_computed() -> None:
         return torch.from_numpy(q.numpy() * k.numpy() % 2 == 0)
 
     facts = rw.explain(rw.from_mask_mod(lambda b, h, q, k: q >= k), 64, as_dict=True)
-    assert (facts["pattern"], facts["functions"]) == ("Causal()", [])
+    assert (facts["pattern"], facts["functions"]) == ("Causal()", ["<lambda>: q >= k"])
     said = rw.explain(rw.Causal() & rw.from_mask_mod(lambda b, h, q, k: (q * k * k) % 7 > 3), 3000)
-    assert "function  <lambda> is evaluated in tiles: its pairs are no pattern, or too many zones" in said
+    formula = "<lambda>: q * k * k % 7 > 3"
+    assert f"function  {formula}, evaluated in tiles: its pairs are no pattern, or too many zones" in said
     said = rw.explain(rw.from_mask_mod(counted), 64)
     assert "function  counted is called at each call: it uses .numpy of a score or an index" in said

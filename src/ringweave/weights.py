@@ -45,14 +45,8 @@ class BlockWeights:
         return dense[:, :, : self.plan.nq, : self.plan.nk]
 
 
-def first_tiles(p: BlockPlan) -> Tensor:
-    """Return the index of each first tile, (B, Hq) int64, if tiles are ordered by batch element, head and row."""
-    counts = (p.row_ptr[:, -1] - p.row_ptr[:, 0]).long()[p.row_set.long()]
-    return (counts.reshape(-1).cumsum(0) - counts.reshape(-1)).view(counts.shape)
-
-
 def places(p: BlockPlan, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return b * Hq + h, query tile and key tile of each tile in the order of :func:`first_tiles`; int64 (T,) each."""
+    """Return b * Hq + h, query tile and key tile of each tile ordered by these and row; int64 (T,) each."""
     group, counts = p.row_set.reshape(-1).long(), (p.row_ptr[:, -1] - p.row_ptr[:, 0]).long()
     pair = torch.arange(group.numel(), device=p.device).repeat_interleave(counts[group])
     place = torch.arange(pair.numel(), device=p.device) - first.reshape(-1)[pair]
@@ -133,4 +127,4 @@ def _weights(q: Tensor, k: Tensor, call: Call) -> BlockWeights:
             unscaled = torch.exp(scores - top[row][..., None])
             total = torch.zeros_like(top).index_add(0, row, unscaled.sum(-1))
             values.append(unscaled / torch.where(total > 0, total, 1.0)[row][..., None])
-    return BlockWeights(p, torch.cat(values), first_tiles(p))
+    return BlockWeights(p, torch.cat(values), p.first_tiles())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave.adaptive import lightning, lightning_indexer, lightning_scores
-from ringweave.backends import cpu
+from ringweave.backends import BACKENDS, cpu
 from ringweave.environment import CPU_VARIANT
 from ringweave.errors import PatternError, ShapeError, UnsupportedError
 
@@ -23,7 +24,7 @@ VARIANTS = [] if cpu.module() is None else cpu.module().variants()  # type: igno
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose keys by the native kernel, where it takes the inputs, or by operations of torch."""
     if request.param == "torch":
-        monkeypatch.setattr(cpu, "can_choose", lambda *_: False)
+        monkeypatch.setitem(BACKENDS, "cpu", dataclasses.replace(cpu.BACKEND, choose=None))
 
 
 class Index(NamedTuple):

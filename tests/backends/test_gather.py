@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ringweave as rw
-from ringweave.backends import gather
+from ringweave.backends import tiles
 from ringweave.errors import UnsupportedError
 
 from ..oracle import Inputs
@@ -67,9 +67,26 @@ def test_a_budget_of_one_query(monkeypatch: pytest.MonkeyPatch) -> None:
     x = Inputs.random(N, batch=2, heads=HEADS, kv_heads=KV_HEADS)
     pattern = lists((), 16, "query") & rw.Causal()
     whole = rw.attention(x.q, x.k, x.v, pattern, backend="gather")
-    monkeypatch.setattr(gather, "_CHUNK", 1)
+    monkeypatch.setattr(tiles, "_BUDGET", 1)
     torch.testing.assert_close(rw.attention(x.q, x.k, x.v, pattern, backend="gather"), whole)
     check(x, pattern)
+
+
+@pytest.mark.parametrize(("lead", "heads"), LEADS)
+def test_terms_that_learn(lead: tuple[int, ...], heads: str) -> None:
+    """Tables of terms get the gradients of the reference, through dropout too, whichever heads share a list."""
+    x = Inputs.random(N, batch=2, heads=HEADS, kv_heads=KV_HEADS)
+    tables = [torch.randn(HEADS, 21, requires_grad=True), torch.randn(2, HEADS, N, N, requires_grad=True)]
+    found = []
+    for backend in ("reference", "gather"):
+        torch.manual_seed(3)  # of dropout
+        leaves, terms = x.leaves(), [rw.DistanceBias(tables[0]), rw.Softcap(4.0), rw.Bias(tables[1])]
+        pattern = lists(lead, 5, heads) & rw.Causal()
+        out, lse = rw.attention_with_lse(*leaves, pattern, terms=terms, dropout=0.2, backend=backend)
+        loss = (out * x.dout).sum() + (lse.masked_fill(lse.isneginf(), 0.0) * x.dlse).sum()
+        found.append([out, lse, *torch.autograd.grad(loss, [*leaves, *tables])])
+    for got, want in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
 
 
 def test_a_step_at_the_end_of_a_cache() -> None:
@@ -107,8 +124,6 @@ def test_keys_that_no_query_chose_are_not_read() -> None:
     [
         (rw.Causal(), {}, "it computes lists of keys"),
         (rw.Selected(torch.zeros(N, 1).long()) & rw.PerHead([rw.Causal(), rw.Full()] * 4), {}, "differs between heads"),
-        (rw.Selected(torch.zeros(N, 1).long()), {"terms": rw.Softcap(2.0)}, "it computes no Softcap"),
-        (rw.Selected(torch.zeros(N, 1).long()), {"dropout": 0.5}, "it computes no dropout"),
     ],
 )
 def test_refusals(pattern: rw.Pattern, options: dict[str, object], reason: str) -> None:

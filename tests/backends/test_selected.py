@@ -175,7 +175,7 @@ TERMS: dict[str, Callable[[int, int], Term | list[Term]]] = {
 }
 
 
-@pytest.mark.parametrize("backend", ["dense_batched", *["cpu"] * NATIVE])
+@pytest.mark.parametrize("backend", ["dense_batched", "gather", *["cpu"] * NATIVE])
 @pytest.mark.parametrize("name", TERMS)
 @pytest.mark.parametrize("block_size", [1, 32])
 def test_terms_and_sink_logits(block_size: int, name: str, backend: str) -> None:

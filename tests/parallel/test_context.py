@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import json
 import math
@@ -212,8 +213,8 @@ def told(rank: int, peer: int, name: str) -> str:
     """Return the beginning of a rank's error text."""
     different = DIFFERENT[name]
     mine, theirs = different.shown[rank > 0], different.shown[peer > 0]
-    # a pattern and a placement travel as digests: a rank knows its own
-    theirs = "another" if different.field in ("pattern", "placement") else theirs
+    # a placement travels as a digest: a rank knows its own
+    theirs = "another" if different.field == "placement" else theirs
     wanted = f"wanted the same {different.field} on all ranks. Nothing was moved. Make a new context, "
     return f"rank {rank}, step 1: got {different.field} {mine} here and {theirs} on rank {peer}; {wanted}"
 
@@ -228,6 +229,42 @@ def test_ranks_that_differ_raise_before_anything_moves(name: str, schedule: str)
         assert text.startswith(told(rank, peer, name))
         assert held == (rank, peer, None, 1)
         assert moved == 0
+
+
+def of_functions(mesh: Any, case: str) -> str:
+    """Return the error text of a call with a function; the first rank has another one, or another tensor."""
+    first, ids = (mesh.rank() if callable(mesh.rank) else mesh.rank) == 0, torch.arange(700) % 7
+    functions = {
+        "tensor": lambda b, h, q, k, ids=ids + first: (q * k * k + ids[q]) % 7 > 3,
+        "function": (lambda b, h, q, k: (q * k * k) % 5 > h) if first else (lambda b, h, q, k: q * k % 11 > 4),
+        "long": lambda b, h, q, k: functools.reduce(
+            torch.bitwise_xor, [q * k % (70 + i) == 1 for i in range(30)] + [q == k + first]
+        ),
+        "recognised": (lambda b, h, q, k: q >= k) if first else (lambda b, h, q, k: (q >= k) & (q - k < 9)),
+    }
+    ctx = ContextParallel(mesh, rw.Causal(), 700, heads=(2, 2))
+    q = torch.randn(1, 2, ctx.local, 8)
+    with pytest.raises(RingError) as error:
+        rw.attention(q, q, q, rw.from_mask_mod(functions[case]) & rw.Causal(), context=ctx)
+    ctx.close()
+    return str(error.value)
+
+
+def test_ranks_with_other_functions_see_both_formulas() -> None:
+    """Those of functions that are evaluated; another text of the same beginning, or the same text, is said to differ."""
+    causal = "TokenMask(<lambda>) & Causal() with <lambda>: "
+    for texts, case in [
+        ((f"{causal}q * k * k % 5 > h", f"{causal}q * k % 11 > 4"), "function"),
+        (("Causal()", "SlidingWindow(8) & Causal()"), "recognised"),
+    ]:
+        for rank, said in enumerate(run(2, of_functions, case)):
+            assert f"got pattern {texts[rank]} here and {texts[1 - rank]} on rank {1 - rank}; wanted" in said
+    for case, text in (("tensor", f"{causal}(q * k * k + t0[q]) % 7 > 3"), ("long", f"{causal}x0 = ")):
+        for rank, said in enumerate(run(2, of_functions, case)):
+            assert f"got pattern {text}" in said
+            assert f" here and another {text}" in said
+            assert len(said) < 700
+            assert said.count("on rank") == 1, rank
 
 
 def test_processes_that_differ_raise_too(pool2: Pool) -> None:

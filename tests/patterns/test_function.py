@@ -788,11 +788,6 @@ def test_copies(tree: Callable[[Pattern], Pattern]) -> None:
     assert b"TokenMask(" not in pickle.dumps(pattern)  # a pickle contains no number of this process
 
 
-def test_a_function_that_cannot_be_pickled() -> None:
-    with pytest.raises((pickle.PicklingError, AttributeError)):
-        pickle.dumps(rw.TokenMask(lambda b, h, q, k: q >= k) & rw.Causal())
-
-
 # ---- torch.compile ----------------------------------------------------------------------------------------------------
 
 

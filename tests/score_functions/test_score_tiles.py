@@ -7,7 +7,7 @@ import functools
 import operator
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,11 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex
 from torch.overrides import TorchFunctionMode
 
 import ringweave as rw
+from ringweave.backends import tiles
 from ringweave.errors import ShapeError, UnsupportedError
 from ringweave.integrations.flex_attention import explain, flex_attention
 from ringweave.patterns import Pattern
+from ringweave.score_functions import score_tiles
 
 from .. import oracle
 from ..cases import PATTERNS
@@ -321,10 +323,9 @@ def check_bound(case: Case, x: Inputs, pattern: Pattern, learned: Learned) -> No
 @pytest.mark.parametrize("name", ["table", "products", "branches"])
 def test_several_pieces_of_a_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row with more key tiles than a chunk holds is computed in pieces."""
-    from ringweave.score_functions import score_tiles
 
     x = Inputs.random(300, heads=2, dim=8)
-    monkeypatch.setattr(score_tiles, "_BUDGET", 2**16)
+    monkeypatch.setattr(tiles, "_BUDGET", 2**16)
     monkeypatch.setattr(score_tiles, "_LONG", 1)
     check(CASES[name], x, rw.Causal(), drawn(CASES[name], x, torch.float32))
 
@@ -538,18 +539,20 @@ def tensors_in(x: Any, seen: set[int]) -> list[Tensor]:
 @pytest.mark.parametrize("pattern", [rw.Full(), rw.Causal()], ids=repr)
 def test_waiting_gradients_hold_no_scores(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the gradients of a chunk wait for their turn, nothing of the size of its scores waits with them."""
-    from ringweave.score_functions import score_tiles
 
     x, rows, counted = Inputs.random(300, heads=2, dim=8), torch.randn(300, requires_grad=True, device=CPU), []
-    add = score_tiles._Gradients.add
+    each = tiles._each
 
-    def looked_at(self: Any, batch: Any, shares: Any) -> None:
-        pairs = len(batch.line) * self.layout.plan.q_tile * batch.key.shape[1] * self.layout.plan.kv_tile
-        counted.append(pairs)
-        assert all(tensor.numel() < pairs for tensor in tensors_in(shares, set()))
-        add(self, batch, shares)
+    def looked_at(compute: Any, cut: Any, scorer: Any) -> Iterator[Any]:
+        for batch, shares in each(compute, cut, scorer):
+            pairs = len(batch.line) * cut.plan.q_tile * batch.key.shape[1] * cut.plan.kv_tile
+            counted.append(pairs)
+            # the results of forward are a tuple without a name
+            assert not isinstance(shares, tiles.Shares) or all(x.numel() < pairs for x in tensors_in(shares, set()))
+            yield batch, shares
+            del shares
 
-    monkeypatch.setattr(score_tiles._Gradients, "add", looked_at)
+    monkeypatch.setattr(tiles, "_each", looked_at)
     out, _, _ = attend(*x.leaves(), pattern, lambda s, b, h, q, k: s.sin() * rows[k], scale=1.0)
     torch.autograd.grad(out.sum(), rows)
     assert counted
@@ -773,9 +776,8 @@ def test_a_captured_tensor_is_never_written_to(name: str, formula: str, caught: 
 
 def test_a_local_tensor_is_written_at_each_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor that the function makes has the value of the place in the function, in each batch of tiles."""
-    from ringweave.score_functions import score_tiles
 
-    monkeypatch.setattr(score_tiles, "_BUDGET", 2**14)
+    monkeypatch.setattr(tiles, "_BUDGET", 2**14)
     x, weight = Inputs.random(300, heads=2, dim=8), torch.rand(2, requires_grad=True, device=CPU)
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -847,9 +849,7 @@ def test_rows_of_tensors_in_any_spelling(name: str, learns: bool, of_pairs: bool
 @pytest.mark.parametrize("kind", ["no_grad", "enable_grad", "set_grad_enabled", "decorated", "detach"])
 def test_gradients_that_the_function_disables(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the part without gradients has none, in each batch of tiles; a call without gradients is the same."""
-    from ringweave.score_functions import score_tiles
-
-    monkeypatch.setattr(score_tiles, "_BUDGET", 2**14)
+    monkeypatch.setattr(tiles, "_BUDGET", 2**14)
     x = Inputs.random(300, heads=2, dim=8)
     gate, slope = (torch.rand(2, requires_grad=True, device=CPU) for _ in range(2))
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..backends import cpu
+from ..backends import BACKENDS
 from ..checks import whole
 from ..errors import PatternError, ShapeError, UnsupportedError, shown
 from ..patterns import Causal, LongNet, Pattern, check_extents
@@ -148,7 +148,8 @@ def lightning_indexer_of_text(
 @torch.no_grad()
 def _chosen(q: Tensor, k: Tensor, weights: Tensor, pattern: Pattern, scale: float, q_offset: int, top_k: int) -> Tensor:
     batch, nq, nk = len(q), q.shape[1], k.shape[1]
-    native = cpu.can_choose(q, k, weights)
+    choose = BACKENDS["cpu"].choose
+    native = choose is not None and choose(q, k, weights)
     side = _MOST_PAIRS // nk
     if native:
         # every thread holds the scores of a tile, and takes several tiles
@@ -158,7 +159,7 @@ def _chosen(q: Tensor, k: Tensor, weights: Tensor, pattern: Pattern, scale: floa
     planned = plan(pattern, nq, nk, batch=batch, q_offset=q_offset, tile=(side, _TILE))
     index = torch.full((batch, nq, top_k), -1, dtype=torch.int32, device=q.device)
     if native:
-        cpu.choose(q, k, weights, scale, planned, index)
+        native(scale, planned, index)
         return index
     with torch.autocast(q.device.type, enabled=False):
         for chunk in _chunks(planned, q.device):

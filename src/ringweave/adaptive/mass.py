@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..backends import cpu, dense_batched
+from ..backends import BACKENDS
 from ..backends.backend import readable
 from ..call import Arguments, Call, Operands
 from ..checks import one_of
@@ -21,7 +21,7 @@ from ..terms.operands import TermOperands
 from ..torch_compat import mapped, wrapped
 from ..types import acc_dtype
 from ..validate import checked
-from ..weights import first_tiles, in_places, places
+from ..weights import in_places, places
 
 _PER = ("tile", "row")
 _BACKENDS = ("auto", "cpu", "dense_batched")
@@ -127,6 +127,7 @@ def tile_mass(
     batch, heads, nq, _ = q.shape
     p = plan(pattern, nq, k.shape[2], heads=heads, batch=batch, q_offset=q_offset, tile=tile, device=q.device)
     inputs = Operands(readable(q), readable(k), readable(k), call.scale, _term_operands(q, call, terms))
+    cpu, dense_batched = BACKENDS["cpu"], BACKENDS["dense_batched"]
     reason = cpu.unsupported_reason(
         inputs.call(), Branch.whole(pattern, nq, k.shape[2], heads=heads, batch=batch, q_offset=q_offset)
     )
@@ -137,12 +138,9 @@ def tile_mass(
     if backend == "cpu" and reason is not None:
         wanted = f"a case that it can run, but {reason}"
         raise UnsupportedError("backend", "'cpu'", wanted, "Use backend='auto' or 'dense_batched'.")
-    first = first_tiles(p)
-    if reason is not None or backend == "dense_batched":
-        values = dense_batched.tile_mass(inputs, lse.detach(), p, first, per == "row")
-    else:
-        values = cpu.tile_mass(inputs, lse.detach(), p, per == "row")
-    return TileMass(p, values, first)
+    chosen = dense_batched if reason is not None or backend == "dense_batched" else cpu
+    assert chosen.mass is not None
+    return TileMass(p, chosen.mass(inputs, lse.detach(), p, per == "row"), p.first_tiles())
 
 
 def _term_operands(q: Tensor, call: Call, terms: tuple[Term, ...]) -> TermOperands | None:

@@ -212,6 +212,25 @@ def by_formula(device: str) -> Iterable[str]:
     return KINDS
 
 
+class Mass(Protocol):
+    """A function that sums the weights in each tile of a plan."""
+
+    def __call__(self, operands: Operands, lse: Tensor, plan: BlockPlan, per_row: bool) -> Tensor:
+        """Return the sums, (T,), or (T, q_tile) for each row; ``lse`` normalises the rows."""
+        ...
+
+
+class Choose(Protocol):
+    """A function that chooses keys by a lightning indexer's queries, keys and weights."""
+
+    def __call__(self, q: Tensor, k: Tensor, weights: Tensor) -> Callable[[float, BlockPlan, Tensor], None] | None:
+        """Return a function of scale, plan and index that writes the best keys; None for inputs that it does not take.
+
+        Arguments are those of :func:`ringweave.adaptive.lightning_indexer`.
+        """
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Backend:
     """A way to compute a branch.
@@ -239,6 +258,8 @@ class Backend:
             backend prepares no steps.
         by_query: Function that returns the plan of a branch that forward computes query by query, or None for other
             branches; None if the backend has no such way.
+        mass: Function that sums the weights in each tile; None if the backend has none.
+        choose: Function that chooses keys for each query; None if the backend has none.
     """
 
     name: str
@@ -260,6 +281,8 @@ class Backend:
     prepare: Prepare | None = None
     step: Callable[[Call, Operands], PreparedStep | None] | None = None
     by_query: Callable[[Call, Branch], BlockPlan | None] | None = None
+    mass: Mass | None = None
+    choose: Choose | None = None
 
     def lacks(self, asked: frozenset[str], device: str) -> frozenset[str]:
         """Return the features (kinds of terms, "dropout") in ``asked`` that it does not compute on a device type."""

@@ -179,27 +179,26 @@ def tile_mass(operands: Operands, lse: Tensor, plan: BlockPlan, per_row: bool) -
     return values if per_row else values[:, 0]
 
 
-def can_choose(q: Tensor, k: Tensor, weights: Tensor) -> bool:
-    """Whether the kernel can choose keys for these inputs of the lightning indexer."""
-    dim = q.shape[3]
-    fits = q.dtype in _DTYPES and dim % 8 == 0 and dim <= _MOST_CHANNELS
-    return fits and q.device.type == "cpu" and module() is not None and are_plain_cpu((q, k, weights))
-
-
-def choose(q: Tensor, k: Tensor, weights: Tensor, scale: float, plan: BlockPlan, index: Tensor) -> None:
-    """Write the best keys of each query to ``index``; arguments as in :func:`ringweave.adaptive.lightning_indexer`.
+def choose(q: Tensor, k: Tensor, weights: Tensor) -> Callable[[float, BlockPlan, Tensor], None] | None:
+    """Return a function of scale, plan and index that writes the best keys; None for inputs that it does not take.
 
     Rows of query tiles without keys are not written.
     """
-    native = module()
-    assert native is not None
-    # the kernel takes the sign of the scale; its size is a factor of the weights
-    weights, rows = weights.float() * abs(scale), _plan(plan)
-    rows["row_set"] = plan.row_set.expand(q.shape[0], q.shape[2]).contiguous()
-    native.choose(
-        q=readable(q.transpose(1, 2)), k=readable(k[:, None]), weights=weights.transpose(1, 2),
-        scale=math.copysign(1.0, scale), index=index, **rows, **_processor(),
-    )  # fmt: skip
+    native, dim = module(), q.shape[3]
+    fits = q.dtype in _DTYPES and dim % 8 == 0 and dim <= _MOST_CHANNELS
+    if native is None or not fits or q.device.type != "cpu" or not are_plain_cpu((q, k, weights)):
+        return None
+
+    def chosen(scale: float, plan: BlockPlan, index: Tensor) -> None:
+        # the kernel takes the sign of the scale; its size is a factor of the weights
+        factor, rows = weights.float() * abs(scale), _plan(plan)
+        rows["row_set"] = plan.row_set.expand(q.shape[0], q.shape[2]).contiguous()
+        native.choose(
+            q=readable(q.transpose(1, 2)), k=readable(k[:, None]), weights=factor.transpose(1, 2),
+            scale=math.copysign(1.0, scale), index=index, **rows, **_processor(),
+        )  # fmt: skip
+
+    return chosen
 
 
 # the kernel computes distances in 32 bits
@@ -495,6 +494,8 @@ BACKEND = Backend(
     backward,
     unsupported_reason,
     scratch,
+    mass=tile_mass,
+    choose=choose,
     delta=delta,
     tiled=True,
     terms=terms,

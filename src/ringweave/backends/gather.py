@@ -1,108 +1,107 @@
 """Attention over lists of keys that a model chose, in a few PyTorch operations. Runs wherever PyTorch runs.
 
-For a chunk of queries, the listed keys and values are gathered and the scores are one batched product. Memory grows
-with the number of listed keys of a chunk, and no index is read back from a device. Products are computed in float32
-(float64 for float64 inputs) whatever the storage type.
+For a chunk of queries, the listed keys and values are gathered. Memory grows with the number of listed keys of a chunk,
+and no index is read back from a device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..call import Call, Operands
 from ..plan import Branch
-from ..types import acc_dtype
-from .attended import broken
-from .backend import Backend, Upstream
+from . import tiles
+from .backend import Backend, Upstream, by_formula
 from .chosen_keys import ChosenKeys, unsupported_reason
-from .overflow import may_overflow, nan_rows_out_of_range, sides, sums_in_range
-
-# bytes of gathered keys and values in a chunk: fits a CPU's cache, and a bounded part of a GPU's memory
-_CHUNK, _CHUNK_ELSEWHERE = 2**23, 2**28
+from .overflow import may_overflow, nan_rows_out_of_range, sums_in_range
+from .tiles import Batch, Scorer, Tiles, budget
 
 
-class _Chunk(NamedTuple):
-    """The listed keys of some queries.
+@dataclass(eq=False, repr=False)
+class _Chunk(Batch):
+    """Some queries: a tile is the query heads that share a list, and each listed key is a tile of keys.
 
     Attributes:
         rows: The queries.
-        flat: (B, Hkv, L, R, n) int64, places of the listed keys among the keys of all batch elements and key heads; L
-            is the number of lists of a key head.
-        allowed: (B, Hkv, L, R, n) bool, whether the query attends the key.
+        allowed: Whether the query attends each key, (R, n).
     """
 
     rows: slice
-    flat: Tensor
     allowed: Tensor
 
-    def gathered(self, x: Tensor) -> Tensor:
-        """Gather keys or values (B, Hkv, Nk, C) as (B, Hkv, L, R, n, C), 0 where the query does not attend the key."""
-        taken = x.flatten(0, 2).index_select(0, self.flat.reshape(-1)).view(*self.flat.shape, -1)
-        return taken.to(acc_dtype(x.dtype)).masked_fill_(~self.allowed[..., None], 0.0)
 
-    def add_to(self, total: Tensor, x: Tensor) -> None:
-        """Add (B, Hkv, L, R, n, C) to the sums (B * Hkv * Nk, C) of the keys."""
-        total.index_add_(0, self.flat.reshape(-1), x.flatten(0, -2))
+class _Lists(Tiles[_Chunk]):
+    """The lists of a call, with L lists of a key head and G query heads of a list.
 
+    Tensors of queries are views (B, Hkv, L, G, Nq, C).
+    """
 
-class _Layout:
-    """The operands with the query heads of a list together, and the lists of each key head."""
+    shared = True
 
     def __init__(self, operands: Operands, branch: Branch):
-        self.scale = operands.scale
-        q, self.k, self.v = operands[:3]
-        self.batch, heads, self.nq, _ = q.shape
-        self.kv_heads, self.nk = self.k.shape[1], self.k.shape[2]
-        self.chosen = ChosenKeys(branch, self.batch, heads, self.kv_heads, q.device)
-        #: Lists of a key head, and query heads of a list.
-        self.split = self.chosen.split
+        super().__init__(operands)
+        self.k_tiles, self.v_tiles = (x.flatten(0, 2) for x in operands[1:3])
+        self.chosen = ChosenKeys(branch, self.batch, self.heads, self.kv_heads, self.device)
 
-    def by_list(self, x: Tensor, rows: slice) -> Tensor:
-        """Return some queries of (B, Hq, Nq, ...) as (B, Hkv, L, Hq / (Hkv L), R, ...)."""
-        split: Tensor = x[:, :, rows].unflatten(1, (self.kv_heads, *self.split))
-        return split.to(acc_dtype(x.dtype))
-
-    def chunks(self) -> Iterator[_Chunk]:
-        """Yield the chunks of the queries."""
-        device, most = self.k.device, self.chosen.table.shape[4] * self.chosen.size
-        row = self.batch * self.kv_heads * self.split[0] * most * (self.k.shape[3] + self.v.shape[3]) * 4
-        step = max(1, (_CHUNK if device.type == "cpu" else _CHUNK_ELSEWHERE) // row)
-        base = (
-            torch.arange(self.batch * self.kv_heads, device=device).view(self.batch, self.kv_heads, 1, 1, 1) * self.nk
-        )
+    def batches(self) -> Iterator[_Chunk]:
+        lists, most = self.chosen.split[0], self.chosen.table.shape[4] * self.chosen.size
+        row = self.batch * self.kv_heads * lists * most * (self.k_tiles.shape[1] + self.v_tiles.shape[1]) * 4
+        step = max(1, budget(self.device) // row)
+        head = torch.arange(self.batch * self.kv_heads, device=self.device) * self.nk
         for first in range(0, self.nq, step):
             rows = slice(first, min(first + step, self.nq))
             keys, allowed = self.chosen.at(rows, self.nk)
-            shape = torch.broadcast_shapes(allowed.shape, base.shape)
-            yield _Chunk(rows, (base + keys).expand(shape), allowed.expand(shape))
+            keys = head.view(self.batch, self.kv_heads, 1, 1, 1) + keys
+            shape = self.batch, self.kv_heads, lists, *keys.shape[3:]
+            yield _Chunk(keys.expand(shape).flatten(0, 3), rows, allowed.expand(shape).flatten(0, 3))
 
-    def scores(self, queries: Tensor, keys: Tensor, chunk: _Chunk) -> Tensor:
-        """Compute scores (B, Hkv, L, G, R, n) of queries (..., G, R, D); -inf where not allowed."""
-        before, after = sides(self.scale)
-        scores = torch.einsum("bhlgrd,bhlrnd->bhlgrn", queries * before, keys).mul_(after)
-        return scores.masked_fill_(~chunk.allowed[:, :, :, None], -torch.inf)
+    def by_query(self, x: Tensor, padding: float = 0.0) -> Tensor:
+        by_list: Tensor = x.unflatten(1, (self.kv_heads, *self.chosen.split))
+        return by_list
+
+    def blank(self, channels: int, value: float, dtype: torch.dtype) -> Tensor:
+        shape = self.batch, self.heads, self.nq, channels
+        return self.by_query(torch.full(shape, value, dtype=dtype, device=self.device))
+
+    def whole(self, x: Tensor) -> Tensor:
+        return x.flatten(1, 3)
+
+    def taken(self, x: Tensor, batch: _Chunk) -> Tensor:
+        return x[..., batch.rows, :].movedim(3, 4).to(self.acc).flatten(0, 3)
+
+    def put(self, x: Tensor, batch: _Chunk, part: Tensor, add: bool = False) -> None:
+        # each query is in one chunk
+        into = x[..., batch.rows, :].movedim(3, 4)
+        into.copy_(part.view(into.shape))
+
+    def gathered(self, tiles: Tensor, batch: _Chunk, only_attended: bool) -> Tensor:
+        found = tiles.index_select(0, batch.key.reshape(-1)).to(self.acc).view(*batch.key.shape, -1)
+        return found.masked_fill_(~batch.allowed[..., None], 0.0) if only_attended else found
+
+    def masked(self, x: Tensor, batch: _Chunk, value: float) -> Tensor:
+        return x.masked_fill_(~batch.allowed[:, None], value)
+
+    def indices(self, batch: _Chunk) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        sides = self.batch, self.heads, batch.rows.stop - batch.rows.start
+        b, head, row = torch.meshgrid(*[torch.arange(side, device=self.device) for side in sides], indexing="ij")
+        of_batch, heads, rows = (
+            self.by_query(x[..., None]).movedim(3, 4).flatten(0, 3) for x in (b, head, row + batch.rows.start)
+        )
+        return of_batch, heads, rows, (batch.key % self.nk)[:, None]
+
+    def of_keys(self, weights: Tensor, x: Tensor, batch: _Chunk, attended: Tensor | None) -> Tensor:
+        # all queries of a tile attend the same keys
+        found = self.product(weights.mT, x)
+        return found if attended is None else found.masked_fill_(~batch.allowed[..., None], 0.0)
 
 
 def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Compute (out, lse), a chunk of queries at a time."""
-    q, _, v = operands[:3]
-    layout = _Layout(operands, branch)
-    out = torch.empty(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=acc_dtype(q.dtype), device=q.device)
-    for chunk in layout.chunks():
-        scores = layout.scores(layout.by_list(q, chunk.rows), chunk.gathered(layout.k), chunk)
-        top = scores.amax(-1, keepdim=True)
-        top = top.masked_fill(torch.isneginf(top), 0.0)
-        weights = scores.sub_(top).exp_()
-        total = weights.sum(-1, keepdim=True)
-        part = torch.einsum("bhlgrn,bhlrnd->bhlgrd", weights, chunk.gathered(v))
-        part = part.div_(total.masked_fill(total == 0, 1.0))
-        out[:, :, chunk.rows] = part.flatten(1, 3).to(dtype)
-        lse[:, :, chunk.rows] = torch.where(torch.isposinf(top), top, top + total.log())[..., 0].flatten(1, 3)
+    out, lse, _ = tiles.forward(_Lists(operands, branch), Scorer(operands.terms), dtype)
     if may_overflow(operands, branch):
         nan_rows_out_of_range(out, lse, operands, branch)
     return out, lse
@@ -113,37 +112,13 @@ def backward(
     upstream: Upstream, operands: Operands, branch: Branch, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute (dq, dk, dv); the weights are computed again, and gradients of keys are added up in float32 or wider."""
-    q, k, v = operands[:3]
-    layout, acc = _Layout(operands, branch), acc_dtype(q.dtype)
-    dq = torch.empty(q.shape, dtype=dtype, device=q.device)
-    dk, dv = (torch.zeros(x.shape[0] * x.shape[1] * x.shape[2], x.shape[3], dtype=acc, device=q.device) for x in (k, v))
-    # a gradient of out that is not finite gives nothing to keys that its row does not attend; no GPU is waited for
-    selects = q.device.type != "cpu" or broken(upstream.delta)
-    for chunk in layout.chunks():
-        keys, values = chunk.gathered(k), chunk.gathered(v)
-        queries, dout = layout.by_list(q, chunk.rows), layout.by_list(upstream.dout, chunk.rows)
-        lse, delta = (layout.by_list(x, chunk.rows)[..., None] for x in (upstream.lse, upstream.delta))
-        # a row that attends nothing has no weights, and neither it nor a row of NaN gives anything to other keys
-        empty = torch.isneginf(lse)
-        queries, dout = (x.masked_fill(empty | lse.isnan(), 0.0) for x in (queries, dout))
-        weights = layout.scores(queries, keys, chunk).sub_(lse.masked_fill(empty, 0.0)).exp_()
-        slopes = torch.einsum("bhlgrd,bhlrnd->bhlgrn", dout, values).sub_(delta).mul_(weights)
-        for each in (weights, slopes):
-            each.masked_fill_(~chunk.allowed[:, :, :, None], 0.0)
-        # a key that is not finite has made the gradients of its rows NaN or 0 already
-        part = torch.einsum("bhlgrn,bhlrnd->bhlgrd", slopes, keys.nan_to_num(0.0, 0.0, 0.0)).mul_(layout.scale)
-        dq[:, :, chunk.rows] = part.flatten(1, 3).to(dtype)
-        chunk.add_to(dk, torch.einsum("bhlgrn,bhlgrd->bhlrnd", slopes, queries).mul_(layout.scale))
-        part = torch.einsum("bhlgrn,bhlgrd->bhlrnd", weights, dout)
-        chunk.add_to(dv, part.masked_fill_(~chunk.allowed[..., None], 0.0) if selects else part)
-    return dq, dk.view(k.shape).to(dtype), dv.view(v.shape).to(dtype)
+    return tiles.backward(_Lists(operands, branch), Scorer(operands.terms), upstream, dtype)
 
 
 def scratch(call: Call, branch: Branch) -> int:
     """Count a chunk's gathered keys and values, with gradients, and the sums of gradients of keys in float32."""
-    chunk = _CHUNK if call.device == "cpu" else _CHUNK_ELSEWHERE
     sums = 4 * call.batch * call.kv_heads * call.nk * (call.head_dim + call.value_dim) if call.needs_grad else 0
-    return 4 * chunk + sums
+    return 4 * budget(call.device) + sums
 
 
-BACKEND = Backend("gather", forward, backward, unsupported_reason, scratch)
+BACKEND = Backend("gather", forward, backward, unsupported_reason, scratch, terms=by_formula, dropout=True)

@@ -48,7 +48,13 @@ class Schedules:
         if made is not None:
             return made
         demands = self.demands(pattern, batch)
-        header: dict[str, Value] = {"pattern": Digest(_digest(map(_words_of, demands)), repr(pattern))}
+        shown = repr(pattern)
+        if pattern.has_function:
+            # imported with the first function
+            from ..patterns.recorded import formulas
+
+            shown = f"{shown} with {'; '.join(formulas(pattern))}"
+        header: dict[str, Value] = {"pattern": Digest(_digest(map(_words_of, demands)), shown)}
         if self.schedule_of(pattern) == "ring":
             moves = [_moves(demand) for demand in demands]
             bits = ((np.packbits(kind.keys), np.packbits(kind.queries)) for branch in moves for kind in branch)

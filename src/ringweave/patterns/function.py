@@ -21,7 +21,7 @@ from ..torch_compat import uncompiled
 from .base import Pattern, parts_of
 from .cache_key import CacheKey, changed
 from .declared import declare
-from .mask_function import NUMBERS, MaskFunction
+from .mask_function import NUMBERS, MaskFunction, called
 from .recorded import FIRST, OfFunction, Recorded, chosen_text, numbered, recorded, without_gradients
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -43,6 +43,12 @@ class TokenMask(OfFunction):
     Parameters, other tensors that require gradients, and tensors of up to 1 MiB are compared by contents. A write to
     another tensor is noticed if it changes torch's version counter. A write through ``.data`` does not, nor does a
     fused optimizer of a parameter that the function reads through ``detach()``. No gradient passes through a mask.
+
+    A pickle holds the operations of the function as text, and the tensors that it reads. It loads where the function
+    does not exist, and computes with the values of the time at which it was made, whatever the function reads later. An
+    operation that gives the default dtype, such as ``q / 3``, gives that of the process that calls it. The queues of
+    ``torch.multiprocessing`` share the memory of the tensors, so the copy follows these. A function that cannot be
+    traced, or has operations without a name, is pickled itself.
 
     Args:
         fn: Function that returns a bool for each pair.
@@ -123,10 +129,12 @@ class TokenMask(OfFunction):
         return self._now()._text()
 
     def __repr__(self) -> str:
-        name = getattr(self.fn, "__name__", type(self.fn).__name__)
-        return f"TokenMask({name}{chosen_text(self._batch, self._head)})"
+        return f"TokenMask({called(self.fn)}{chosen_text(self._batch, self._head)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
+        written = self._now().written()
+        if written is not None:
+            return functools.partial(TokenMask, batch=self._batch, head=self._head), (written,)
         # pickled with its function, which the pickler must be able to pickle
         if self._pairs:
             return TokenMask._of_pairs, (self.fn,)

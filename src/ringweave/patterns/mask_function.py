@@ -6,6 +6,7 @@ never reused.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Hashable, Sequence
@@ -21,11 +22,14 @@ from ..trace.evaluate import Formula
 from ..trace.graph import Graph, Node
 from ..trace.relation import Place
 from ..trace.symbols import trace
+from ..trace.text import text_of
 from ..trace.vmapped import over_indices
 from .cache_key import changed
 
 #: Numbers of functions, and of patterns of functions in compiled code.
 NUMBERS = itertools.count()
+# most characters of a formula in a report
+_LINE = 100
 #: Exceptions of a function called with index tensors: a wrong arity, an ``if`` on many values, a wrong index.
 _RAISED = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, NameError, ArithmeticError, AssertionError)
 
@@ -44,7 +48,7 @@ class MaskFunction:
         self, fn: Callable[..., Any], graph: Graph | None, why: str = "", *, pairs: bool = False, vouched: bool = False
     ):
         self.number = next(NUMBERS)
-        self.name = getattr(fn, "__name__", type(fn).__name__)
+        self.name = called(fn)
         self.graph, self.why = graph, why
         #: Whether it is called, and was made for one call.
         self.single = graph is None and not vouched
@@ -62,6 +66,17 @@ class MaskFunction:
         self._compared: set[Hashable] = set()
         # digests of masks by the digests of their indices
         self._masks: dict[bytes, bytes] = {}
+
+    @functools.cached_property
+    def text(self) -> str | None:
+        """The text of its graph; None without one."""
+        return None if self.graph is None else text_of(self.graph)
+
+    @property
+    def formula(self) -> str:
+        """The beginning of its text in a line, with its name."""
+        text = self.text or self.why or "operations that have no text"
+        return f"{self.name}: {text if len(text) <= _LINE else text[: _LINE - 3] + '...'}"
 
     def constants(self, tables: Sequence[Tensor]) -> list[Tensor]:
         """Return what the graph reads of its tensors, such as their sums."""
@@ -128,6 +143,11 @@ class MaskFunction:
                 return False
         self._compared.add(known)
         return True
+
+
+def called(fn: Callable[..., Any]) -> str:
+    """Return the name of a function, for messages."""
+    return str(getattr(fn, "__name__", type(fn).__name__))
 
 
 def _called(fn: Callable[..., Any], *indices: Tensor) -> Any:

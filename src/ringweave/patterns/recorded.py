@@ -25,12 +25,13 @@ from ..torch_compat import outside_transforms, wrapped
 from ..trace.graph import B, Graph, H, UntraceableError, deps_of
 from ..trace.relation import Place
 from ..trace.symbols import trace
+from ..trace.text import TextFunction
 from . import traced
 from .algebra import PerHead
 from .base import Pattern, parts_of
 from .cache_key import CacheKey, changed
 from .key_padding import KeyPadding
-from .mask_function import MaskFunction, check_result, out_of_bounds
+from .mask_function import MaskFunction, called, check_result, out_of_bounds
 
 #: Positions of the first query and the first key, at which a function is tried.
 FIRST = 0, 0
@@ -38,6 +39,8 @@ FIRST = 0, 0
 _BYTES = 4 * 2**10
 # Fewer queries than this are evaluated: a step of decoding reads a row, and recognition would compute all of its sides.
 _FEW = 16
+# the first pairs, at which a function is compared with its text; tables may have no entries for more
+_TRIED = Place(2, 2, 64, 64), Place(1, 1, 64, 64), Place(1, 1, 8, 8), Place(1, 1, 1, 1)
 
 
 _functions: weakref.WeakValueDictionary[int, MaskFunction] = weakref.WeakValueDictionary()
@@ -186,7 +189,7 @@ class Recorded(OfFunction):
         """How a call computes the function, for a report."""
         if self.function.graph is None:
             return f"{self.function.name} is called at each call: {self.function.why}"
-        return f"{self.function.name} is evaluated in tiles: its pairs are no pattern, or too many zones"
+        return f"{self.function.formula}, evaluated in tiles: its pairs are no pattern, or too many zones"
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise pickle.PicklingError(f"{self!r} belongs to one call: pickle the pattern that was passed to it")
@@ -223,6 +226,28 @@ class Recorded(OfFunction):
         except (UntraceableError, PatternError):
             # also of more operators than a pattern may have
             return None
+
+    def written(self) -> TextFunction | None:
+        """Return a function of a text that computes the same from the present values; None if there is none."""
+        if self._graph is None or self._fn is None or self.function.text is None:
+            return None
+        place = next(filter(self._has_pairs, map(self.at_place, _TRIED)), None)
+        if place is None or self.compared(place) is not self:
+            return None
+        try:
+            made = TextFunction(self.function.text, [_alone(x) for x in self._graph.tensors], called(self._fn))
+            return made if trace(made).key == self._graph.key else None
+        except (PatternError, UntraceableError):
+            return None
+
+    def _has_pairs(self, place: Place) -> bool:
+        """Return whether the function has a value at each pair; its tables may be too short."""
+        b, h, q, k = place.lengths().values()
+        try:
+            self._at(b.view(-1, 1, 1, 1), h.view(-1, 1, 1), q.view(-1, 1), k.view(1, 1, 1, -1))
+        except PatternError:
+            return False
+        return True
 
     def _recognised(self, place: Place) -> Pattern:
         place = self.at_place(place)
@@ -287,9 +312,22 @@ class Recorded(OfFunction):
         return self.function.at(self._computed[0], b, h, q, k)
 
 
+def formulas(pattern: Pattern) -> list[str]:
+    """Return the formulas of a call's functions, each once."""
+    return list(dict.fromkeys([mask.function.formula for mask in parts_of(pattern, Recorded)]))
+
+
 def chosen_text(batch: int | None, head: int | None) -> str:
     """Return the text of a chosen batch element and head."""
     return "".join(f", {name}={value}" for name, value in (("batch", batch), ("head", head)) if value is not None)
+
+
+def _alone(x: Tensor) -> Tensor:
+    """Return a tensor with its values alone, as a pickle should hold it: without autograd and the rest of a storage."""
+    if not x.requires_grad and x.untyped_storage().nbytes() <= x.nbytes:
+        # itself, so that a pickle of several patterns holds it once
+        return x
+    return x.detach().clone().requires_grad_(x.requires_grad)
 
 
 def without_gradients(tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

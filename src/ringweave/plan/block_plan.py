@@ -174,6 +174,11 @@ class BlockPlan:
         """Return the query tile of each tile, int64 (nnz,)."""
         return self.listed()[0] % self.q_tiles
 
+    def first_tiles(self) -> Tensor:
+        """Return the index of each first tile, (B, Hq) int64, if tiles are ordered by batch element, head and row."""
+        counts = (self.row_ptr[:, -1] - self.row_ptr[:, 0]).long()[self.row_set.long()]
+        return (counts.reshape(-1).cumsum(0) - counts.reshape(-1)).view(counts.shape)
+
     def to(self, device: torch.device | str) -> BlockPlan:
         """Return the plan on a device; on the CPU its lists have no unused places."""
         device = check_device(device)

@@ -97,9 +97,7 @@ def explain(
     if kv_heads is not None:
         kv_heads = _size("kv_heads", kv_heads)
     pattern, nq, nk, heads, batch, q_offset = fitting(pattern, nq, nk, heads, batch, q_offset, kv_heads)
-    pattern = pattern._for_call()
-    if pattern.has_function:
-        pattern = pattern._recognised(Place(batch, heads, nq, nk, q_offset))
+    pattern, functions = _recognised(pattern._for_call(), Place(batch, heads, nq, nk, q_offset))
     kv_heads = heads if kv_heads is None else kv_heads
     head_dim = _size("head_dim", head_dim)
     value_dim = head_dim if value_dim is None else _size("value_dim", value_dim)
@@ -132,10 +130,18 @@ def explain(
         batch, heads, kv_heads, nq, nk, head_dim, value_dim, dtype, kind, needs_grad, features(listed, dropout),
         learned if needs_grad else 0, pattern=pattern, q_offset=q_offset, backend=backend,
     )  # fmt: skip
-    made = Explanation.of(call)
+    made = Explanation.of(call, functions)
     if not said:
         return made.as_dict() if as_dict else str(made)
     return {**made.as_dict(), "score_mod": said} if as_dict else f"{made}\nscore_mod {said}"
+
+
+def _recognised(pattern: Pattern, place: Place) -> tuple[Pattern, list[Recorded]]:
+    """Return the pattern as a call computes it, and the functions that it has been recognised from."""
+    if not pattern.has_function:
+        return pattern, []
+    functions = [mask.compared(mask.at_place(place)) for mask in parts_of(pattern, Recorded)]
+    return pattern._recognised(place), functions
 
 
 def _size(name: str, value: int) -> int:
@@ -179,9 +185,10 @@ class Explanation:
     steps: tuple[program.Step, ...]
     work: tuple[BranchWork, ...]  # by branch, even for a backend without branches
     future: Causality
+    functions: tuple[Recorded, ...]  # the functions that the pattern was recognised from
 
     @staticmethod
-    def of(call: Call) -> Explanation:
+    def of(call: Call, functions: Sequence[Recorded] = ()) -> Explanation:
         """Plan a call and count its work."""
         size = {"heads": call.heads, "batch": call.batch, "q_offset": call.q_offset}
         steps = counted = program.compiled(call)
@@ -190,7 +197,7 @@ class Explanation:
             split = branches(call.pattern, call.nq, call.nk, **size)
             counted = tuple(program.Step(branch, steps[0].backend) for branch in split)
         work = tuple(BranchWork.of(call, *each) for each in counted)
-        return Explanation(call, steps, work, causality(call.pattern, call.nq, call.nk, **size))
+        return Explanation(call, steps, work, causality(call.pattern, call.nq, call.nk, **size), tuple(functions))
 
     @property
     def first(self) -> tuple[int | list[int], int | list[int]]:
@@ -212,7 +219,7 @@ class Explanation:
         ]
         return {
             "pattern": repr(self.call.pattern),
-            "functions": [mask.said for mask in parts_of(self.call.pattern, Recorded)],
+            "functions": self._functions(),
             "sizes": {
                 "batch": call.batch, "heads": call.heads, "kv_heads": call.kv_heads, "nq": call.nq, "nk": call.nk,
                 "head_dim": call.head_dim, "value_dim": call.value_dim, "dtype": str(call.dtype).removeprefix("torch."),
@@ -250,6 +257,12 @@ class Explanation:
                 "dense_over_this": everything / computed if computed else None,
             },
         }  # fmt: skip
+
+    def _functions(self) -> list[str]:
+        """Describe the pattern's functions: those with the pairs of a pattern, and then how the others are computed."""
+        others = {mask.function.formula: mask.said for mask in parts_of(self.call.pattern, Recorded)}
+        recognised = dict.fromkeys([mask.function.formula for mask in self.functions])
+        return [*[each for each in recognised if each not in others], *others.values()]
 
     def __str__(self) -> str:
         """Format the explanation in aligned lines."""

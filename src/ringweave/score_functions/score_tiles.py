@@ -1,27 +1,24 @@
 """Attention with any score_mod, over computed tiles only.
 
-Scores of a few tiles at a time are computed, given to the score_mod, and masked. Backward computes them again. Masked
-pairs get the score 0 before the score_mod, and their results and gradients are selected afterwards, so a NaN there
-reaches nothing.
+Scores of a few tiles at a time are computed, given to the score_mod, and masked (``backends/tiles.py``). Masked pairs
+get the score 0 before the score_mod, and their results and gradients are selected afterwards, so a NaN there reaches
+nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..backends.attended import attended_product
-from ..backends.backend import delta_in_chunks
-from ..backends.chunk_threads import in_order
-from ..backends.dense_batched import Batch, Layout
-from ..backends.overflow import balanced, sides
+from ..backends.backend import Upstream, delta_in_chunks
+from ..backends.overflow import balanced
+from ..backends.tiles import AnyBatch, PlanTiles, Scorer, Scores, Tiles, backward, budget, forward
 from ..call import Operands
 from ..errors import PatternError, UnsupportedError
-from ..merge import merge_into
 from ..patterns import Pattern
 from ..patterns.fitting import fitting
 from ..patterns.shifted import first_positions
@@ -36,9 +33,6 @@ from ..trace.graph import Graph, Node
 from ..trace.vmapped import Vmapped
 from ..types import acc_dtype
 
-# Bytes of a chunk's scores and of the tensors that the score_mod computes from them: fits a CPU's cache, and a bounded
-# part of a GPU's memory.
-_BUDGET, _BUDGET_ELSEWHERE = 2**23, 2**28
 # Times that a row may exceed the budget before it is computed in pieces.
 _LONG = 4
 # Sides of the smallest tile.
@@ -174,30 +168,81 @@ def _plan(query: Tensor, key: Tensor, pattern: Pattern, function: ScoreFunction,
     if not pattern.combinable:
         raise PatternError("pattern", repr(pattern), "a relation", "Call longnet_attention for a mixture.")
     q_tile, kv_tile = tile_size_of(None, pattern, nq, nk)
-    while q_tile > _LEAST and q_tile * kv_tile * function.nbytes > 2 * _budget(query.device):
+    while q_tile > _LEAST and q_tile * kv_tile * function.nbytes > 2 * budget(query.device):
         q_tile //= 2
     tile = max(q_tile - q_tile % _LEAST, _LEAST), kv_tile
     size = {"heads": heads, "batch": batch, "q_offset": q_offset}
     return plan_cache.get(pattern, nq, nk, **size, tile=tile, device=query.device)
 
 
-def _budget(device: torch.device) -> int:
-    return _BUDGET if device.type == "cpu" else _BUDGET_ELSEWHERE
+class _Function(Scorer):
+    """Scores of a function, in the units and at the positions of a call.
 
-
-@dataclass(eq=False)
-class _Chunk:
-    """The scores of a batch of tiles, (R, q_tile, n * kv_tile), 0 where masked, and the indices of its pairs.
-
-    Attributes:
-        scores: The scores.
-        at: Indices of the pairs.
-        kept: Dropout's factor of each weight, or None.
+    Args:
+        function: The evaluation.
+        first: First positions of each batch element, (B, 2); None if they are 0.
+        dropout: Dropout of the weights, or None.
     """
 
-    scores: Tensor
-    at: dict[str, Tensor]
-    kept: Tensor | None
+    chooses = threads = True
+
+    def __init__(self, function: Pass, first: Tensor | None, dropout: Dropout | None):
+        super().__init__()
+        self.function, self.first, self.dropout = function, first, dropout
+
+    def scores(self, tiles: Tiles[AnyBatch], batch: AnyBatch, products: Tensor, backward: bool) -> Scores:
+        """Return the function of the scaled products, 0 where masked."""
+        b, h, q, k = tiles.indices(batch)
+        # tiles reach beyond the last tokens, where a captured tensor has no entries
+        row, column = q.clamp(max=tiles.nq - 1), k.clamp(max=tiles.nk - 1)
+        q, k = (row, column) if self.first is None else (row + self.first[b, 0], column + self.first[b, 1])
+        kept = None
+        if self.dropout is not None:
+            kept = self.dropout.kept(Pairs(b, h, row, column, q, k)).to(tiles.acc).mul_(self.dropout.factor)
+        products, at = tiles.masked(products, batch, 0.0), {"b": b, "h": h, "q": q, "k": k}
+        if not backward:
+            return Scores(self.function(products, at), kept)
+        values, differentiated = self.function.differentiable(products, at)
+        return Scores(values, kept, _Slopes(self.function, differentiated, (products, at)))
+
+    def attended(self, tiles: Tiles[AnyBatch], batch: AnyBatch, x: Tensor, nothing: float) -> Tensor:
+        """Return whether each pair is attended: a function masks pairs too."""
+        return x != nothing
+
+
+class _Slopes:
+    """The derivative of a function at the pairs of a batch.
+
+    Args:
+        function: The evaluation.
+        of: The function's result, which is differentiated once.
+        given: Products and indices of the pairs.
+    """
+
+    def __init__(self, function: Pass, of: Differentiated, given: tuple[Tensor, dict[str, Tensor]]):
+        self.function, self.of = function, of
+        self._given: tuple[Tensor, dict[str, Tensor]] | None = given
+
+    def __call__(self, grad: Tensor, attended: Tensor | None) -> Tensor | None:
+        """Return the gradient of the products; None if the function does not use them."""
+        assert self._given is not None
+        assert attended is not None
+        # the products are not kept while the gradients wait for those of other tiles
+        (products, at), self._given = self._given, None
+        found = self.of.backward(grad)
+        if not self.of.finite():
+            # a function may be infinite or NaN at masked pairs, and so may be 0 times its derivative
+            at = {name: x.expand(attended.shape)[attended] for name, x in at.items()}
+            self.of = self.function.differentiable(products[attended], at)[1]
+            found = self.of.backward(grad[attended])
+            if found is not None:
+                found = torch.zeros_like(grad).masked_scatter_(attended, found)
+        # the gradient may be expanded
+        return None if found is None else found.contiguous().masked_fill_(~attended, 0.0)
+
+    def add(self) -> None:
+        """Add the gradients of captured tensors to their sums; the order of batches is that of the sums."""
+        self.of.add()
 
 
 @dataclass(eq=False)
@@ -211,91 +256,43 @@ class _Work:
     first: Tensor | None
     dropout: Dropout | None
 
-    def limit(self, q: Tensor) -> int:
-        """Return the most key tiles of a batch: as many as fit the budget, or a long row that nearly fits."""
+    def tiles(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> PlanTiles:
+        """Cut the tensors into tiles; a row that nearly fits the budget of a batch is not cut into pieces."""
         assert self.plan is not None
         pair = self.function.nbytes + 3 * acc_dtype(q.dtype).itemsize
-        most = max(1, _budget(q.device) // (self.plan.q_tile * self.plan.kv_tile * pair))
+        most = max(1, budget(q.device) // (self.plan.q_tile * self.plan.kv_tile * pair))
         longest = int(self.plan.row_ptr.diff(dim=1).max())
-        return max(most, longest) if longest <= _LONG * most else most
+        return PlanTiles(Operands(q, k, v, scale), self.plan, max(most, longest) if longest <= _LONG * most else most)
 
-    def pieced(self, q: Tensor) -> bool:
-        """Whether a row may have more key tiles than a batch."""
-        return self.plan is not None and int(self.plan.row_ptr.diff(dim=1).max()) > self.limit(q)
-
-    def layout(self, q: Tensor, k: Tensor, v: Tensor) -> Layout:
-        """Cut the tensors into tiles, and the tiles into batches that fit the budget."""
-        assert self.plan is not None
-        return Layout(Operands(q, k, v, self.scale), self.plan, self.limit(q))
-
-    def chunk(self, layout: Layout, batch: Batch, queries: Tensor, keys: Tensor) -> _Chunk:
-        """Compute the scores of a batch."""
-        before, after = sides(self.scale)
-        scores = layout.product(queries * before, keys.mT)
-        if after != 1:
-            scores.mul_(after)
-        b, h, q, k = layout.indices(batch)
-        # tiles reach beyond the last tokens, where a captured tensor has no entries
-        row, column = q.clamp(max=layout.nq - 1), k.clamp(max=layout.nk - 1)
-        q, k = (row, column) if self.first is None else (row + self.first[b, 0], column + self.first[b, 1])
-        kept = None
-        if self.dropout is not None:
-            kept = self.dropout.kept(Pairs(b, h, row, column, q, k)).to(layout.acc).mul_(self.dropout.factor)
-        return _Chunk(layout.masked(scores, batch, 0.0), {"b": b, "h": h, "q": q, "k": k}, kept)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Attended, Tensor]:
-        """Compute attention, a batch of equally long rows at a time, and the output in the dtype of sums."""
-        acc, shape = acc_dtype(q.dtype), q.shape[:3]
-        result = _in_order_of(q, v.shape[3])
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Attended, Tensor | None]:
+        """Compute attention, and the output in the dtype of sums if rows are computed in pieces."""
+        acc, result = acc_dtype(q.dtype), _in_order_of(q, v.shape[3])
         if self.plan is None:
-            empty = torch.full(shape, -torch.inf, dtype=acc, device=q.device)
-            return Attended(result.zero_(), empty, empty.clone()), result
+            empty = torch.full(q.shape[:3], -torch.inf, dtype=acc, device=q.device)
+            return Attended(result.zero_(), empty, empty.clone()), None
         with torch.autocast(q.device.type, enabled=False):
-            layout, finite = self.layout(q, k, v), bool(v.isfinite().all())
-            out = q.new_zeros(layout.q_tiles.shape[0], self.plan.q_tile, v.shape[3], dtype=acc)
-            lse = q.new_full(out.shape[:2], -torch.inf, dtype=acc)
-            largest, function = lse.clone(), self.function.begin()
-            parts = in_order(lambda batch: self._part(function, layout, batch, finite), layout.batches(), q.device)
-            for batch, (part, part_lse, top) in parts:
-                whole, whole_lse = out[batch.line], lse[batch.line]
-                merge_into(whole, whole_lse, part, part_lse)
-                out[batch.line], lse[batch.line] = whole, whole_lse
-                largest[batch.line] = torch.maximum(largest[batch.line], top)
-        out = out.view(*shape[:2], -1, v.shape[3])[:, :, : layout.nq]
-        lse, largest = (x.view(*shape[:2], -1)[:, :, : layout.nq].contiguous() for x in (lse, largest))
-        return Attended(result.copy_(out), lse, largest), out
-
-    def _part(self, function: Pass, layout: Layout, batch: Batch, finite: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute (out, lse, largest score) of a batch."""
-        chunk = self.chunk(layout, batch, layout.taken(batch), layout.gathered(layout.k_tiles, batch, False))
-        scores = layout.masked(function(chunk.scores, chunk.at), batch, -torch.inf)
-        values = layout.gathered(layout.v_tiles, batch, True)
-        attended = None if finite else (scores != -torch.inf).to(scores.dtype)
-        top = scores.amax(-1, keepdim=True)
-        shift = top.masked_fill(torch.isneginf(top), 0.0)
-        weights = scores.sub_(shift).exp_()
-        total = weights.sum(-1, keepdim=True)
-        if chunk.kept is not None:
-            weights.mul_(chunk.kept)
-        part = layout.product(weights, values) if attended is None else attended_product(weights, attended, values)
-        part.div_(total.masked_fill(total == 0, 1.0))
-        part_lse = torch.where(torch.isposinf(shift), shift, shift + total.log())
-        return part, part_lse[..., 0], top[..., 0]
+            tiles = self.tiles(q, k, v, self.scale)
+            out, lse, largest = forward(tiles, _Function(self.function.begin(), self.first, self.dropout), acc)
+        return Attended(result.copy_(out), lse, largest), out if tiles.pieced else None
 
     def backward(self, inputs: Sequence[Tensor], returned: _Returned, learns: list[bool]) -> tuple[Tensor, ...]:
         """Compute (dq, dk, dv, gradients of captured tensors that learn)."""
         q, k, v, *captured = inputs
+        dout, dlse, lse, out = returned
         with torch.autocast(q.device.type, enabled=False):
             function = self.function.begin(captured, learns)
         if self.plan is None:
             return *map(torch.zeros_like, (q, k, v)), *function.gradients()
+        if out is not None:
+            delta = delta_in_chunks(dout, out, lse, dlse)
+        else:
+            delta = torch.zeros_like(lse) if dlse is None else -dlse.masked_fill(torch.isneginf(lse), 0.0)
         q, k, scale, of_q, of_k = balanced(q, k, self.scale)
         with torch.autocast(q.device.type, enabled=False):
-            grads = _Gradients(replace(self, scale=scale), function, (q, k, v), returned)
-            for batch, shares in in_order(grads.shares, grads.layout.batches(), q.device):
-                grads.add(batch, shares)
-                del shares
-            dq, dk, dv = grads.joined()
+            scorer = _Function(function, self.first, self.dropout)
+            upstream = Upstream(dout, lse, delta)
+            tiles = self.tiles(q, k, v, scale)
+            dq, dk, dv = backward(tiles, scorer, upstream, q.dtype, whole_rows=out is None)
         if scale != self.scale:
             dq, dk = dq * of_q, dk * of_k
         return dq, dk, dv, *function.gradients()
@@ -317,123 +314,6 @@ class _Returned(NamedTuple):
     out: Tensor | None
 
 
-class _Shares(NamedTuple):
-    """A batch's shares of the gradients; without dq and dk where the function does not use the scores."""
-
-    of_captured: Differentiated
-    dv: Tensor
-    dq: Tensor | None = None
-    dk: Tensor | None = None
-
-
-class _Gradients:
-    """Sums of the gradients of queries, keys and values by tile."""
-
-    def __init__(self, work: _Work, function: Pass, inputs: Sequence[Tensor], returned: _Returned):
-        self.inputs, self.function = inputs, function
-        (q, k, v), (dout, dlse, lse, out) = inputs, returned
-        # A row that attends nothing has zero gradients, whatever it contains. A row of NaN has NaN weights where it
-        # attends; elsewhere, 0 times its query or dout would still be NaN and reach keys that it does not attend.
-        dead = torch.isneginf(lse)
-        self.broken = bool(lse.isnan().any())
-        if self.broken or bool(dead.any()):
-            q, dout = (x.masked_fill((dead | lse.isnan())[..., None], 0.0) for x in (q, dout))
-            lse = lse.masked_fill(dead, torch.inf)
-            dlse = None if dlse is None else dlse.masked_fill(dead, 0.0)
-        self.work, self.layout = work, work.layout(q, k, v)
-        layout = self.layout
-        self.finite_keys, self.finite_dout = (bool(x.isfinite().all()) for x in (k, dout))
-        # whether a slope may not be finite, also where the weight is 0
-        others = [v] if dlse is None else [v, dlse]
-        self.selects = self.broken or not (self.finite_dout and all(bool(x.isfinite().all()) for x in others))
-        self.dout, self.whole_rows = layout.queries(dout), out is None
-        # The mean of the gradients of a row's weights, less the gradient of lse, is subtracted from them. Where a batch
-        # contains whole rows it is computed from the weights, which is more accurate than from the output.
-        if out is not None:
-            delta = delta_in_chunks(dout, out, returned.lse, dlse)
-        else:
-            delta = torch.zeros_like(lse) if dlse is None else -dlse
-        # rows of padding have zero weights
-        lse = torch.nn.functional.pad(lse, (0, -layout.nq % layout.plan.q_tile), value=torch.inf)
-        self.lse, self.delta = (layout.queries(x[..., None].to(layout.acc)) for x in (lse, delta))
-        self.dq, self.dk, self.dv = (
-            torch.zeros(x.shape, dtype=layout.acc, device=x.device)
-            for x in (layout.q_tiles, layout.k_tiles, layout.v_tiles)
-        )
-
-    def shares(self, batch: Batch) -> _Shares:
-        """Compute a batch's shares of the gradients."""
-        layout, work = self.layout, self.work
-        queries, dout = layout.taken(batch), self.dout[batch.line].to(layout.acc)
-        keys, values = (layout.gathered(x, batch, True) for x in (layout.k_tiles, layout.v_tiles))
-        chunk = work.chunk(layout, batch, queries, keys)
-        scores, differentiated = self.function.differentiable(chunk.scores, chunk.at)
-        # memory that is reused, where the allocator would return it to the system after each batch
-        space = None if layout.elsewhere else layout.space.take(scores.shape, scores.dtype)
-        weights = torch.sub(scores, self.lse[batch.line], out=space)
-        layout.masked(weights.exp_(), batch, 0.0)
-        if self.whole_rows:
-            # lse is rounded as a large number is, and would change all weights of a row by one factor
-            total = weights.sum(-1, keepdim=True)
-            weights.div_(total.masked_fill_(~(total > 0), 1.0))
-        unattended = weights == 0
-        dropped = weights if chunk.kept is None else weights * chunk.kept
-        if self.finite_dout:
-            dv = layout.product(dropped.mT, dout)
-        else:
-            dv = attended_product(dropped.mT, (~unattended).to(weights.dtype).mT, dout)
-        slopes, delta = layout.product(dout, values.mT), self.delta[batch.line]
-        if chunk.kept is not None:
-            slopes.mul_(chunk.kept)
-        if self.selects:
-            slopes.masked_fill_(unattended, 0.0)
-        if self.whole_rows:
-            delta = delta + (slopes * weights).sum(-1, keepdim=True)
-        slopes.sub_(delta).mul_(weights)
-        if self.selects:
-            slopes.masked_fill_(unattended, 0.0)
-        score_grads = differentiated.backward(slopes)
-        if not differentiated.finite():
-            # a function may be infinite or NaN at masked pairs, and so may be 0 times its derivative
-            differentiated, score_grads = self._at_attended(chunk, ~unattended, slopes)
-        if score_grads is None:
-            return _Shares(differentiated, dv)
-        # the gradient may be expanded
-        score_grads = score_grads.contiguous().masked_fill_(unattended, 0.0)
-        if not self.finite_keys:
-            # A row that attends an infinite or NaN key has gradients of NaN, or of 0 at a score of -inf, already.
-            # The key must not make the gradients of other rows NaN.
-            keys = keys.nan_to_num(0.0, 0.0, 0.0)
-        dq, dk = layout.product(score_grads, keys), layout.product(score_grads.mT, queries)
-        return _Shares(differentiated, dv, dq, dk)
-
-    def _at_attended(self, chunk: _Chunk, attended: Tensor, slopes: Tensor) -> tuple[Differentiated, Tensor | None]:
-        """Compute the gradients of a chunk from evaluating the function at attended pairs only."""
-        at = {name: x.expand(attended.shape)[attended] for name, x in chunk.at.items()}
-        _, differentiated = self.function.differentiable(chunk.scores[attended], at)
-        score_grads = differentiated.backward(slopes[attended])
-        if score_grads is not None:
-            score_grads = torch.zeros_like(slopes).masked_scatter_(attended, score_grads)
-        return differentiated, score_grads
-
-    def add(self, batch: Batch, shares: _Shares) -> None:
-        """Add a batch's shares to the gradients; the order of batches is that of the sums."""
-        where = batch.key.reshape(-1)
-        shares.of_captured.add()
-        self.dv.index_add_(0, where, shares.dv.view(-1, *self.dv.shape[1:]))
-        if shares.dq is not None and shares.dk is not None:
-            self.dq[batch.line] += shares.dq
-            self.dk.index_add_(0, where, shares.dk.view(-1, *self.dk.shape[1:]))
-
-    def joined(self) -> Iterator[Tensor]:
-        """Yield the gradients of queries, keys and values in their shapes and dtypes."""
-        for x, tiles, factor in zip(
-            self.inputs, (self.dq, self.dk, self.dv), (self.work.scale,) * 2 + (1.0,), strict=True
-        ):
-            whole = tiles.mul_(factor).view(*x.shape[:2], -1, x.shape[3])
-            yield whole[:, :, : x.shape[2]].to(x.dtype).contiguous()
-
-
 def _in_order_of(q: Tensor, channels: int) -> Tensor:
     """Return an empty output with the order of strides of the queries, and adjacent channels."""
     order = [*sorted(range(3), key=q.stride, reverse=True), 3]
@@ -449,7 +329,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, work: _Work, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         found, wide = work.forward(*inputs[:3])
         ctx.work = work
-        ctx.save_for_backward(*inputs, found.lse, wide if work.pieced(inputs[0]) else None)
+        ctx.save_for_backward(*inputs, found.lse, wide)
         ctx.mark_non_differentiable(found.max_scores)
         ctx.set_materialize_grads(False)
         return found.out, found.lse, found.max_scores

@@ -63,13 +63,14 @@ ELEMENTWISE = frozenset(OPERATORS.keys() - {"matmul", "index"}) | frozenset(
 #: Operations with results that share no memory with their operands. A ``to`` is one that changes the dtype.
 FRESH = ELEMENTWISE - {"detach", "contiguous", "pos"}
 
-_SPACES = torch, Tensor, F
+#: Where torch's functions are, by the names that texts have for them.
+SPACES = {"torch": torch, "Tensor": Tensor, "F": F}
 _RANDOM = (
     "rand", "bernoulli", "dropout", "multinomial", "normal", "poisson", "exponential", "uniform", "empty", "rrelu",
     "gumbel_softmax", "fractional_max", "scaled_dot_product_attention", "multi_head_attention_forward",
 )  # fmt: skip
 #: Names of functions that draw random numbers, may draw them, or make a tensor without values.
-DRAWS = frozenset(name for space in _SPACES for name in dir(space) if any(word in name for word in _RANDOM)) - {
+DRAWS = frozenset(name for space in SPACES.values() for name in dir(space) if any(word in name for word in _RANDOM)) - {
     "normalize",
     "poisson_nll_loss",
     "__rand__",
@@ -86,7 +87,7 @@ def filled(x: Tensor, mask: Tensor, value: Any) -> Tensor:
 def _spellings() -> dict[Function, tuple[str, Function, bool]]:
     found: dict[Function, tuple[str, Function, bool]] = {}
     for name in ELEMENTWISE - OPERATORS.keys():
-        spelled = [getattr(space, name) for space in _SPACES if hasattr(space, name)]
+        spelled = [getattr(space, name) for space in SPACES.values() if hasattr(space, name)]
         # one function for all spellings, since a graph knows them by one name
         found |= dict.fromkeys(spelled, (name, spelled[0], False))
     # x.where(condition, y) is torch.where(condition, x, y)
@@ -114,7 +115,7 @@ FUNCTIONS = {name: function for name, function, _ in SPELLINGS.values()}
 # torch.compile knows no name of a function that it traces
 _NAMES = {
     getattr(space, name): name
-    for space in reversed(_SPACES)
+    for space in reversed(SPACES.values())
     for name in dir(space)
     if callable(getattr(space, name)) and getattr(space, name).__hash__ is not None
 }
@@ -130,6 +131,18 @@ def name_of(function: Any) -> str:
     return name
 
 
+def spelled(function: Any) -> tuple[str, str]:
+    """Return where a function of torch is, and its name there.
+
+    Raises:
+        LookupError: It has no name, or is no operation on tensors.
+    """
+    name = _NAMES[function]
+    if type(function) not in _NATIVE and function.__module__ not in _OF_TENSORS:
+        raise LookupError(name)
+    return next(place for place, space in SPACES.items() if getattr(space, name, None) is function), name
+
+
 def is_torchs(function: Any) -> bool:
     """Whether a function is one of torch, which reads its arguments alone; TorchScript may read other tensors."""
     if _NAMES.get(function) is not None or type(function) in _NATIVE:
@@ -139,6 +152,8 @@ def is_torchs(function: Any) -> bool:
     return getattr(function, "namespace", "") == "aten" or str(function).startswith("aten.")
 
 
+# functions of torch in Python that are operations on tensors
+_OF_TENSORS = frozenset(function.__module__ for function in (Tensor.__rsub__, torch.split, F.softmax))
 _NATIVE = frozenset({types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType})
 
 

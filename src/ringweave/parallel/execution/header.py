@@ -6,6 +6,7 @@ in this order, that differs. The order puts causes before consequences: if lengt
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence
@@ -23,15 +24,31 @@ _FIRST = "Make new contexts, and create and first use them in the same order on 
 
 @dataclass(frozen=True)
 class Digest:
-    """A value that ranks compare by a digest; an error shows only this rank's value."""
+    """A value that ranks compare by a digest; an error shows this rank's text, and another's if the header has room.
+
+    Attributes:
+        digest: The digest.
+        shown: The value as text.
+    """
 
     digest: int
-    shown: object
+    shown: str
+
+    @functools.cached_property
+    def words(self) -> tuple[int, ...]:
+        """The digest, and the beginning of the text as words."""
+        raw = self.shown.encode("ascii", "replace")
+        raw = raw if len(raw) <= 8 * _SHOWN_WORDS else raw[: 8 * _SHOWN_WORDS - 3] + b"..."
+        return self.digest, *text_words(raw.decode(), _SHOWN_WORDS)
+
+
+# words of a digest's text in a header
+_SHOWN_WORDS = 24
 
 
 class _Field(NamedTuple):
     kind: type
-    words: int = 1  # size in the header
+    words: int = 1  # size in the header; of a digest only the first word is compared
     remedy: str = _CALLS
 
 
@@ -51,7 +68,7 @@ _FIELDS = {
     "placement": _Field(Digest, remedy=_MADE),
     "nodes": _Field(int, remedy=_MADE),
     "batch": _Field(int),
-    "pattern": _Field(Digest),
+    "pattern": _Field(Digest, 1 + _SHOWN_WORDS),
     "schedule": _Field(str, 2, _MADE),
     "moves": _Field(Digest, remedy=_MADE),
     "D": _Field(int),
@@ -83,13 +100,16 @@ def compare(fields: Mapping[str, Value], every: Tensor, rank: int, step: int) ->
         return
     at = 0
     for name, kind in _FIELDS.items():
-        here = slice(at, at + kind.words)
+        words = every[:, at : at + kind.words].tolist()
         at += kind.words
-        if all(same[here]):
+        # the text of a digest is not compared
+        compared = [row[:1] if kind.kind is Digest else row for row in words]
+        peer = next((other for other, theirs in enumerate(compared) if theirs != compared[rank]), None)
+        if peer is None:
             continue
-        words = every[:, here].tolist()
-        peer = next(other for other, theirs in enumerate(words) if theirs != words[rank])
         mine, theirs = _shown(fields.get(name)), _decode(words[peer], kind)
+        if kind.kind is Digest and words[peer][1:] == words[rank][1:]:
+            theirs = f"another {theirs}".rstrip()
         raise RingError(
             rank,
             peer,
@@ -130,7 +150,7 @@ def _encode(value: Value, field: _Field) -> tuple[int, ...]:
     if value is None:
         return (_NONE,) * field.words
     if isinstance(value, Digest):
-        return (value.digest,)
+        return value.words if field.words > 1 else (value.digest,)
     if isinstance(value, tuple):
         return value
     if isinstance(value, str):
@@ -144,7 +164,7 @@ def _decode(words: Sequence[int], field: _Field) -> str:
     if words[0] == _NONE:
         return _shown(None)
     if field.kind is Digest:
-        return "another"
+        return words_text(words[1:])
     if field.kind is str:
         return _shown(tuple(words))
     if field.kind is float:

@@ -1,0 +1,574 @@
+"""Attention over tiles, in a few PyTorch operations: the softmax, its gradients, and the rules about broken numbers.
+
+A batch has rows of equal length: a row is a tile of queries with its tiles of keys, gathered into one tensor, so scores
+and outputs are one batched product each. Products are computed in float32 (float64 for float64 inputs) whatever the
+storage type. :class:`Tiles` says which rows there are, and a :class:`Scorer` makes scores of the products.
+
+The rules, where a number is NaN or infinite, beside those of ``overflow``:
+
+- A masked pair gets its score by selection, so a NaN in a masked key or query is lost.
+- A row that attends nothing has no output and no gradient, whatever it contains.
+- A value, or a gradient of the output, that is not finite reaches only the rows and keys that attend it. A weight of 0
+  times it would be NaN, so products are computed again with :func:`~ringweave.backends.attended.attended_product`.
+- A row with an lse that is not finite gives NaN to the keys that it attends, and nothing to others.
+- A row that attends an infinite or NaN key has gradients of NaN, or of 0 at a score of -inf, already. The key must not
+  make the gradients of other rows NaN.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..call import Operands
+from ..merge import merge_into
+from ..plan import BlockPlan, unpack_masks
+from ..terms import Pairs
+from ..terms.operands import TermOperands
+from ..types import acc_dtype
+from .attended import attended_product, broken, spread
+from .backend import Upstream, tiled
+from .chunk_threads import in_order
+from .overflow import sides
+
+# Bytes of a batch. Measured: on a CPU a batch should fit the second-level cache and still be large enough to amortise
+# about ten operator calls. Elsewhere it is a bounded part of the memory.
+_BUDGET, _BUDGET_ELSEWHERE = 2**23, 2**28
+
+
+def budget(device: torch.device | str) -> int:
+    """Return the bytes of a batch on a device."""
+    return _BUDGET if torch.device(device).type == "cpu" else _BUDGET_ELSEWHERE
+
+
+@dataclass(eq=False, repr=False)
+class Batch:
+    """R rows, each of a tile of queries with n tiles of keys.
+
+    Attributes:
+        key: Indices into the tiles of keys of all batch elements and key heads, (R, n).
+    """
+
+    key: Tensor
+
+
+AnyBatch = TypeVar("AnyBatch", bound=Batch)
+Result = TypeVar("Result")
+
+
+class Tiles(ABC, Generic[AnyBatch]):
+    """The operands of a call in tiles, and batches that cover its pairs.
+
+    Attributes:
+        k_tiles: Keys, (tiles, kv_tile, D), or pages.
+        v_tiles: Values, (tiles, kv_tile, Dv), or pages.
+        pieced: Whether a row may be in several batches.
+        shared: Whether all queries of a tile attend the same keys.
+        space: Scratch memory.
+    """
+
+    k_tiles: Tensor
+    v_tiles: Tensor
+    pieced = False
+    shared = False
+
+    def __init__(self, operands: Operands):
+        # imported at first use, to keep `import ringweave` fast
+        from ..memory.workspace import scratch
+
+        self.space = scratch
+        self.q, k, v = operands[:3]
+        self.batch, self.heads, self.nq, _ = self.q.shape
+        self.kv_heads, self.nk, self.channels = k.shape[1], operands.nk, v.shape[3]
+        self.acc, self.scale, self.device = acc_dtype(self.q.dtype), operands.scale, self.q.device
+        self.elsewhere = self.device.type != "cpu"
+
+    @abstractmethod
+    def batches(self) -> Iterator[AnyBatch]:
+        """Yield batches that cover each pair once; pieces of one row come in ascending order of keys."""
+
+    # ---- tensors of the queries, (B, Hq, Nq, C) ----------------------------------------------------------------------
+
+    @abstractmethod
+    def by_query(self, x: Tensor, padding: float = 0.0) -> Tensor:
+        """Return a tensor of the queries in the form of the next functions, which may share its memory.
+
+        ``padding`` is the value of queries past the last one.
+        """
+
+    @abstractmethod
+    def blank(self, channels: int, value: float, dtype: torch.dtype) -> Tensor:
+        """Return a new tensor of the queries in this form, in the dtype of sums if parts of rows are merged in it."""
+
+    @abstractmethod
+    def whole(self, x: Tensor) -> Tensor:
+        """Return a tensor in this form as (B, Hq, Nq, C), contiguous."""
+
+    @abstractmethod
+    def taken(self, x: Tensor, batch: AnyBatch) -> Tensor:
+        """Return the queries of a batch, (R, q_tile, C), in the dtype of sums."""
+
+    @abstractmethod
+    def put(self, x: Tensor, batch: AnyBatch, part: Tensor, add: bool = False) -> None:
+        """Write the queries of a batch, (R, q_tile, C), or add them."""
+
+    # ---- tensors of the keys, (B, Hkv, Nk, C) ------------------------------------------------------------------------
+
+    @abstractmethod
+    def gathered(self, tiles: Tensor, batch: AnyBatch, only_attended: bool) -> Tensor:
+        """Gather tiles of keys or values, (R, n * kv_tile, C), in the dtype of sums.
+
+        With ``only_attended``, tokens that no query of a tile may attend are zero.
+        """
+
+    def summed(self, total: Tensor, batch: AnyBatch, part: Tensor) -> None:
+        """Add (R, n * kv_tile, C) to sums over the tiles of keys."""
+        total.index_add_(0, batch.key.reshape(-1), part.reshape(-1, *total.shape[1:]))
+
+    def by_key(self, total: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return sums over the tiles of keys as (B, Hkv, Nk, C)."""
+        by_head = total.view(self.batch, self.kv_heads, -1, total.shape[-1])
+        return by_head[:, :, : self.nk].to(dtype).contiguous()
+
+    # ---- pairs of a batch, (R, q_tile, n * kv_tile) ------------------------------------------------------------------
+
+    @abstractmethod
+    def masked(self, x: Tensor, batch: AnyBatch, value: float) -> Tensor:
+        """Fill in ``value`` in place where pairs are not allowed."""
+
+    @abstractmethod
+    def indices(self, batch: AnyBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return batch elements, query heads, queries and keys, which broadcast to the pairs.
+
+        Tiles may reach beyond the last query and the last key.
+        """
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """Multiply batches of matrices, on a CPU into scratch memory, elsewhere into memory of torch's allocator."""
+        if self.elsewhere:
+            return torch.bmm(a, b)
+        return torch.bmm(a, b, out=self.space.take((*a.shape[:2], b.shape[2]), a.dtype))
+
+    def products(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return the scaled products of the queries and keys of a batch."""
+        before, after = sides(self.scale)
+        found = self.product(queries * before, keys.mT)
+        return found if after == 1 else found.mul_(after)
+
+    def of_keys(self, weights: Tensor, x: Tensor, batch: AnyBatch, attended: Tensor | None) -> Tensor:
+        """Return weighted sums of the queries of a batch for its keys, (R, n * kv_tile, C).
+
+        With ``attended``, a query that is not finite reaches only the keys that it attends.
+        """
+        if attended is None:
+            return self.product(weights.mT, x)
+        return attended_product(weights.mT, attended.mT.to(weights.dtype), x)
+
+
+# ---- scores ----------------------------------------------------------------------------------------------------------
+
+
+class Slopes(Protocol):
+    """The derivative of the scores of a batch."""
+
+    def __call__(self, grad: Tensor, attended: Tensor | None) -> Tensor | None:
+        """Return the gradient of the products, once; None if the scores do not depend on them.
+
+        Args:
+            grad: Gradient of the scores, 0 where not attended.
+            attended: Whether each pair is attended; None if all numbers are finite.
+        """
+
+    def add(self) -> None:
+        """Add the gradients of other tensors to their sums."""
+
+
+class Scores(NamedTuple):
+    """The scores of a batch.
+
+    Attributes:
+        values: The scores; any number where a pair is not allowed.
+        kept: Dropout's factor of each weight, or None.
+        slopes: Derivative of the scores, in backward; None where they are the products.
+    """
+
+    values: Tensor
+    kept: Tensor | None = None
+    slopes: Slopes | None = None
+
+
+class Scorer:
+    """The scores of a call: its scaled products, with its terms and its dropout.
+
+    Attributes:
+        chooses: Whether scores of -inf mask pairs that the pattern allows. Backward then asks which pairs are attended.
+        threads: Whether batches are computed in threads, each of which computes alone.
+    """
+
+    chooses = False
+    threads = False
+
+    def __init__(self, terms: TermOperands | None = None):
+        self.terms = terms
+
+    def scores(self, tiles: Tiles[AnyBatch], batch: AnyBatch, products: Tensor, backward: bool) -> Scores:
+        """Return the scores of a batch from its scaled products, which may be overwritten."""
+        terms = self.terms
+        if terms is None:
+            return Scores(products)
+        at = terms.pairs(*tiles.indices(batch))
+        kept = None if terms.dropout is None else terms.dropout.kept(at).to(tiles.acc).mul_(terms.dropout.factor)
+        if not terms.terms:
+            return Scores(products, kept)
+        states = terms.apply(products, at)
+        if backward:
+            for state in states:
+                tiles.masked(state, batch, 0.0)
+        return Scores(states[-1], kept, _SlopesOfTerms(terms, states, at))
+
+    def attended(self, tiles: Tiles[AnyBatch], batch: AnyBatch, x: Tensor, nothing: float) -> Tensor:
+        """Return whether each pair is attended; ``x`` has masked scores or weights, ``nothing`` where not allowed."""
+        return tiles.masked(torch.ones_like(x, dtype=torch.bool), batch, False)
+
+
+class _SlopesOfTerms(NamedTuple):
+    """The derivative of terms: the scores before them and after each, 0 where not allowed, and their pairs."""
+
+    terms: TermOperands
+    states: list[Tensor]
+    at: Pairs
+
+    def __call__(self, grad: Tensor, attended: Tensor | None) -> Tensor:
+        return self.terms.gradient(self.states, grad, self.at)
+
+    def add(self) -> None:
+        """Do nothing, since terms add to the sums of their tables as they are differentiated."""
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    """The results of attention.
+
+    Attributes:
+        out: Output, (B, Hq, Nq, Dv).
+        lse: Log-sum-exp of each row's scores, (B, Hq, Nq).
+        largest: Largest score of each row, (B, Hq, Nq).
+    """
+
+    out: Tensor
+    lse: Tensor
+    largest: Tensor
+
+
+def forward(tiles: Tiles[AnyBatch], scorer: Scorer, dtype: torch.dtype) -> Found:
+    """Compute attention, with the output in ``dtype``, or in the dtype of sums where parts of rows are merged."""
+    found = _forward(tiles, scorer, dtype, False)
+    if not tiles.shared and spread(found.out, found.lse):
+        found = _forward(tiles, scorer, dtype, True)
+    return found
+
+
+def _forward(tiles: Tiles[AnyBatch], scorer: Scorer, dtype: torch.dtype, selects: bool) -> Found:
+    """Compute attention, a batch of equally long rows at a time; ``selects``: values reach only attending rows."""
+    queries = tiles.by_query(tiles.q)
+    out = tiles.blank(tiles.channels, 0.0, dtype)
+    lse, largest = (tiles.blank(1, -torch.inf, tiles.acc) for _ in range(2))
+
+    def computed(batch: AnyBatch) -> tuple[Tensor, Tensor, Tensor]:
+        products = tiles.products(tiles.taken(queries, batch), tiles.gathered(tiles.k_tiles, batch, False))
+        scores, kept, _ = scorer.scores(tiles, batch, products, False)
+        tiles.masked(scores, batch, -torch.inf)
+        attended = scorer.attended(tiles, batch, scores, -torch.inf).to(scores.dtype) if selects else None
+        top = scores.amax(-1, keepdim=True)
+        shift = top.masked_fill(torch.isneginf(top), 0.0)
+        weights = scores.sub_(shift).exp_()
+        total = weights.sum(-1, keepdim=True)
+        if kept is not None:
+            weights.mul_(kept)
+        values = tiles.gathered(tiles.v_tiles, batch, True)
+        if attended is None:
+            part = tiles.product(weights, values)
+        else:
+            # a row with scores of -inf only attends nothing
+            part = attended_product(weights, attended, values).masked_fill_(total == 0, 0.0)
+        part.div_(total.masked_fill(total == 0, 1.0))
+        return part, torch.where(torch.isposinf(shift), shift, shift + total.log()), top
+
+    for batch, (part, part_lse, top) in _each(computed, tiles, scorer):
+        if tiles.pieced:
+            whole, whole_lse = tiles.taken(out, batch), tiles.taken(lse, batch)
+            merge_into(whole, whole_lse[..., 0], part, part_lse[..., 0])
+            part, part_lse, top = whole, whole_lse, torch.maximum(tiles.taken(largest, batch), top)
+        tiles.put(out, batch, part)
+        tiles.put(lse, batch, part_lse)
+        tiles.put(largest, batch, top)
+    return Found(tiles.whole(out), tiles.whole(lse)[..., 0], tiles.whole(largest)[..., 0])
+
+
+def _each(
+    compute: Callable[[AnyBatch], Result], tiles: Tiles[AnyBatch], scorer: Scorer
+) -> Iterable[tuple[AnyBatch, Result]]:
+    """Yield each batch and its result, in order."""
+    if scorer.threads:
+        return in_order(compute, tiles.batches(), tiles.device)
+    return ((batch, compute(batch)) for batch in tiles.batches())
+
+
+class Shares(NamedTuple):
+    """A batch's shares of the gradients; without dq and dk where the scores do not depend on the products."""
+
+    slopes: Slopes | None
+    dv: Tensor
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+
+
+def backward(
+    tiles: Tiles[AnyBatch], scorer: Scorer, upstream: Upstream, dtype: torch.dtype, *, whole_rows: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute (dq, dk, dv) in ``dtype``: scores are recomputed, and dK and dV are summed for each tile of keys.
+
+    Args:
+        whole_rows: Whether batches contain whole rows, and lse is that of these scores alone. The weights of a row are
+            then divided by their sum, since lse is rounded as a large number is, and the mean of their gradients is
+            computed from them: ``upstream.delta`` is minus the gradient of lse.
+    """
+    dout, lse, delta, _ = upstream
+    # lists on a GPU: nothing is read back
+    blind = tiles.shared and tiles.elsewhere
+    empty = torch.isneginf(lse)
+    lse = torch.where(empty, torch.inf, torch.where(lse.isfinite(), lse, torch.nan))
+    unfit = blind or not bool(lse.isfinite().all())
+    selects = blind or broken(delta) or (whole_rows and (_nan(lse) or not _finite(dout, tiles.v_tiles)))
+    finite_keys = not blind and _finite(tiles.k_tiles)
+    row_q, row_dout, row_delta = (tiles.by_query(x) for x in (tiles.q, dout, delta[..., None]))
+    # rows of padding have no weights, however large a term makes their scores
+    row_lse = tiles.by_query(lse[..., None], torch.inf)
+    dq = tiles.blank(tiles.q.shape[3], 0.0, dtype)
+    dk, dv = (torch.zeros(x.shape, dtype=tiles.acc, device=x.device) for x in (tiles.k_tiles, tiles.v_tiles))
+
+    def computed(batch: AnyBatch) -> Shares:
+        queries, dout, lse, delta = (tiles.taken(x, batch) for x in (row_q, row_dout, row_lse, row_delta))
+        if unfit:
+            broken_rows = ~lse.isfinite()
+            queries, dout = queries.masked_fill(broken_rows, 0.0), dout.masked_fill(broken_rows, 0.0)
+        keys, values = (tiles.gathered(x, batch, True) for x in (tiles.k_tiles, tiles.v_tiles))
+        scores, kept, slopes = scorer.scores(tiles, batch, tiles.products(queries, keys), True)
+        if slopes is None:
+            weights = scores.sub_(lse)
+        else:
+            # memory that is reused, where the allocator would return it to the system after each batch
+            space = None if tiles.elsewhere else tiles.space.take(scores.shape, scores.dtype)
+            weights = torch.sub(scores, lse, out=space)
+        tiles.masked(weights.exp_(), batch, 0.0)
+        del scores
+        if whole_rows:
+            total = weights.sum(-1, keepdim=True)
+            weights.div_(total.masked_fill_(~(total > 0), 1.0))
+        asked = selects or scorer.chooses
+        attended = scorer.attended(tiles, batch, weights, 0.0) if asked else None
+        unattended = ~attended if selects and attended is not None else None
+        dropped = weights if kept is None else weights * kept
+        part_dv = tiles.of_keys(dropped, dout, batch, attended if selects else None)
+        grad = tiles.product(dout, values.mT)
+        if kept is not None:
+            grad.mul_(kept)
+        if unattended is not None:
+            grad.masked_fill_(unattended, 0.0)
+        if whole_rows:
+            delta = delta + (grad * weights).sum(-1, keepdim=True)
+        grad.sub_(delta).mul_(weights)
+        if unattended is not None:
+            grad.masked_fill_(unattended, 0.0)
+        found = grad if slopes is None else slopes(grad, attended)
+        if found is None:
+            return Shares(slopes, part_dv)
+        if not finite_keys:
+            keys = keys.nan_to_num(0.0, 0.0, 0.0)
+        part_dq = tiles.product(found, keys).mul_(tiles.scale)
+        return Shares(slopes, part_dv, part_dq, tiles.product(found.mT, queries))
+
+    for batch, shares in _each(computed, tiles, scorer):
+        if shares.slopes is not None:
+            shares.slopes.add()
+        tiles.summed(dv, batch, shares.dv)
+        if shares.dq is not None and shares.dk is not None:
+            tiles.put(dq, batch, shares.dq, add=True)
+            tiles.summed(dk, batch, shares.dk)
+        del shares
+    return tiles.whole(dq).to(dtype), tiles.by_key(dk.mul_(tiles.scale), dtype), tiles.by_key(dv, dtype)
+
+
+def _finite(*tensors: Tensor) -> bool:
+    return all(bool(x.isfinite().all()) for x in tensors)
+
+
+def _nan(x: Tensor) -> bool:
+    return bool(x.isnan().any())
+
+
+# ---- the tiles of a plan ---------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, repr=False)
+class PlanBatch(Batch):
+    """Query tiles with equally many key tiles, or a piece of such a batch.
+
+    Attributes:
+        line: Indices into the query tiles of all batch elements and heads, (R,).
+        entry: Indices into the plan's lists, (R, n).
+        where: Rows and columns of ``key`` of the P partial tiles, (P,) each.
+        mask: Their masks, (P, q_tile, kv_tile) bool.
+    """
+
+    line: Tensor
+    entry: Tensor
+    where: tuple[Tensor, Tensor]
+    mask: Tensor
+
+
+# most bytes of the masks of a plan that are unpacked once
+_BANK_BYTES = 2**26
+
+
+class PlanTiles(Tiles[PlanBatch]):
+    """The tiles of a plan. Query tiles with the same number of key tiles form a batch.
+
+    A query tile with more key tiles than the budget allows is computed in pieces, which are merged.
+
+    Args:
+        operands: The operands.
+        plan: The plan.
+        limit: Most key tiles of a batch; by default as many as fit the budget.
+    """
+
+    def __init__(self, operands: Operands, plan: BlockPlan, limit: int | None = None):
+        super().__init__(operands)
+        _, k, v = operands[:3]
+        self.plan, self.pages = plan, operands.pages
+        self.k_tiles, self.v_tiles = (k, v) if self.pages is not None else (self._keys(k), self._keys(v))
+        self.limit = limit or most_tiles(plan, self.device)
+        self.pieced = int(plan.row_ptr.diff(dim=1).max()) > self.limit
+        tile = plan.q_tile, plan.kv_tile
+        tail = torch.arange(plan.kv_tile, device=self.device) < self.nk - (plan.kv_tiles - 1) * plan.kv_tile
+        self.tail = tail.expand(1, *tile)
+        self.ragged = self.nk % plan.kv_tile != 0
+        fits = plan.mask_words.shape[0] * tile[0] * tile[1] <= _BANK_BYTES
+        self.bank = torch.cat([unpack_masks(plan.mask_words, plan.kv_tile), self.tail]) if fits else None
+
+    def by_query(self, x: Tensor, padding: float = 0.0) -> Tensor:
+        """Cut (B, Hq, Nq, C) into (B * Hq * query tiles, q_tile, C)."""
+        missing = -x.shape[2] % self.plan.q_tile
+        if padding and missing:
+            x = torch.nn.functional.pad(x, (0, 0, 0, missing), value=padding)
+        return tiled(x, self.plan.q_tile).flatten(0, 2)
+
+    def _keys(self, x: Tensor) -> Tensor:
+        return tiled(x, self.plan.kv_tile).flatten(0, 2)
+
+    def blank(self, channels: int, value: float, dtype: torch.dtype) -> Tensor:
+        shape = self.batch * self.heads * self.plan.q_tiles, self.plan.q_tile, channels
+        return torch.full(shape, value, dtype=self.acc, device=self.device)
+
+    def whole(self, x: Tensor) -> Tensor:
+        return x.view(self.batch, self.heads, -1, x.shape[2])[:, :, : self.nq].contiguous()
+
+    def taken(self, x: Tensor, batch: PlanBatch) -> Tensor:
+        return x[batch.line].to(self.acc)
+
+    def put(self, x: Tensor, batch: PlanBatch, part: Tensor, add: bool = False) -> None:
+        if add:
+            x[batch.line] += part
+        else:
+            x[batch.line] = part
+
+    def _mask(self, code: Tensor) -> Tensor:
+        if self.bank is not None:
+            return self.bank[code]
+        masks = unpack_masks(self.plan.mask_words[code.clamp(max=self.plan.mask_words.shape[0] - 1)], self.plan.kv_tile)
+        return torch.where((code == self.plan.mask_words.shape[0])[:, None, None], self.tail, masks)
+
+    def batches(self) -> Iterator[PlanBatch]:
+        plan = self.plan
+        device = plan.device
+        line = torch.arange(self.batch * self.heads * plan.q_tiles, device=device)
+        pair, tile = line // plan.q_tiles, line % plan.q_tiles
+        plan_row = plan.row_set.reshape(-1).long()[pair] * plan.q_tiles + tile
+        first = plan.row_ptr[:, :-1].reshape(-1).long()[plan_row]
+        count = plan.row_ptr.diff(dim=1).reshape(-1).long()[plan_row]
+        kv_head = pair % self.heads // (self.heads // self.kv_heads)
+        base = (pair // self.heads * self.kv_heads + kv_head) * plan.kv_tiles
+        count, order = count.sort(stable=True)
+        sizes, lines = count.unique_consecutive(return_counts=True)
+        begin = 0
+        for size, number in zip(sizes.tolist(), lines.tolist(), strict=True):
+            members = order[begin : begin + number]
+            begin += number
+            step = max(1, self.limit // max(size, 1))
+            for chosen in members.split(step):
+                for piece in range(0, size, self.limit):
+                    places = torch.arange(piece, min(piece + self.limit, size), device=device)
+                    yield self._batch(chosen, first[chosen, None] + places, base[chosen, None])
+
+    def _batch(self, line: Tensor, entry: Tensor, base: Tensor) -> PlanBatch:
+        col, code = self.plan.col[entry].long(), self.plan.mask_id[entry].long()
+        if self.ragged:
+            last = (col == self.plan.kv_tiles - 1) & (code < 0)
+            code = torch.where(last, self.plan.mask_words.shape[0], code)
+        rows, places = (code >= 0).nonzero(as_tuple=True)
+        return PlanBatch(base + col, line, entry, (rows, places), self._mask(code[rows, places]))
+
+    def gathered(self, tiles: Tensor, batch: PlanBatch, only_attended: bool) -> Tensor:
+        if self.pages is not None:
+            gathered = self._of_pages(tiles, batch.key).to(self.acc)
+        elif self.elsewhere:
+            gathered = tiles[batch.key].to(self.acc)
+        else:
+            shape = batch.key.numel(), *tiles.shape[1:]
+            taken = torch.index_select(tiles, 0, batch.key.view(-1), out=self.space.take(shape, tiles.dtype))
+            wide = taken if tiles.dtype == self.acc else self.space.take(shape, self.acc).copy_(taken)
+            gathered = wide.unflatten(0, batch.key.shape)
+        if only_attended and batch.mask.shape[0]:
+            dead = ~batch.mask.any(1)
+            some = dead.any(1).nonzero()[:, 0]
+            if some.numel():
+                rows, places = batch.where[0][some], batch.where[1][some]
+                gathered[rows, places] = gathered[rows, places].masked_fill(dead[some, :, None], 0.0)
+        return gathered.flatten(1, 2)
+
+    def _of_pages(self, x: Tensor, key: Tensor) -> Tensor:
+        """Gather tiles (R, n, kv_tile, C) with indices ``key`` from keys or values in pages (pages, Hkv, size, C)."""
+        assert self.pages is not None
+        table, lengths, size = self.pages
+        head, tile = key // self.plan.kv_tiles, key % self.plan.kv_tiles
+        of_batch, head = (head // self.kv_heads)[..., None], (head % self.kv_heads)[..., None]
+        # There is no page after the last token. The last token is read instead; masks exclude it there.
+        token = tile[..., None] * self.plan.kv_tile + torch.arange(self.plan.kv_tile, device=x.device)
+        token = torch.minimum(token, lengths.long()[of_batch] - 1).clamp_(min=0)
+        return x[table[of_batch, token // size].long(), head, token % size]
+
+    def indices(self, batch: PlanBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        plan, device = self.plan, self.plan.device
+        pair, tile = batch.line // plan.q_tiles, batch.line % plan.q_tiles
+        rows = tile[:, None] * plan.q_tile + torch.arange(plan.q_tile, device=device)
+        columns = (batch.key % plan.kv_tiles)[..., None] * plan.kv_tile + torch.arange(plan.kv_tile, device=device)
+        of_batch, head = (x[:, None, None] for x in (pair // self.heads, pair % self.heads))
+        return of_batch, head, rows[:, :, None], columns.flatten(1)[:, None]
+
+    def masked(self, x: Tensor, batch: PlanBatch, value: float) -> Tensor:
+        if batch.mask.shape[0]:
+            by_tile = x.unflatten(2, (-1, self.plan.kv_tile)).transpose(1, 2)
+            by_tile[batch.where] = by_tile[batch.where].masked_fill(~batch.mask, value)
+        return x
+
+
+def most_tiles(plan: BlockPlan, device: torch.device | str) -> int:
+    """Return the most key tiles of a batch, by the bytes of its scores."""
+    return max(1, budget(device) // (plan.q_tile * plan.kv_tile * 4))
