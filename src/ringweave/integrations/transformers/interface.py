@@ -24,7 +24,7 @@ from ...torch_compat import version
 from .indexers import all_keys, swap
 from .keywords import DOCUMENTS, OTHER, POSITIONS, READ, apart, check, same_documents
 from .latents import Latents, expand_later, states_of
-from .masks import ORIGIN, Facts, Found, PatternMask, pattern_mask
+from .masks import ORIGIN, Facts, PatternMask, pattern_mask
 from .model_cache import CACHE, PagedStates
 from .models.deepseek_v4 import entries_of
 from .packing import (
@@ -222,8 +222,10 @@ class LayerCall:
 
     def _made(self, pattern: Pattern, q_offset: int = 0) -> PatternMask:
         """Return the mask of a call that has no PatternMask."""
+        mask = PatternMask(Facts(pattern, (self.batch, 1, self.nq, self.nk), q_offset))
         # such a mask knows no positions
-        return PatternMask(Facts(pattern, (self.batch, 1, self.nq, self.nk), q_offset), Found(positions_seen=True))
+        mask.found.positions_seen = True
+        return mask
 
     def _numbers(self, mask: Tensor) -> Tensor:
         """Return the numbers that a mask adds to the scores; a bool mask adds -inf."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, Self
 
 import torch
@@ -112,7 +111,6 @@ class Facts(NamedTuple):
     cut: bool = False
 
 
-@dataclass
 class Found:
     """Results of the layers that share a mask, for the layers after them.
 
@@ -139,14 +137,13 @@ class PatternMask(_Carried, BlockMask):
 
     Args:
         facts: Everything that it says about the call.
-        found: Results of layers that share it.
     """
 
     #: What indexers ask for, to know how the values mask scores.
     dtype = torch.bool
 
-    def __init__(self, facts: Facts, found: Found | None = None):
-        self.facts, self.found = facts, Found() if found is None else found
+    def __init__(self, facts: Facts):
+        self.facts, self.found = facts, Found()
 
     @property
     def pattern(self) -> Pattern:
@@ -184,7 +181,9 @@ class PatternMask(_Carried, BlockMask):
     def with_pattern(self, pattern: Pattern, keys: int) -> PatternMask:
         """Return the mask of the same queries with another pattern and number of keys."""
         facts = self.facts._replace(pattern=pattern, sizes=(*self.facts.sizes[:3], keys))
-        return PatternMask(facts, Found(self.found.positions_seen, self.found.told))
+        mask = PatternMask(facts)
+        mask.found.positions_seen, mask.found.told = self.found.positions_seen, self.found.told
+        return mask
 
     def __getitem__(self, at: object) -> Any:
         if isinstance(at, tuple) and at[1:2] == (0,):
@@ -212,7 +211,9 @@ class PatternMask(_Carried, BlockMask):
         rows = facts._replace(
             sizes=(batch, heads, stop - first, nk), q_offset=facts.q_offset + first, positions=None, cut=True
         )
-        return PatternMask(rows, Found(self.found.positions_seen))
+        mask = PatternMask(rows)
+        mask.found.positions_seen = self.found.positions_seen
+        return mask
 
     def __and__(self, other: object) -> Any:  # type: ignore[override]
         """Return the mask of the pairs that a pattern allows too, or the values where other bool values hold too."""
