@@ -71,23 +71,23 @@ BREAKAGES = (
         "out.mul_((new / safe)[..., None])", ("tests/test_merge.py",),
     ),
     Breakage(
-        "the scale of a gradient", "backends/dense_batched.py",
-        "dq[batch.line] += layout.product(score_grads, keys).mul_(scale)",
-        "dq[batch.line] += layout.product(score_grads, keys)", GATHER,
+        "the scale of a gradient", "backends/tiles.py",
+        "dq = tiles.product(of_products, keys).mul_(tiles.scale)",
+        "dq = tiles.product(of_products, keys)", GATHER,
     ),
     Breakage(
-        "the key head of a query head", "backends/dense_batched.py",
+        "the key head of a query head", "backends/tiles.py",
         "pair % self.heads // (self.heads // self.kv_heads)",
         "pair % self.kv_heads", GATHER,
     ),
     Breakage(
-        "a term of the scores' gradient", "backends/dense_batched.py",
-        "score_grads.sub_(row_delta[batch.line]).mul_(weights)",
-        "score_grads.mul_(weights)", GATHER,
+        "a term of the scores' gradient", "backends/tiles.py",
+        "grad.sub_(delta).mul_(weights)",
+        "grad.mul_(weights)", GATHER,
     ),
     Breakage(
-        "what an empty row takes part in", "backends/dense_batched.py",
-        "top.masked_fill_(torch.isneginf(top), 0.0)", "pass",
+        "what an empty row takes part in", "backends/tiles.py",
+        "top.masked_fill(torch.isneginf(top), 0.0)", "top.clone()",
         GATHER,
     ),
     Breakage(

@@ -209,7 +209,7 @@ def test_documents_of_a_layers_pattern_are_refused(name: str, way: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["minimax_m3_vl", "deepseek_v32"])
+@pytest.mark.parametrize("name", [pytest.param("minimax_m3_vl", marks=pytest.mark.long), "deepseek_v32"])
 def test_compiled_choices_know_documents_when_they_run(name: str) -> None:
     """A compiled model computes a call of one document, and refuses packed ones, or keeps them apart."""
     model = ours(name, "patch").eval()

@@ -340,62 +340,10 @@ def backward(
             then divided by their sum, since lse is rounded as a large number is, and the mean of their gradients is
             computed from them: ``upstream.delta`` is minus the gradient of lse.
     """
-    dout, lse, delta, _ = upstream
-    # lists on a GPU: nothing is read back
-    blind = tiles.shared and tiles.elsewhere
-    empty = torch.isneginf(lse)
-    lse = torch.where(empty, torch.inf, torch.where(lse.isfinite(), lse, torch.nan))
-    unfit = blind or not bool(lse.isfinite().all())
-    selects = blind or broken(delta) or (whole_rows and (_nan(lse) or not _finite(dout, tiles.v_tiles)))
-    finite_keys = not blind and _finite(tiles.k_tiles)
-    row_q, row_dout, row_delta = (tiles.by_query(x) for x in (tiles.q, dout, delta[..., None]))
-    # rows of padding have no weights, however large a term makes their scores
-    row_lse = tiles.by_query(lse[..., None], torch.inf)
+    shares_of = _Backward(tiles, scorer, upstream, whole_rows).shares
     dq = tiles.blank(tiles.q.shape[3], 0.0, dtype)
     dk, dv = (torch.zeros(x.shape, dtype=tiles.acc, device=x.device) for x in (tiles.k_tiles, tiles.v_tiles))
-
-    def computed(batch: AnyBatch) -> Shares:
-        queries, dout, lse, delta = (tiles.taken(x, batch) for x in (row_q, row_dout, row_lse, row_delta))
-        if unfit:
-            broken_rows = ~lse.isfinite()
-            queries, dout = queries.masked_fill(broken_rows, 0.0), dout.masked_fill(broken_rows, 0.0)
-        keys, values = (tiles.gathered(x, batch, True) for x in (tiles.k_tiles, tiles.v_tiles))
-        scores, kept, slopes = scorer.scores(tiles, batch, tiles.products(queries, keys), True)
-        if slopes is None:
-            weights = scores.sub_(lse)
-        else:
-            # memory that is reused, where the allocator would return it to the system after each batch
-            space = None if tiles.elsewhere else tiles.space.take(scores.shape, scores.dtype)
-            weights = torch.sub(scores, lse, out=space)
-        tiles.masked(weights.exp_(), batch, 0.0)
-        del scores
-        if whole_rows:
-            total = weights.sum(-1, keepdim=True)
-            weights.div_(total.masked_fill_(~(total > 0), 1.0))
-        asked = selects or scorer.chooses
-        attended = scorer.attended(tiles, batch, weights, 0.0) if asked else None
-        unattended = ~attended if selects and attended is not None else None
-        dropped = weights if kept is None else weights * kept
-        part_dv = tiles.of_keys(dropped, dout, batch, attended if selects else None)
-        grad = tiles.product(dout, values.mT)
-        if kept is not None:
-            grad.mul_(kept)
-        if unattended is not None:
-            grad.masked_fill_(unattended, 0.0)
-        if whole_rows:
-            delta = delta + (grad * weights).sum(-1, keepdim=True)
-        grad.sub_(delta).mul_(weights)
-        if unattended is not None:
-            grad.masked_fill_(unattended, 0.0)
-        found = grad if slopes is None else slopes(grad, attended)
-        if found is None:
-            return Shares(slopes, part_dv)
-        if not finite_keys:
-            keys = keys.nan_to_num(0.0, 0.0, 0.0)
-        part_dq = tiles.product(found, keys).mul_(tiles.scale)
-        return Shares(slopes, part_dv, part_dq, tiles.product(found.mT, queries))
-
-    for batch, shares in _each(computed, tiles, scorer):
+    for batch, shares in _each(shares_of, tiles, scorer):
         if shares.slopes is not None:
             shares.slopes.add()
         tiles.summed(dv, batch, shares.dv)
@@ -406,12 +354,79 @@ def backward(
     return tiles.whole(dq).to(dtype), tiles.by_key(dk.mul_(tiles.scale), dtype), tiles.by_key(dv, dtype)
 
 
+class _Backward(Generic[AnyBatch]):
+    """The gradients of batches; arguments as in :func:`backward`."""
+
+    def __init__(self, tiles: Tiles[AnyBatch], scorer: Scorer, upstream: Upstream, whole_rows: bool):
+        self.tiles, self.scorer, self.whole_rows = tiles, scorer, whole_rows
+        dout, lse, delta, _ = upstream
+        # lists on a GPU: nothing is read back
+        blind = tiles.shared and tiles.elsewhere
+        # a row that attends nothing has no weights
+        lse = torch.where(torch.isneginf(lse), torch.inf, torch.where(lse.isfinite(), lse, torch.nan))
+        self.some_unfit = blind or not _finite(lse)
+        self.selects = blind or broken(delta)
+        if whole_rows and not self.selects:
+            self.selects = bool(lse.isnan().any()) or not _finite(dout, tiles.v_tiles)
+        self.finite_keys = not blind and _finite(tiles.k_tiles)
+        # rows of padding have no weights either, however large a term makes their scores
+        self.rows = [tiles.by_query(x) for x in (tiles.q, dout, delta[..., None])]
+        self.rows.append(tiles.by_query(lse[..., None], torch.inf))
+
+    def shares(self, batch: AnyBatch) -> Shares:
+        """Compute a batch's shares of the gradients."""
+        tiles = self.tiles
+        queries, dout, delta, lse = (tiles.taken(x, batch) for x in self.rows)
+        if self.some_unfit:
+            unfit = ~lse.isfinite()
+            queries, dout = queries.masked_fill(unfit, 0.0), dout.masked_fill(unfit, 0.0)
+        keys, values = (tiles.gathered(x, batch, True) for x in (tiles.k_tiles, tiles.v_tiles))
+        scores, kept, slopes = self.scorer.scores(tiles, batch, tiles.products(queries, keys), True)
+        weights = self._weights(batch, scores, lse, slopes is None)
+        del scores
+        attended = None
+        if self.selects or self.scorer.chooses:
+            attended = self.scorer.attended(tiles, batch, weights, 0.0)
+        dropped = weights if kept is None else weights * kept
+        dv = tiles.of_keys(dropped, dout, batch, attended if self.selects else None)
+        grad = tiles.product(dout, values.mT)
+        if kept is not None:
+            grad.mul_(kept)
+        self._select(grad, attended)
+        if self.whole_rows:
+            delta = delta + (grad * weights).sum(-1, keepdim=True)
+        self._select(grad.sub_(delta).mul_(weights), attended)
+        of_products = grad if slopes is None else slopes(grad, attended)
+        if of_products is None:
+            return Shares(slopes, dv)
+        if not self.finite_keys:
+            keys = keys.nan_to_num(0.0, 0.0, 0.0)
+        dq = tiles.product(of_products, keys).mul_(tiles.scale)
+        return Shares(slopes, dv, dq, tiles.product(of_products.mT, queries))
+
+    def _weights(self, batch: AnyBatch, scores: Tensor, lse: Tensor, owned: bool) -> Tensor:
+        """Return the weights of a batch, in place of the scores if they are not needed again."""
+        tiles = self.tiles
+        if owned:
+            weights = scores.sub_(lse)
+        else:
+            # memory that is reused, where the allocator would return it to the system after each batch
+            space = None if tiles.elsewhere else tiles.space.take(scores.shape, scores.dtype)
+            weights = torch.sub(scores, lse, out=space)
+        tiles.masked(weights.exp_(), batch, 0.0)
+        if self.whole_rows:
+            total = weights.sum(-1, keepdim=True)
+            weights.div_(total.masked_fill_(~(total > 0), 1.0))
+        return weights
+
+    def _select(self, grad: Tensor, attended: Tensor | None) -> None:
+        """Fill in 0 where pairs are not attended, if a gradient there may not be finite."""
+        if self.selects and attended is not None:
+            grad.masked_fill_(~attended, 0.0)
+
+
 def _finite(*tensors: Tensor) -> bool:
     return all(bool(x.isfinite().all()) for x in tensors)
-
-
-def _nan(x: Tensor) -> bool:
-    return bool(x.isnan().any())
 
 
 # ---- the tiles of a plan ---------------------------------------------------------------------------------------------
