@@ -81,7 +81,7 @@ BREAKAGES = (
         "dq = tiles.product(of_products, keys)", GATHER,
     ),
     Breakage(
-        "the key head of a query head", "backends/tiles.py",
+        "the key head of a query head", "backends/plan_tiles.py",
         "pair % self.heads // (self.heads // self.kv_heads)",
         "pair % self.kv_heads", GATHER,
     ),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 import math
+import pkgutil
 import re
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from transformers import DynamicCache, StaticCache
 
 import ringweave as rw
 from ringweave import errors
-from ringweave.integrations.transformers import attend, context_parallel, patch, pattern_mask, set_pattern
+from ringweave.integrations.transformers import attend, context_parallel, models, patch, pattern_mask, set_pattern
 from ringweave.integrations.transformers.indexers import Products
 from ringweave.integrations.transformers.masks import PatternMask
 
@@ -263,7 +265,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "glm5_next"])
 def test_a_patched_model_makes_no_tensor_of_all_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No operation of a patched model returns a score for each query, key (or entry) and head of the indexer."""
-    monkeypatch.setattr("ringweave.integrations.transformers.index_blocks._CHUNK", 2**14)
+    monkeypatch.setattr("ringweave.integrations.transformers.models.query_chunks._CHUNK", 2**14)
     monkeypatch.setattr("ringweave.adaptive.lightning._CHUNK", 2**14)
     monkeypatch.setattr("ringweave.adaptive.lightning._BLOCK", 2**14)
     length = 256
@@ -378,9 +380,9 @@ def test_lists_may_hold_forbidden_keys() -> None:
     wanted = rw.attention(q, k, k, rw.Selected(lists[:, None]) & rw.Causal())
     torch.testing.assert_close(got.transpose(1, 2), wanted)
     # layers that share a mask and a list share the pattern, until the list changes
-    held = mask.lists
+    held = mask.found.lists
     attend(torch.nn.Module(), q, k, k, mask, indices=lists)
-    assert mask.lists is held
+    assert mask.found.lists is held
     lists.fill_(0)
     got, _ = attend(torch.nn.Module(), q, k, k, mask, indices=lists)
     torch.testing.assert_close(got, k[:, :, :1].repeat_interleave(2, 1).expand(-1, -1, 8, -1).transpose(1, 2))
@@ -493,3 +495,24 @@ def test_symbols_give_their_values_to_other_operations() -> None:
     assert chosen.dtype == torch.int32
     assert torch.equal(chosen[0, 0], torch.tensor([0, -1], dtype=torch.int32))
     assert torch.equal(chosen[0, 4].sort().values.long(), wanted[0, 4].topk(2).indices.sort().values)
+
+
+def test_files_of_models_name_their_version_and_classes_that_it_has() -> None:
+    """A hook is found by the name of a class, so a class with another name would run without it."""
+    pinned = re.search(
+        r"^transformers==(.+)$", (Path(__file__).parents[2] / "constraints.txt").read_text(), re.MULTILINE
+    )
+    assert pinned is not None
+    sources = {
+        "minimax_m3": "minimax_m3_vl", "qwen4": "qwen4_exp", "deepseek_v4": "deepseek_v4"
+    }  # fmt: skip
+    named = [name for _, name, _ in pkgutil.iter_modules(models.__path__) if name != "query_chunks"]
+    assert sorted(named) == sorted(sources)
+    for name, family in sources.items():
+        ours = importlib.import_module(f"{models.__name__}.{name}")
+        assert f"read from transformers {pinned[1]}" in (ours.__doc__ or "").partition("\n")[0]
+        theirs = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        assert ours.HOOKS
+        for kind in ours.HOOKS:
+            assert issubclass(getattr(theirs, kind), torch.nn.Module)
+            assert models.HOOKS[kind] is ours.HOOKS[kind]

@@ -190,6 +190,23 @@ def test_a_cache_in_batches_is_that_of_flash_attn_2() -> None:
         assert all(map(torch.equal, *results))
 
 
+def test_packed_queries_of_no_sequence_are_not_rotated() -> None:
+    """Queries after the last bound belong to no sequence, so they have no position, and their output is 0."""
+    q, new, angles = torch.randn(12, 4, 32), torch.randn(2, 1, 2, 32), torch.rand(800, 8)
+    results = []
+    for given in (q, q[:9]):
+        cache = stored("rows", 2, 700)
+        results.append(
+            flash_attn_interface.flash_attn_with_kvcache(
+                given, cache.k, cache.v, new, new, cache_seqlens=20, cu_seqlens_q=bounds([3, 6]), rotary_cos=angles,
+                rotary_sin=angles, causal=True,
+            )
+        )  # fmt: skip
+    more, exact = results
+    assert torch.equal(more[:9], exact)  # type: ignore[arg-type, index]
+    assert not more[9:].any()  # type: ignore[index, union-attr]
+
+
 def refusals() -> list[tuple[str, type[Exception], str, dict[str, Any]]]:
     x, cu = torch.randn(2, 8, 4, 32), torch.tensor([0, 3, 8], dtype=torch.int32)
     dense_, flat = {"q": x, "k": x, "v": x}, {"q": x[0], "k": x[0], "v": x[0], "cu_seqlens_q": cu, "cu_seqlens_k": cu}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ringweave.errors import PageError, ShapeError, UnsupportedError
 from ringweave.integrations import flash_attn
+from ringweave.integrations.flash_attn import caches
 
 from .flash import Options, dense
 from .test_flash_attn import bounds, drawn, written
@@ -47,13 +48,15 @@ class Stored(NamedTuple):
 def stored(kind: str, batch: int, capacity: int, dtype: torch.dtype = torch.float32) -> Stored:
     """Return a cache in rows, in chosen rows, or in pages of a number of tokens."""
     generator = torch.Generator().manual_seed(5)
-    if kind in ("rows", "chosen", "sliced"):
-        shape = 2 * batch, capacity + 3, GROUPS, DIM
+    if kind.endswith(("rows", "chosen", "sliced")):
+        # rows that kernels read as pages, or not
+        capacity, more = (-(-capacity // 64) * 64, 64) if "even" in kind else (capacity, 3)
+        shape = 2 * batch, capacity + more, GROUPS, DIM
         k, v = (torch.randn(shape, generator=generator).to(dtype)[:, :capacity] for _ in range(2))
         if kind == "sliced":
             # heads before tokens, and a last dimension that is not contiguous
             k, v = (x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) for x in (k, v))
-        rows = torch.randperm(2 * batch, generator=generator)[:batch].int() if kind == "chosen" else None
+        rows = torch.randperm(2 * batch, generator=generator)[:batch].int() if kind.endswith("chosen") else None
         return Stored(k, v, None, rows) if rows is not None else Stored(k[:batch], v[:batch], None, None)
     page = int(kind.partition(" ")[0])
     columns = -(-capacity // page) + 1
@@ -69,7 +72,21 @@ def stored(kind: str, batch: int, capacity: int, dtype: torch.dtype = torch.floa
     return Stored(k, v, table, None)
 
 
-KINDS = ["rows", "chosen", "sliced", "16", "48", "256", "512", "7", "512 pairs", "512 odd", "256 pairs"]
+KINDS = [
+    "rows",
+    "chosen",
+    "sliced",
+    "even rows",
+    "even chosen",
+    "16",
+    "48",
+    "256",
+    "512",
+    "7",
+    "512 pairs",
+    "512 odd",
+    "256 pairs",
+]
 
 
 def check_cache(
@@ -317,3 +334,12 @@ def test_pages_have_no_backward_and_no_dropout() -> None:
         call(q.detach(), cache.k, cache.v, cu, cu, 3, 3, 0.1, block_table=cache.table)
     with torch.no_grad():
         assert torch.equal(call(q, cache.k, cache.v, cu, cu, 3, 3, block_table=cache.table), out)  # type: ignore[arg-type]
+
+
+def test_rows_of_several_lengths_are_read_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    attend = caches.attend_pages
+    monkeypatch.setattr(caches, "attend_pages", lambda *args, **kw: calls.append(args) or attend(*args, **kw))
+    for kind in ("even rows", "even chosen", "16"):
+        check_cache(kind, [30, 0, 650, 77], 3, new=3)
+    assert len(calls) == 3

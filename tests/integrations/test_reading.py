@@ -64,6 +64,11 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "all but a window": apart,
     "chunks": masks.chunked_causal_mask_function(6, torch.zeros(B, dtype=torch.long)),
     "chunks after padding": masks.chunked_causal_mask_function(6, PADS),
+    "chunks, counted from the first token": lambda b, h, q, k: (q // 5 == k // 5) & (k <= q),
+    "chunks in both directions": lambda b, h, q, k: (q - PADS[b]) // 4 == (k - PADS[b]) // 4,
+    "a window in chunks": masks.and_masks(
+        masks.chunked_overlay(8, torch.full((B,), 3)), masks.sliding_window_bidirectional_overlay(2)
+    ),
     "packed": packed(masks.causal_mask_function),
     "packed, window": packed(masks.sliding_window_causal_mask_function(3)),
     "packed, chunks": packed(masks.chunked_causal_mask_function(4, torch.zeros(B, dtype=torch.long))),
@@ -173,6 +178,9 @@ def test_an_operation_without_a_symbol_is_not_guessed(name: str) -> None:
     "function",
     [
         lambda b, h, q, k: q % 2 == 0,
+        masks.chunked_causal_mask_function(6, torch.tensor([-40, 2**62])),
+        # a difference that overflows
+        lambda b, h, q, k, at=torch.full((B,), -(2**63) + 3): (q - at[b]) // 6 == (k - at[b]) // 6,
         lambda b, h, q, k: NUMBERS[b, q] == BLOCKS[b, k],
         lambda b, h, q, k: BLOCKS[b, q] > 3,
         lambda b, h, q, k: (k <= q) & (POSITIONS[b, k] % 3 > 0) | (NUMBERS[b, q] > POSITIONS[b, k]),
@@ -334,6 +342,105 @@ def test_functions_of_equal_code_and_other_nesting_are_told_apart() -> None:
         check(function)
 
 
+CHUNKS = masks.chunked_causal_mask_function
+
+
+@pytest.mark.parametrize("pads", [[0, 0], [6, 12], [1, 1], [0, 4], [-3, 20]], ids=str)
+def test_chunks_are_those_of_every_position(pads: list[int]) -> None:
+    """Prefills and steps, of keys that begin anywhere, read the numbers of padding again and nothing else."""
+    numbers = torch.tensor(pads)
+    for nq, nk, q_offset, kv_offset in itertools.product((1, 2, 7), (7, 8, 13), (5, 6, 7, 12, 17), (0, 1, 5, 6, 10)):
+        if q_offset < kv_offset:
+            continue
+        function = CHUNKS(6, numbers)
+        got = pattern_mask(B, nq, nk, q_offset, kv_offset, function)
+        wanted = masks.sdpa_mask(B, nq, nk, q_offset, kv_offset, function, allow_is_causal_skip=False)
+        assert wanted is not None
+        dense = got.pattern.to_dense(nq, nk, batch=B, q_offset=got.q_offset)
+        assert torch.equal(dense.expand(wanted.shape), wanted), (nq, nk, q_offset, kv_offset)
+
+
+def test_equal_calls_of_chunks_share_a_pattern() -> None:
+    """The pattern of chunks is one object, with new tensors of padding in each call, so its program is found by it."""
+    one, other = (pattern_mask(B, N, N, 0, 0, CHUNKS(6, torch.zeros(B, dtype=torch.long))).pattern for _ in range(2))
+    assert one is other
+    assert str(one) == "Causal() & Segments(6)"
+    # all tokens are in one chunk
+    assert (
+        pattern_mask(B, N, N, 0, 0, CHUNKS(N, torch.zeros(B, dtype=torch.long))).pattern
+        is pattern_mask(B, N, N).pattern
+    )
+
+
+def test_fewer_numbers_of_padding_than_batch_elements_are_not_guessed() -> None:
+    pattern_mask(B, N, N, 0, 0, CHUNKS(6, torch.zeros(B, dtype=torch.long)))
+    with pytest.raises((rw.PatternError, IndexError)):
+        allowed(CHUNKS(6, torch.zeros(B, dtype=torch.long)[:1]))
+
+
+def test_known_functions_are_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function that reads what another one did has its pairs; one that may read more is traced at each call."""
+    traced: list[object] = []
+    trace = mask_reading.trace
+    monkeypatch.setattr(mask_reading, "trace", lambda *args, **kw: traced.append(args) or trace(*args, **kw))
+
+    def found(function: Callable[..., Any]) -> int:
+        count = len(traced)
+        check(function)
+        return len(traced) - count
+
+    KEPT.clear()
+    assert [found(WINDOW(width)) for width in (5, 5, 6, 5)] == [1, 0, 1, 0]
+    # other code with the same number
+    assert [found(each) for each in (OVERLAY(5), masks.sliding_window_bidirectional_overlay(5))] == [1, 1]
+    pads = torch.tensor([0, 3])
+    assert [found(CHUNKS(5, each)) for each in (pads, pads.clone(), pads + 1)] == [1, 0, 1]
+    pads += 1
+    assert [found(CHUNKS(5, pads)) for _ in range(2)] == [1, 0]
+    assert [found(packed_of(NUMBERS)) for _ in range(2)] == [1, 1]
+    assert [found(functools.partial(WINDOW(5))) for _ in range(2)] == [1, 1]
+    rw.memory.trim()
+    assert found(WINDOW(5)) == 1
+
+
+def test_functions_that_read_or_write_more_are_traced_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    width = 3
+    numbers = [4]
+
+    def counts(b: Any, h: Any, q: Any, k: Any) -> Any:
+        nonlocal width
+        width += 1
+        return k > q - width
+
+    def of_list(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return k > q - numbers[0]
+
+    def of_module(b: Any, h: Any, q: Any, k: Any) -> Any:
+        from math import inf as to
+
+        return k > q - 5 if to > 0 else k <= q
+
+    def of_inner(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (lambda: k > q - B)()
+
+    def of_attribute(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return k > q - of_attribute.device  # type: ignore[attr-defined]
+
+    of_attribute.device = 4  # type: ignore[attr-defined]
+    widths = [pattern_mask(B, N, N, 0, 0, counts).pattern.to_dense(N)[0, 0, -1].sum() for _ in range(3)]
+    assert widths == sorted(set(widths))
+    for function in (of_list, of_module, of_inner, of_attribute):
+        check(function)
+    numbers[0] = of_attribute.device = 7  # type: ignore[attr-defined]
+    monkeypatch.setattr("math.inf", -1.0)
+    monkeypatch.setitem(globals(), "B", 3)
+    for function in (of_list, of_module, of_inner, of_attribute):
+        got = pattern_mask(2, N, N, 0, 0, function).pattern.to_dense(N, batch=2)
+        wanted = masks.sdpa_mask(2, N, N, 0, 0, function, allow_is_causal_skip=False, use_vmap=False)
+        assert wanted is not None
+        assert torch.equal(got.expand(2, -1, -1, -1), wanted), function
+
+
 class Width(int):
     """A number with an attribute besides its value."""
 
@@ -424,8 +531,8 @@ def test_a_step_makes_few_calls() -> None:
     pattern_mask(1, 1, 40, 39, 0, WINDOW(8))
     for at in (40, 41, 100, 5000):
         mask = functools.partial(pattern_mask, 1, 1, at + 1, at, 0, WINDOW(8))
-        # the function is traced at each call
-        assert calls(mask) <= 100
+        # the function reads what an earlier one did, so it is not traced
+        assert calls(mask) <= 18
     layer, token = PagedLayer(64, 16), torch.randn(2, 2, 1, 8)
     with torch.no_grad():
         layer.update(token, token)

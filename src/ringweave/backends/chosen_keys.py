@@ -67,13 +67,21 @@ class ChosenKeys:
         return here.allows(at, flat).expand(flat.shape).reshape(keys.shape)
 
 
-def unsupported_reason(call: Call, branch: Branch) -> str | None:
-    """Return a reason unless the pattern is lists of keys, filtered by a relation that is the same for all heads."""
-    found = listed(branch.pattern)
+def why_no_lists(pattern: Pattern) -> str | None:
+    """Return a reason unless a pattern is lists of keys, filtered by a relation that is the same for all heads."""
+    found = listed(pattern)
     if found is None:
         return "it computes lists of keys, Selected alone or with & and a relation"
     if by_head(found[1]):
         return "the relation that filters the lists differs between heads"
+    return None
+
+
+def unsupported_reason(call: Call, branch: Branch) -> str | None:
+    """Return a reason unless a branch is such lists, and the whole call."""
+    reason = why_no_lists(branch.pattern)
+    if reason is not None:
+        return reason
     if isinstance(branch, CutBranch):
         return "lists name queries and keys of the whole call, and a rank computes a part of it"
     return None

@@ -12,7 +12,8 @@ from ..types import acc_dtype
 from . import tiles
 from .backend import Backend, Upstream, by_formula
 from .overflow import may_overflow, nan_rows_out_of_range, sums_in_range
-from .tiles import PlanTiles, Scorer
+from .plan_tiles import PlanTiles, most_tiles
+from .tiles import Scorer
 
 
 def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -61,7 +62,7 @@ def scratch(call: Call, branch: Branch) -> int:
     """Count a batch's scores and gathered keys and values, and the tiled outputs."""
     plan = branch.plan()
     size = acc_dtype(call.dtype).itemsize
-    batch = tiles.most_tiles(plan, call.device) * plan.kv_tile * (plan.q_tile + call.head_dim + call.value_dim) * size
+    batch = most_tiles(plan, call.device) * plan.kv_tile * (plan.q_tile + call.head_dim + call.value_dim) * size
     lines = call.batch * branch.head_count * plan.q_tiles * plan.q_tile
     return batch + lines * (call.value_dim + 1) * size
 

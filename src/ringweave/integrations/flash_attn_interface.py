@@ -17,22 +17,12 @@ from torch import Tensor
 from ..checks import LONGEST, whole
 from ..errors import ShapeError, UnsupportedError, shown
 from ..names import only
-from ..patterns import Full, Pattern, Segments
-from .flash_attn.caches import (
-    Cache,
-    append,
-    attend_cache,
-    attend_packed_cache,
-    checked_cache,
-    new_tokens,
-    numbered,
-    rotated,
-    whole_numbers,
-)
+from ..patterns import Pattern, Segments
+from .flash_attn.caches import Cache, attend_and_append, new_tokens, numbered, whole_numbers
 from .flash_attn.conventions import (
     Inputs,
+    Options,
     Result,
-    Scores,
     WindowSize,
     attend,
     attend_packed,
@@ -81,8 +71,8 @@ def _refuse(qv: Tensor | None, *descale: Tensor | None) -> None:
             )
 
 
-def _returned(result: Result, with_lse: bool) -> Returned:
-    return output_and_lse(result, -torch.inf) if with_lse else result.out
+def _returned(result: Result) -> Returned:
+    return result.out if result.lse is None else output_and_lse(result, -torch.inf)
 
 
 def flash_attn_func(
@@ -137,9 +127,9 @@ def flash_attn_func(
     """
     _refuse(qv, q_descale, k_descale, v_descale)
     check_layout(q, k, v, "batch, tokens, heads, dim")
-    scores = Scores.of(softmax_scale, softcap, None, 0.0, len(q), q.shape[2])
     pattern = _window(window_size, causal, attention_chunk, q.shape[1], k.shape[1])
-    return _returned(attend((q, k, v), pattern, scores, return_attn_probs), return_attn_probs)
+    options = Options(pattern, softmax_scale, softcap, with_lse=return_attn_probs).checked(len(q), q.shape[2])
+    return _returned(attend((q, k, v), options))
 
 
 def flash_attn_qkvpacked_func(
@@ -243,24 +233,18 @@ def flash_attn_varlen_func(
     """
     _refuse(qv, q_descale, k_descale, v_descale)
     check_layout(q, k, v, "tokens, heads, dim")
-    scores = Scores.of(softmax_scale, softcap, None, 0.0, sequences(cu_seqlens_q), q.shape[1])
     most = longest("max_seqlen_q", max_seqlen_q), longest("max_seqlen_k", max_seqlen_k)
     pattern = _window(window_size, causal, attention_chunk, *most)
+    options = Options(pattern, softmax_scale, softcap, with_lse=return_attn_probs)
+    options = options.checked(sequences(cu_seqlens_q), q.shape[1])
     bounds = cu_seqlens_q, cu_seqlens_k
     if seqused_q is None and seqused_k is None:
-        result = attend_packed((q, k, v), bounds, pattern, scores, return_attn_probs)
-    else:
-        result = _attend_used((q, k, v), bounds, (seqused_q, seqused_k), pattern, scores, return_attn_probs)
-    return _returned(result, return_attn_probs)
+        return _returned(attend_packed((q, k, v), bounds, options))
+    return _returned(_attend_used((q, k, v), bounds, (seqused_q, seqused_k), options))
 
 
 def _attend_used(
-    inputs: Inputs,
-    bounds: tuple[Tensor, Tensor],
-    used: tuple[Tensor | None, Tensor | None],
-    pattern: Pattern,
-    scores: Scores,
-    with_lse: bool,
+    inputs: Inputs, bounds: tuple[Tensor, Tensor], used: tuple[Tensor | None, Tensor | None], options: Options
 ) -> Result:
     """Compute attention of the first tokens of packed sequences, as many as are used."""
     checked = checked_bounds(bounds, (len(inputs[0]), len(inputs[1])))
@@ -276,7 +260,7 @@ def _attend_used(
         new_bounds.append(torch.tensor([0, *itertools.accumulate(kept)], device=device))
     q, k, v = inputs
     one = q[places[0]], k[places[1]], v[places[1]]
-    out, lse = attend_packed(one, (new_bounds[0], new_bounds[1]), pattern, scores, with_lse)
+    out, lse = attend_packed(one, (new_bounds[0], new_bounds[1]), options)
     every = out.new_zeros(len(q), *out.shape[1:]).index_put((places[0],), out)
     if lse is None:
         return Result(every, None)
@@ -368,24 +352,15 @@ def flash_attn_with_kvcache(
     of_q = None if cu_seqlens_q is None else checked_bounds((cu_seqlens_q, cu_seqlens_q), (len(q), len(q)))[0]
     sizes = [q.shape[1]] * len(q) if of_q is None else [b - a for a, b in itertools.pairwise(of_q)]
     count = len(sizes)
-    rows = checked_cache(q, k_cache, v_cache, page_table, cache_batch_idx, count, "page_table")
-    cache = Cache(k_cache, v_cache, page_table, rows, [], [], "page_table")
+    cache = Cache.of(q, k_cache, v_cache, page_table, cache_batch_idx, count, "page_table")
     cache.first = whole_numbers("cache_leftpad", cache_leftpad, 0, count)
     cache.stop = whole_numbers("cache_seqlens", cache_seqlens, cache.capacity, count)
-    scores = Scores.of(softmax_scale, softcap, None, 0.0, count, q.shape[-2])
     pattern = _window(window_size, causal, attention_chunk, max(sizes, default=0), cache.capacity)
+    options = Options(pattern, softmax_scale, softcap, with_lse=return_softmax_lse).checked(count, q.shape[-2])
     rotary = Rotary.of(rotary_cos, rotary_sin, rotary_interleaved, q.shape[-1])
     starts = cache.stop if rotary_seqlens is None else whole_numbers("rotary_seqlens", rotary_seqlens, 0, count)
     new = new_tokens(k, v, cache, cu_seqlens_k_new, rotary, cache_seqlens is not None)
-    with torch.no_grad():
-        packed = q.flatten(0, 1) if of_q is None else q
-        packed = rotated(packed, rotary, starts, sizes, steps=not isinstance(pattern, Full))
-        append(cache, new, rotary, starts)
-        if of_q is None:
-            result = attend_cache(packed.view(q.shape), cache, pattern, scores, return_softmax_lse)
-        else:
-            result = attend_packed_cache(packed, of_q, cache, pattern, scores, return_softmax_lse)
-        return _returned(result, return_softmax_lse)
+    return _returned(attend_and_append(q, of_q, cache, new, rotary, starts, options))
 
 
 __all__ = [

@@ -246,10 +246,10 @@ def of_distances(runs: Runs, nearest: int, farthest: int) -> Pattern | None:
     if len(met) > _MOST_WINDOWS:
         return None
     # an interval with two bounds is one window, which is planned faster than the complement of another
-    reached = tuple(
+    reached = tuple([
         (-math.inf if least <= nearest + apart else least, math.inf) if most >= farthest - apart else (least, most)
         for least, most in met
-    )
+    ])  # fmt: skip
     key = "distances", stride, reached
     found: Pattern | None = PATTERNS.get(key)
     if found is None:

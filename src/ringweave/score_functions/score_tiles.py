@@ -15,14 +15,17 @@ import torch
 from torch import Tensor
 
 from ..backends.backend import Upstream, delta_in_chunks
+from ..backends.chosen_keys import why_no_lists
+from ..backends.list_tiles import ListTiles
 from ..backends.overflow import balanced
-from ..backends.tiles import AnyBatch, PlanTiles, Scorer, Scores, Tiles, backward, budget, forward
+from ..backends.plan_tiles import PlanTiles
+from ..backends.tiles import AnyBatch, Scorer, Scores, Tiles, backward, budget, forward
 from ..call import Operands
 from ..errors import PatternError, UnsupportedError
 from ..patterns import Pattern
 from ..patterns.fitting import fitting
 from ..patterns.shifted import first_positions
-from ..plan import BlockPlan, plan_cache
+from ..plan import BlockPlan, Branch, plan_cache
 from ..plan.tile_size import tile_size_of
 from ..terms.dropout import Dropout
 from ..terms.term import Pairs, ScoreMod
@@ -159,19 +162,23 @@ def _is_number(graph: Graph) -> bool:
     return type(x) is Node and not x.shape and x.dtype.is_floating_point
 
 
-def _plan(query: Tensor, key: Tensor, pattern: Pattern, function: ScoreFunction, q_offset: int) -> BlockPlan | None:
-    """Return the plan of the pattern; None for a call without pairs."""
+def _plan(
+    query: Tensor, key: Tensor, pattern: Pattern, function: ScoreFunction, q_offset: int
+) -> BlockPlan | Branch | None:
+    """Return the plan of the pattern, the branch of lists of keys, or None for a call without pairs."""
     (batch, heads, nq, _), (_, kv_heads, nk, _) = query.shape, key.shape
     if 0 in (batch, heads, nq, nk):
         return None
     pattern = fitting(pattern._for_call(), nq, nk, heads, batch, q_offset, kv_heads)[0]
     if not pattern.combinable:
         raise PatternError("pattern", repr(pattern), "a relation", "Call longnet_attention for a mixture.")
+    size = {"heads": heads, "batch": batch, "q_offset": q_offset}
+    if why_no_lists(pattern) is None:
+        return Branch.whole(pattern, nq, nk, **size)
     q_tile, kv_tile = tile_size_of(None, pattern, nq, nk)
     while q_tile > _LEAST and q_tile * kv_tile * function.nbytes > 2 * budget(query.device):
         q_tile //= 2
     tile = max(q_tile - q_tile % _LEAST, _LEAST), kv_tile
-    size = {"heads": heads, "batch": batch, "q_offset": q_offset}
     return plan_cache.get(pattern, nq, nk, **size, tile=tile, device=query.device)
 
 
@@ -250,16 +257,18 @@ class _Work:
     """Everything about a call except its tensors."""
 
     function: ScoreFunction
-    plan: BlockPlan | None
+    plan: BlockPlan | Branch | None
     scale: float
     #: First positions of each batch element, (B, 2); None if they are 0.
     first: Tensor | None
     dropout: Dropout | None
 
-    def tiles(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> PlanTiles:
+    def tiles(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tiles[Any]:
         """Cut the tensors into tiles; a row that nearly fits the budget of a batch is not cut into pieces."""
         assert self.plan is not None
         pair = self.function.nbytes + 3 * acc_dtype(q.dtype).itemsize
+        if isinstance(self.plan, Branch):
+            return ListTiles(Operands(q, k, v, scale), self.plan, pair)
         most = max(1, budget(q.device) // (self.plan.q_tile * self.plan.kv_tile * pair))
         longest = int(self.plan.row_ptr.diff(dim=1).max())
         return PlanTiles(Operands(q, k, v, scale), self.plan, max(most, longest) if longest <= _LONG * most else most)

@@ -1,15 +1,17 @@
-"""Compare a function with its graph, and with other functions that it was recognised as."""
+"""Compare a function with its graph, with functions that it was recognised as, and with those traced before."""
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..torch_compat import dispatched, transforming, version
 from .evaluate import Arguments, evaluated
 from .graph import Graph
 from .vmapped import ScalarIndices
@@ -94,3 +96,102 @@ def codes(fn: Any) -> tuple[object, ...]:
 
 # functions that are looked at, since one may close over itself
 _MOST = 16
+
+
+# ---- functions that were traced before -------------------------------------------------------------------------------
+
+
+class Reads(NamedTuple):
+    """Everything that a function can read besides its arguments.
+
+    Attributes:
+        key: Equal for functions that compute the same. It has ids of codes, so it must be kept together with them.
+        codes: The codes.
+    """
+
+    key: tuple[Hashable, ...]
+    codes: tuple[types.CodeType, ...]
+
+    def kept(self, function: Callable[..., Any]) -> bool:
+        """Whether a function that was called since reads the same, and nothing else.
+
+        So it has written nothing that it reads, and another function with this key need not be called.
+        """
+        if any(_IMPORT in code.co_code[::2] or types.CodeType in map(type, code.co_consts) for code in self.codes):
+            return False
+        now = reads(function)
+        return now is not None and now.key == self.key
+
+
+def reads(function: Any) -> Reads | None:
+    """Return everything that a function can read; None if it is more than constants, functions and a few numbers.
+
+    The values in its closure are read anew, with those of the functions there. The only names are those that masks of
+    models need: attributes of indices, the types of torch, and builtins.
+    """
+    # a quotient has the default dtype
+    seen: list[Any] = [torch.get_default_dtype()]
+    inside: list[types.CodeType] = []
+    # a code says how many values follow it, so equal keys have equal nesting
+    left, named = [function], False
+    while left:
+        each = left.pop()
+        kind = type(each)
+        if kind is types.FunctionType:
+            code = each.__code__
+            if each.__defaults__ or each.__kwdefaults__ or each.__dict__:
+                return None
+            if code.co_names:
+                scope, builtins, named = each.__globals__, each.__builtins__, True
+                if type(scope) is not dict:
+                    return None
+                for name in code.co_names:
+                    if name not in _NAMES or scope.get(name, builtins.get(name, _ABSENT)) is not _NAMES[name]:
+                        return None
+            seen.append(id(code))
+            inside.append(code)
+            for cell in each.__closure__ or ():
+                try:
+                    left.append(cell.cell_contents)
+                except ValueError:
+                    # nothing is bound yet
+                    return None
+        elif kind in _CONSTANTS:
+            # with the type, since True == 1
+            seen += (kind, each)
+        elif kind is tuple:
+            seen += (kind, len(each))
+            left += each
+        elif kind is Tensor:
+            numbers = _numbers(each)
+            if numbers is None:
+                return None
+            # the version reveals a change that was undone
+            seen += (kind, version(each), numbers)
+        else:
+            return None
+        if len(seen) > _MOST_SEEN:
+            return None
+    if named and (torch.abs, torch.bool, torch.device, torch.dtype) != _OF_TORCH:
+        return None
+    return Reads(tuple(seen), tuple(inside))
+
+
+def _numbers(x: Tensor) -> tuple[int, ...] | None:
+    """Return the entries of a vector that has a whole number for each batch element; None for another tensor."""
+    plain = x.ndim == 1 and len(x) <= _MOST_NUMBERS and x.dtype == torch.int64 and x.layout == torch.strided
+    if not plain or x.device.type != "cpu" or vars(x) or transforming() or dispatched():
+        return None
+    return tuple(x.tolist())
+
+
+_IMPORT = dis.opmap["IMPORT_NAME"]
+_CONSTANTS = frozenset([int, bool, str, type(None), torch.dtype])
+_ABSENT = object()
+# names that functions may use, with the values of the global ones
+_NAMES = {
+    "abs": abs, "bool": bool, "torch": torch,
+    **dict.fromkeys(("device", "dtype", "new_ones", "new_zeros", "to"), _ABSENT),
+}  # fmt: skip
+_OF_TORCH = torch.abs, torch.bool, torch.device, torch.dtype
+_MOST_SEEN, _MOST_NUMBERS = 64, 64

@@ -130,8 +130,10 @@ def over_pairs(fn: ScoreFunction, scores: Tensor, at: Arguments) -> Tensor:
     if scores.ndim == 1:
         return torch.vmap(fn)(scores, b, h, q, k)
     over_keys = torch.vmap(fn, (0, None, None, None, 0))
-    over_queries = torch.vmap(over_keys, (0, None, None, 0, None))
-    result: Tensor = torch.vmap(over_queries)(scores, b[:, 0, 0], h[:, 0, 0], q[:, :, 0], k[:, 0])
+    # the rows of a tile may be query heads
+    of_rows = [x[:, :, 0] if x.shape[1] > 1 else x[:, 0, 0] for x in (b, h)]
+    over_queries = torch.vmap(over_keys, (0, *[0 if x.ndim > 1 else None for x in of_rows], 0, None))
+    result: Tensor = torch.vmap(over_queries)(scores, *of_rows, q[:, :, 0], k[:, 0])
     return result
 
 

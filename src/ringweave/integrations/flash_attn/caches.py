@@ -1,4 +1,4 @@
-"""Keys and values that a caller stores: rows of a batch, or pages that a table maps to sequences."""
+"""Keys and values that a caller stores, in pages that a table maps to sequences; a row of a batch is one page."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ...api import attend_pages
 from ...checks import INTEGERS
 from ...errors import PageError, ShapeError, shown
 from ...kv_cache import SIZES, PagedCache
-from ...patterns import Pattern
+from ...patterns import Full
 from ...types import DTYPES
-from .conventions import Result, Scores, attend, checked_bounds, joined, with_rest
+from .conventions import Options, Result, attend, checked_bounds, joined, with_rest
 from .rotary import Rotary
 
 
@@ -54,27 +54,49 @@ class Cache:
     """Keys and values of several sequences, in tensors of the caller.
 
     Attributes:
-        k: (rows, capacity, Hkv, D), or pages (pages, page, Hkv, D).
+        k: Pages, (pages, page, Hkv, D).
         v: In the same form.
-        table: Page numbers, (sequences, n), if there are pages.
-        rows: Row, or row of the table, of each sequence.
+        table: Page numbers, (sequences, n).
         first: Number of tokens of padding before each sequence.
         stop: End of each sequence, padding included.
-        named: Name of the table in the caller's function.
+        named: Name of the table in the caller's function; None if each sequence has a row of a batch.
     """
 
     k: Tensor
     v: Tensor
-    table: Tensor | None
-    rows: list[int]
+    table: Tensor
     first: list[int]
     stop: list[int]
-    named: str
+    named: str | None
+
+    @staticmethod
+    def of(
+        q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, chosen: Tensor | None, count: int, named: str
+    ) -> Cache:
+        """Check the tensors of a full cache for ``count`` sequences, with the rows that were chosen for them."""
+        _check_pages(q, k, v)
+        if table is not None:
+            fits = isinstance(table, Tensor) and table.ndim == 2 and table.dtype in INTEGERS and table.numel()
+            if not fits or (chosen is None and len(table) != count):
+                wanted = f"page numbers ({count}, n), int32"
+                raise ShapeError(named, shown(table), wanted, "Pass a row for each sequence.")
+        pages = torch.arange(len(k), device=k.device)[:, None] if table is None else table
+        rows = len(pages)
+        if chosen is not None:
+            listed = whole_numbers("cache_batch_idx", chosen, 0, count)
+            if any(not 0 <= row < rows for row in listed):
+                raise ShapeError("cache_batch_idx", shown(listed), f"rows from 0 to {rows - 1}", "Correct it.")
+            pages = pages[listed]
+        elif rows < count:
+            raise ShapeError("k_cache rows", rows, f"at least the {count} of q", "Allocate a row for each sequence.")
+        cache = Cache(k, v, pages[:count], [0] * count, [], None if table is None else named)
+        cache.stop = [cache.capacity] * count
+        return cache
 
     @property
     def capacity(self) -> int:
         """Number of tokens that a sequence has room for."""
-        return self.k.shape[1] * (1 if self.table is None else self.table.shape[1])
+        return self.k.shape[1] * self.table.shape[1]
 
     def check_room(self, new: list[int]) -> None:
         """Raise an error unless every sequence and its new tokens have places."""
@@ -84,14 +106,14 @@ class Cache:
                 raise ShapeError("cache_seqlens", f"{stop} after {first} of padding", wanted, "Correct them.")
             if stop + more > self.capacity:
                 got = f"{stop} tokens and {more} new ones in sequence {b}"
-                if self.table is None:
+                if self.named is None:
                     raise ShapeError("cache_seqlens", got, f"at most {self.capacity}", "Allocate a longer cache.")
                 wanted = f"at most {self.capacity}, the tokens of its columns"
                 raise PageError(self.named, got, wanted, "Allocate more columns.")
-        if self.table is not None:
+        if self.named is not None:
             used = torch.tensor([self.stop[b] + new[b] for b in range(len(new))], device="cpu")
             columns = torch.arange(self.table.shape[1], device="cpu") * self.k.shape[1] < used[:, None]
-            numbers = self.table.cpu()[self.rows][columns]
+            numbers = self.table.cpu()[columns]
             wrong = numbers[(numbers < 0) | (numbers >= len(self.k))]
             if len(wrong):
                 raise ShapeError(self.named, int(wrong[0]), f"page numbers from 0 to {len(self.k) - 1}", "Correct it.")
@@ -107,42 +129,40 @@ class Cache:
 
     def write(self, new: New, k: Tensor) -> None:
         """Append new tokens in place, with their keys as they are stored."""
-        starts, rows = (torch.tensor(each, device=k.device)[new.sequence] for each in (self.stop, self.rows))
-        place = starts + new.step
-        if self.table is not None:
-            page = self.k.shape[1]
-            rows, place = self.table[rows, place // page].long(), place % page
+        place, page = torch.tensor(self.stop, device=k.device)[new.sequence] + new.step, self.k.shape[1]
+        pages, place = self.table[new.sequence, place // page].long(), place % page
         for into, x in ((self.k, k), (self.v, new.v)):
             shared = into.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-            into.index_put_((rows, place), x.clone() if shared else x)
+            into.index_put_((pages, place), x.clone() if shared else x)
         self.stop = [stop + more for stop, more in zip(self.stop, new.sizes, strict=True)]
 
     def tokens(self, b: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of a sequence, (n, Hkv, D): views of a row, or a copy of pages."""
         inside = slice(self.first[b], self.stop[b])
-        if self.table is None:
-            return self.k[self.rows[b], inside], self.v[self.rows[b], inside]
-        numbers = self.table[self.rows[b], : -(-self.stop[b] // self.k.shape[1])].long()
+        if self.named is None:
+            row = int(self.table[b, 0])
+            return self.k[row, inside], self.v[row, inside]
+        numbers = self.table[b, : -(-self.stop[b] // self.k.shape[1])].long()
         return self.k[numbers].flatten(0, 1)[inside], self.v[numbers].flatten(0, 1)[inside]
 
     def together(self) -> tuple[Tensor, Tensor] | None:
         """Return keys and values of all sequences as views of the rows; None if their lengths or places differ."""
-        sequences = len(self.rows)
-        same = len({*self.first}) == len({*self.stop}) == 1
-        if self.table is not None or not same or self.rows != list(range(sequences)):
+        sequences = len(self.table)
+        same = self.named is None and len({*self.first}) == len({*self.stop}) == 1
+        if not same or self.table.flatten().tolist() != list(range(sequences)):
             return None
         inside = slice(self.first[0], self.stop[0])
         return self.k[:sequences, inside], self.v[:sequences, inside]
 
     def paged(self, chosen: slice) -> PagedCache | None:
         """Return some sequences as a cache that reads the same pages; None if pages have to be copied."""
-        if self.table is None or any(self.first):
+        if any(self.first[chosen]):
             return None
         views = _small_pages(self.k, self.v)
         if views is None:
             return None
         k, v, step, parts = views
-        table = self.table[self.rows[chosen]].int()
+        table = self.table[chosen].int()
         if step > 1 or parts > 1:
             table = (table[:, :, None] * step + torch.arange(parts, dtype=torch.int32, device=table.device)).flatten(1)
         lengths = torch.tensor(self.stop[chosen], dtype=torch.int32, device=k.device)
@@ -176,56 +196,81 @@ def _small_pages(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int, int] | None
     return small[0], small[1], steps[0], parts
 
 
-def attend_cache(q: Tensor, cache: Cache, pattern: Pattern, scores: Scores, with_lse: bool) -> Result:
+def attend_cache(q: Tensor, cache: Cache, options: Options) -> Result:
     """Compute attention of queries (B, Nq, H, D) over stored sequences; their last query is at their last key."""
     together = cache.together()
     if together is not None:
-        return attend((q, *together), pattern, scores, with_lse)
+        return attend((q, *together), options)
     enough = all(stop >= q.shape[1] or not stop for stop in cache.stop)
-    shared = scores.slopes is None or scores.slopes.ndim == 1
-    if shared and enough and q.numel():
+    if options.shared and enough and q.numel():
         pages = cache.paged(slice(None))
         if pages is not None:
-            return _attend_pages(q, pages, pattern, scores, with_lse)
-    parts = [
-        attend_sequence(q[b : b + 1], cache, b, pattern, scores.of_sequence(b), with_lse)
-        for b in range(len(cache.rows))
-    ]
+            return _attend_pages(q, pages, options)
+    parts = [_attend_sequence(q[b : b + 1], cache, b, options.of_sequence(b)) for b in range(len(q))]
     return Result(torch.cat([part.out for part in parts]), joined(parts, 0))
 
 
-def attend_sequence(q: Tensor, cache: Cache, b: int, pattern: Pattern, scores: Scores, with_lse: bool) -> Result:
+def _attend_sequence(q: Tensor, cache: Cache, b: int, options: Options) -> Result:
     """Compute attention of the queries (1, Nq, H, D) of one sequence."""
     if q.numel() and cache.stop[b] >= q.shape[1]:
         pages = cache.paged(slice(b, b + 1))
         if pages is not None:
-            return _attend_pages(q, pages, pattern, scores, with_lse)
+            return _attend_pages(q, pages, options)
     k, v = cache.tokens(b)
-    return attend((q, k[None], v[None]), pattern, scores, with_lse)
+    return attend((q, k[None], v[None]), options)
 
 
-def attend_packed_cache(
-    q: Tensor, of_q: list[int], cache: Cache, pattern: Pattern, scores: Scores, with_lse: bool
-) -> Result:
+def attend_packed_cache(q: Tensor, of_q: list[int], cache: Cache, options: Options) -> Result:
     """Compute attention of packed queries (tokens, H, D) with cumulative lengths over stored sequences."""
     sizes = [b - a for a, b in itertools.pairwise(of_q)]
     packed = q[: of_q[-1]]
     if len({*sizes}) == 1:
-        out, lse = attend_cache(packed.unflatten(0, (len(sizes), sizes[0])), cache, pattern, scores, with_lse)
+        out, lse = attend_cache(packed.unflatten(0, (len(sizes), sizes[0])), cache, options)
         out, lse = out.flatten(0, 1), None if lse is None else lse.transpose(0, 1).flatten(1)
     else:
-        parts = []
-        for b, one in enumerate(packed.split(sizes)):
-            parts.append(attend_sequence(one[None], cache, b, pattern, scores.of_sequence(b), with_lse))
+        each = enumerate(packed.split(sizes))
+        parts = [_attend_sequence(one[None], cache, b, options.of_sequence(b)) for b, one in each]
         joint = joined(parts, 2)
         out, lse = torch.cat([part.out[0] for part in parts]), None if joint is None else joint[0]
     return with_rest(Result(out, lse), len(q))
 
 
-def _attend_pages(q: Tensor, pages: PagedCache, pattern: Pattern, scores: Scores, with_lse: bool) -> Result:
+def _attend_pages(q: Tensor, pages: PagedCache, options: Options) -> Result:
     q = q.transpose(1, 2)
-    out, lse = attend_pages(q, pages, pattern, scores.scale, scores.terms, with_lse=with_lse)
-    return Result(out.transpose(1, 2).contiguous(), lse if with_lse else None)
+    out, lse = attend_pages(q, pages, options.pattern, options.scale, options.terms, with_lse=options.with_lse)
+    return Result(out.transpose(1, 2).contiguous(), lse if options.with_lse else None)
+
+
+def attend_and_append(
+    q: Tensor, of_q: list[int] | None, cache: Cache, new: New | None, rotary: Rotary | None, starts: list[int],
+    options: Options,
+) -> Result:  # fmt: skip
+    """Write new tokens into a cache, and compute attention of queries over it, without gradients.
+
+    Args:
+        q: (B, Nq, H, D), or packed with cumulative lengths, (tokens, H, D).
+        of_q: These lengths, or None.
+        cache: The cache.
+        new: The new tokens, or None.
+        rotary: The rotary embedding of queries and new keys, or None.
+        starts: First rotary position of each sequence. In a call of all pairs, it is that of all its queries.
+        options: Arguments besides the tokens.
+    """
+    with torch.no_grad():
+        tokens = q.flatten(0, 1) if of_q is None else q[: of_q[-1]]
+        if rotary is not None:
+            sizes = [q.shape[1]] * len(q) if of_q is None else [b - a for a, b in itertools.pairwise(of_q)]
+            sequence, step = numbered(sizes, q.device)
+            steps = step * (not isinstance(options.pattern, Full))
+            tokens = rotary.rotate(tokens, torch.tensor(starts, device=q.device)[sequence] + steps)
+        if new is not None and len(new.k):
+            keys = new.k
+            if rotary is not None:
+                keys = rotary.rotate(keys, torch.tensor(starts, device=keys.device)[new.sequence] + new.step)
+            cache.write(new, keys)
+        if of_q is None:
+            return attend_cache(tokens.view(q.shape), cache, options)
+        return with_rest(attend_packed_cache(tokens, of_q, cache, options), len(q))
 
 
 def whole_numbers(name: str, value: int | Tensor | None, default: int, count: int) -> list[int]:
@@ -238,10 +283,7 @@ def whole_numbers(name: str, value: int | Tensor | None, default: int, count: in
     return listed
 
 
-def checked_cache(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, chosen: Tensor | None, count: int, named: str
-) -> list[int]:
-    """Check the tensors of a cache for ``count`` sequences; return the row of each."""
+def _check_pages(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("k_cache", k), ("v_cache", v)):
         if not isinstance(x, Tensor) or x.ndim != 4 or x.dtype not in DTYPES:
             wanted = "(batch, tokens, heads, dim), or (pages, page, heads, dim) with a table"
@@ -253,19 +295,6 @@ def checked_cache(
     if k.shape[3] != q.shape[-1] or not k.shape[2] or q.shape[-2] % k.shape[2]:
         wanted = f"the head dim {q.shape[-1]} of q, and heads that divide its {q.shape[-2]}"
         raise ShapeError("k_cache", shown(k), wanted, "Take q and the cache from one layer.")
-    if table is not None:
-        fits = isinstance(table, Tensor) and table.ndim == 2 and table.dtype in INTEGERS and table.numel()
-        if not fits or (chosen is None and len(table) != count):
-            raise ShapeError(named, shown(table), f"page numbers ({count}, n), int32", "Pass a row for each sequence.")
-    rows = len(k) if table is None else len(table)
-    if chosen is None:
-        if rows < count:
-            raise ShapeError("k_cache rows", rows, f"at least the {count} of q", "Allocate a row for each sequence.")
-        return list(range(count))
-    listed = whole_numbers("cache_batch_idx", chosen, 0, count)
-    if any(not 0 <= row < rows for row in listed):
-        raise ShapeError("cache_batch_idx", shown(listed), f"rows from 0 to {rows - 1}", "Correct it.")
-    return listed
 
 
 def new_tokens(
@@ -281,12 +310,12 @@ def new_tokens(
         if rotary is not None:
             remedy = "Rotate q before the call."
             raise ShapeError("rotary_cos", "tables without new keys", "new keys, k and v", remedy)
-        cache.check_room([0] * len(cache.rows))
+        cache.check_room([0] * len(cache.table))
         return None
     if not known:
         remedy = "Pass the number of tokens that are stored already."
         raise ShapeError("cache_seqlens", None, "lengths, with new keys", remedy)
-    count = len(cache.rows)
+    count = len(cache.table)
     for name, x, of in (("k", k, cache.k), ("v", v, cache.v)):
         ndim = 4 if bounds is None else 3
         fits = isinstance(x, Tensor) and x.ndim == ndim and x.shape[-2:] == of.shape[-2:] and x.dtype == of.dtype
@@ -302,18 +331,3 @@ def new_tokens(
     cache.check_room(new.sizes)
     cache.check_writable()
     return new
-
-
-def append(cache: Cache, new: New | None, rotary: Rotary | None, starts: list[int]) -> None:
-    """Write new tokens, with keys rotated at the positions from ``starts`` on."""
-    if new is not None and len(new.k):
-        at = torch.tensor(starts, device=new.k.device)[new.sequence] + new.step
-        cache.write(new, new.k if rotary is None else rotary.rotate(new.k, at))
-
-
-def rotated(q: Tensor, rotary: Rotary | None, starts: list[int], sizes: list[int], *, steps: bool) -> Tensor:
-    """Rotate packed queries (tokens, H, D) from each sequence's start on, or all at the start without ``steps``."""
-    if rotary is None:
-        return q
-    sequence, step = numbered(sizes, q.device)
-    return rotary.rotate(q, torch.tensor(starts, device=q.device)[sequence] + step * steps)

@@ -34,26 +34,28 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 WindowSize = tuple[int, int] | Sequence[int] | Tensor
 
 
-class Scores(NamedTuple):
-    """How scores become weights.
+class Options(NamedTuple):
+    """The arguments of a call besides its tokens.
 
     Attributes:
+        pattern: Windows and segments, which count from the first key of each sequence.
         scale: Factor of the scores; 1 / sqrt(D) for None.
         softcap: Bound on the scores, before ALiBi; none at 0 or below.
         slopes: ALiBi's slopes, (H,) or (B, H).
         dropout: Share of the weights that are dropped.
+        with_lse: Whether to return lse.
     """
 
+    pattern: Pattern
     scale: float | None = None
     softcap: float = 0.0
     slopes: Tensor | None = None
     dropout: float = 0.0
+    with_lse: bool = False
 
-    @staticmethod
-    def of(
-        scale: float | None, softcap: float, slopes: Tensor | None, dropout: float, batch: int, heads: int
-    ) -> Scores:
-        """Check the arguments of a call with ``batch`` sequences and ``heads`` query heads."""
+    def checked(self, batch: int, heads: int) -> Options:
+        """Check the arguments of a call with ``batch`` sequences and ``heads`` query heads, and return numbers."""
+        scale, softcap, slopes, dropout = self.scale, self.softcap, self.slopes, self.dropout
         scale = None if scale is None else checked_scale(scale, 1, "softmax_scale")
         # the checks of a default would take a microsecond each
         if type(softcap) is not float or softcap:
@@ -73,7 +75,7 @@ class Scores(NamedTuple):
                 raise ShapeError("alibi_slopes", shown(slopes), wanted, "Pass one slope for each query head.")
             slopes = slopes.detach()
             slopes = slopes[0] if slopes.ndim == 2 and batch == 1 else slopes
-        return Scores(scale, softcap, slopes, dropout)
+        return Options(self.pattern, scale, softcap, slopes, dropout, self.with_lse)
 
     @property
     def terms(self) -> tuple[Term, ...]:
@@ -81,10 +83,14 @@ class Scores(NamedTuple):
         cap = () if self.softcap <= 0 else (Softcap(self.softcap),)
         return cap if self.slopes is None else (*cap, ALiBi(self.slopes))
 
-    def of_sequence(self, b: int) -> Scores:
-        """Return the scores of one sequence."""
-        apart = self.slopes is not None and self.slopes.ndim == 2
-        return self._replace(slopes=self.slopes[b]) if apart and self.slopes is not None else self
+    @property
+    def shared(self) -> bool:
+        """Whether all sequences have one set of slopes."""
+        return self.slopes is None or self.slopes.ndim == 1
+
+    def of_sequence(self, b: int) -> Options:
+        """Return the arguments of one sequence."""
+        return self if self.slopes is None or self.shared else self._replace(slopes=self.slopes[b])
 
 
 class Result(NamedTuple):
@@ -143,23 +149,20 @@ def relation(left: int | None, right: int | None, reach: int) -> Pattern:
     return SlidingWindow(reach if left is None else left, reach if right is None else right)
 
 
-def attend(inputs: Inputs, pattern: Pattern, scores: Scores, with_lse: bool) -> Result:
-    """Compute attention of q, k, v (B, N, H, D), with the last query at the last key.
-
-    ``pattern`` has windows and segments, which count from the first key.
-    """
-    if scores.slopes is not None and scores.slopes.ndim == 2:
+def attend(inputs: Inputs, options: Options) -> Result:
+    """Compute attention of q, k, v (B, N, H, D), with the last query at the last key."""
+    if not options.shared:
         parts = []
         for b in range(len(inputs[0])):
             q, k, v = (x[b : b + 1] for x in inputs)
-            parts.append(attend((q, k, v), pattern, scores.of_sequence(b), with_lse))
+            parts.append(attend((q, k, v), options.of_sequence(b)))
         return Result(torch.cat([part.out for part in parts]), joined(parts, 0))
     q, k, v = (x.transpose(1, 2) for x in inputs)
     if 0 in (len(q), q.shape[2], k.shape[2]):
-        return _of_nothing(q, k, v, with_lse)
+        return _of_nothing(q, k, v, options.with_lse)
     # where every pair is attended, positions change nothing
-    first = 0 if isinstance(pattern, Full) and scores.slopes is None else k.shape[2] - q.shape[2]
-    out, lse = _attended(q, k, v, pattern, scores, with_lse, first)
+    first = 0 if isinstance(options.pattern, Full) and options.slopes is None else k.shape[2] - q.shape[2]
+    out, lse = _attended(q, k, v, options, first)
     return Result(_contiguous(out.transpose(1, 2)), lse)
 
 
@@ -168,26 +171,24 @@ def _contiguous(out: Tensor) -> Tensor:
     return out.clone(memory_format=torch.contiguous_format) if out.requires_grad else out.contiguous()
 
 
-def _attended(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores, with_lse: bool, first: int = 0
-) -> tuple[Tensor, Tensor | None]:
+def _attended(q: Tensor, k: Tensor, v: Tensor, options: Options, first: int = 0) -> tuple[Tensor, Tensor | None]:
     """Return (out, lse) of tensors (B, H, N, D); lse is None unless it was asked for.
 
     The first query is at position ``first``, counted from the first key.
     """
     # segments count from the first key, so that they move by whole ones
-    step = next((part.length for part in parts_of(pattern, Segments)), 1)
+    step = next((part.length for part in parts_of(options.pattern, Segments)), 1)
     k_offset = -(min(first, 0) // step) * step
-    options: dict[str, Any] = {
-        "scale": scores.scale, "terms": scores.terms, "dropout": scores.dropout, "q_offset": first + k_offset,
+    given: dict[str, Any] = {
+        "scale": options.scale, "terms": options.terms, "dropout": options.dropout, "q_offset": first + k_offset,
         "k_offset": k_offset,
     }  # fmt: skip
     # flash-attn computes in the dtype of its inputs, under autocast too
     device = q.device.type
     with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-        if with_lse:
-            return attention_with_lse(q, k, v, pattern, **options)
-        return attention(q, k, v, pattern, **options), None
+        if options.with_lse:
+            return attention_with_lse(q, k, v, options.pattern, **given)
+        return attention(q, k, v, options.pattern, **given), None
 
 
 def _of_nothing(q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> Result:
@@ -205,9 +206,7 @@ def joined(parts: Sequence[Result], dim: int) -> Tensor | None:
     return torch.cat(found, dim) if found else None
 
 
-def attend_packed(
-    inputs: Inputs, bounds: tuple[Tensor, Tensor], pattern: Pattern, scores: Scores, with_lse: bool
-) -> Result:
+def attend_packed(inputs: Inputs, bounds: tuple[Tensor, Tensor], options: Options) -> Result:
     """Compute attention of sequences that are packed end to end, (tokens, H, D); lse is (H, tokens).
 
     Tokens after the last bound belong to no sequence: their output is 0, and no query attends them.
@@ -215,19 +214,17 @@ def attend_packed(
     Args:
         inputs: q, k and v.
         bounds: Cumulative lengths of queries and of keys, (sequences + 1,).
-        pattern: Windows and segments, which count from the first key of each sequence.
-        scores: Scores.
-        with_lse: Whether to return lse.
+        options: Arguments besides the tokens.
     """
     q, k, v = inputs
-    if torch.compiler.is_compiling() and scores.slopes is None:
+    if torch.compiler.is_compiling() and options.slopes is None:
         # a trace does not know the bounds; the operator checks them
-        return _in_documents(inputs, _with_last(bounds, len(q), len(k)), pattern, scores, with_lse)
+        return _in_documents(inputs, _with_last(bounds, len(q), len(k)), options)
     of_q, of_k = checked_bounds(bounds, (len(q), len(k)))
     inputs = q[: of_q[-1]], k[: of_k[-1]], v[: of_k[-1]]
     same = of_q == of_k
     # the distance of a query and a key is that of their indices only if they are packed together
-    together = scores.slopes is None or (same and scores.slopes.ndim == 1)
+    together = options.slopes is None or (same and options.shared)
     # a tile of queries of many sequences would be computed with the keys of all of them
     few = not same and of_q[-1] <= _FEW * (len(of_q) - 1)
     if together and not few and of_k[-1]:
@@ -235,9 +232,9 @@ def attend_packed(
         given: dict[str, Any] = (
             {"cu_seqlens": sorted({*of_q})} if same else {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k}
         )
-        result = _in_documents(inputs, Documents(**given), pattern, scores, with_lse)
+        result = _in_documents(inputs, Documents(**given), options)
     else:
-        result = _one_by_one(inputs, of_q, of_k, pattern, scores, with_lse)
+        result = _one_by_one(inputs, of_q, of_k, options)
     return with_rest(result, len(q))
 
 
@@ -264,23 +261,21 @@ def with_rest(result: Result, tokens: int) -> Result:
     return Result(F.pad(result.out, (0, 0, 0, 0, 0, rest)), lse)
 
 
-def _in_documents(inputs: Inputs, documents: Documents, pattern: Pattern, scores: Scores, with_lse: bool) -> Result:
+def _in_documents(inputs: Inputs, documents: Documents, options: Options) -> Result:
     """Compute attention of packed sequences in one call."""
     q, k, v = (x.transpose(0, 1)[None] for x in inputs)
-    out, lse = _attended(q, k, v, pattern.within(documents), scores, with_lse)
+    out, lse = _attended(q, k, v, options._replace(pattern=options.pattern.within(documents)))
     return Result(_contiguous(out[0].transpose(0, 1)), None if lse is None else lse[0])
 
 
-def _one_by_one(
-    inputs: Inputs, of_q: list[int], of_k: list[int], pattern: Pattern, scores: Scores, with_lse: bool
-) -> Result:
+def _one_by_one(inputs: Inputs, of_q: list[int], of_k: list[int], options: Options) -> Result:
     """Compute attention of packed sequences in a call for each."""
     q, k, v = inputs
     parts = []
     for b in range(len(of_q) - 1):
         rows, columns = slice(of_q[b], of_q[b + 1]), slice(of_k[b], of_k[b + 1])
         one = q[rows][None], k[columns][None], v[columns][None]
-        parts.append(attend(one, pattern, scores.of_sequence(b), with_lse))
+        parts.append(attend(one, options.of_sequence(b)))
     lse = joined(parts, 2)
     return Result(torch.cat([part.out[0] for part in parts]), None if lse is None else lse[0])
 

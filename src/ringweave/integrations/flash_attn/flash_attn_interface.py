@@ -12,13 +12,13 @@ from torch import Tensor
 from ...checks import LONGEST
 from ...errors import ShapeError, UnsupportedError, shown
 from ...names import only
-from ...patterns import Full, Pattern
+from ...patterns import Pattern
 from ...torch_ops import Differentiable
-from .caches import Cache, append, attend_cache, attend_packed_cache, checked_cache, new_tokens, rotated, whole_numbers
+from .caches import Cache, attend_and_append, attend_packed_cache, new_tokens, whole_numbers
 from .conventions import (
     Inputs,
+    Options,
     Result,
-    Scores,
     WindowSize,
     attend,
     attend_packed,
@@ -104,16 +104,17 @@ def flash_attn_func(
         torch.Size([2, 100, 4, 32])
     """
     check_layout(q, k, v, "batch, tokens, heads, dim")
-    scores = Scores.of(softmax_scale, softcap, alibi_slopes, dropout_p, len(q), q.shape[2])
     pattern = window(window_size, causal, k.shape[1])
-    state = torch.get_rng_state() if return_attn_probs and scores.dropout else None
-    result = attend((q, k, v), pattern, scores, return_attn_probs)
+    options = Options(pattern, softmax_scale, softcap, alibi_slopes, dropout_p, return_attn_probs)
+    options = options.checked(len(q), q.shape[2])
+    state = torch.get_rng_state() if return_attn_probs and options.dropout else None
+    result = attend((q, k, v), options)
 
     def weights(state: Tensor) -> Tensor:
         keys = torch.arange(k.shape[1], device=q.device).expand(k.shape[:2])
         found = signed_weights(
-            lambda values, p: attend((q, k, values), pattern, scores._replace(dropout=p), False).out,
-            state, keys, k.shape[1], v, scores.dropout,
+            lambda values, p: attend((q, k, values), options._replace(dropout=p, with_lse=False)).out,
+            state, keys, k.shape[1], v, options.dropout,
         )  # fmt: skip
         return rounded_up(found.unbind(0), q.shape[1], k.shape[1])
 
@@ -221,23 +222,24 @@ def flash_attn_varlen_func(
         torch.Size([96, 4, 32])
     """
     check_queries(q, 3)
-    scores = Scores.of(softmax_scale, softcap, alibi_slopes, dropout_p, sequences(cu_seqlens_q), q.shape[1])
     most = longest("max_seqlen_q", max_seqlen_q), longest("max_seqlen_k", max_seqlen_k)
     pattern = window(window_size, causal, most[1])
+    options = Options(pattern, softmax_scale, softcap, alibi_slopes, dropout_p, return_attn_probs)
+    options = options.checked(sequences(cu_seqlens_q), q.shape[1])
+    bounds = cu_seqlens_q, cu_seqlens_k
     if block_table is not None:
-        result = _over_pages((q, k, v), (cu_seqlens_q, cu_seqlens_k), block_table, pattern, scores, return_attn_probs)
+        result = _over_pages((q, k, v), bounds, block_table, options)
         return _returned(result, return_attn_probs, q, None, lambda state: state)
     check_layout(q, k, v, "tokens, heads, dim")
-    state = torch.get_rng_state() if return_attn_probs and scores.dropout else None
-    bounds = cu_seqlens_q, cu_seqlens_k
-    result = attend_packed((q, k, v), bounds, pattern, scores, return_attn_probs)
+    state = torch.get_rng_state() if return_attn_probs and options.dropout else None
+    result = attend_packed((q, k, v), bounds, options)
 
     def weights(state: Tensor) -> Tensor:
         keys = torch.arange(len(k), device=q.device)
         first = cu_seqlens_k.long()[torch.searchsorted(cu_seqlens_k.long(), keys, right=True) - 1]
         found = signed_weights(
-            lambda values, p: attend_packed((q, k, values), bounds, pattern, scores._replace(dropout=p), False).out,
-            state, keys - first, most[1], v, scores.dropout,
+            lambda values, p: attend_packed((q, k, values), bounds, options._replace(dropout=p, with_lse=False)).out,
+            state, keys - first, most[1], v, options.dropout,
         )  # fmt: skip
         each = found[: cu_seqlens_q[-1]].split(cu_seqlens_q.diff().tolist())
         return rounded_up(each, *most)
@@ -245,22 +247,20 @@ def flash_attn_varlen_func(
     return _returned(result, return_attn_probs, q, state, weights)
 
 
-def _over_pages(
-    inputs: Inputs, bounds: tuple[Tensor, Tensor], table: Tensor, pattern: Pattern, scores: Scores, with_lse: bool
-) -> Result:
+def _over_pages(inputs: Inputs, bounds: tuple[Tensor, Tensor], table: Tensor, options: Options) -> Result:
     """Compute attention of packed queries over pages, without dropout; a backward pass is refused."""
-    if scores.dropout:
+    if options.dropout:
         remedy = "Leave dropout out, or pass packed keys and values without a table."
-        raise UnsupportedError("block_table", f"dropout_p={scores.dropout}", "inference", remedy)
+        raise UnsupportedError("block_table", f"dropout_p={options.dropout}", "inference", remedy)
 
     def attended(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         # the room of the table bounds each sequence of keys
         of_q, of_k = checked_bounds(bounds, (len(q), LONGEST))
         sizes = [b - a for a, b in itertools.pairwise(of_k)]
-        rows = checked_cache(q, k, v, table, None, len(sizes), "block_table")
-        cache = Cache(k, v, table, rows, [0] * len(sizes), sizes, "block_table")
+        cache = Cache.of(q, k, v, table, None, len(sizes), "block_table")
+        cache.stop = sizes
         cache.check_room([0] * len(sizes))
-        out, lse = attend_packed_cache(q, of_q, cache, pattern, scores, with_lse)
+        out, lse = attend_packed_cache(q, of_q, cache, options)
         return (out,) if lse is None else (out, lse)
 
     out, *lse = WithoutBackward.apply(attended, *inputs)  # type: ignore[no-untyped-call]
@@ -412,20 +412,16 @@ def flash_attn_with_kvcache(
         if block_table is not None and x is not None:
             remedy = f"Leave {name} out: the table says where a sequence is."
             raise UnsupportedError(name, "a tensor with block_table", "one of the two", remedy)
-    rows = checked_cache(q, k_cache, v_cache, block_table, cache_batch_idx, count, "block_table")
-    cache = Cache(k_cache, v_cache, block_table, rows, [], [], "block_table")
+    cache = Cache.of(q, k_cache, v_cache, block_table, cache_batch_idx, count, "block_table")
     cache.first = whole_numbers("cache_leftpad", cache_leftpad, 0, count)
     cache.stop = whole_numbers("cache_seqlens", cache_seqlens, cache.capacity, count)
-    scores = Scores.of(softmax_scale, softcap, alibi_slopes, 0.0, count, q.shape[2])
     pattern = window(window_size, causal, cache.capacity)
+    options = Options(pattern, softmax_scale, softcap, alibi_slopes, with_lse=return_softmax_lse)
+    options = options.checked(count, q.shape[2])
     rotary = Rotary.of(rotary_cos, rotary_sin, rotary_interleaved, q.shape[3])
     new = new_tokens(k, v, cache, None, rotary, cache_seqlens is not None)
-    with torch.no_grad():
-        sizes = [q.shape[1]] * count
-        q = rotated(q.flatten(0, 1), rotary, cache.stop, sizes, steps=not isinstance(pattern, Full)).view(q.shape)
-        append(cache, new, rotary, cache.stop)
-        result = attend_cache(q, cache, pattern, scores, return_softmax_lse)
-        return output_and_lse(result, _EMPTY_ROW) if return_softmax_lse else result.out
+    result = attend_and_append(q, None, cache, new, rotary, cache.stop, options)
+    return output_and_lse(result, _EMPTY_ROW) if return_softmax_lse else result.out
 
 
 def _unpacked(name: str, packed: Tensor, members: int, ndim: int) -> tuple[Tensor, ...]:

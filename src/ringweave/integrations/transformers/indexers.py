@@ -17,10 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from ...adaptive import lightning_indexer
 from ...errors import UnsupportedError
-from .compressed_entries import choose_entries, compress, score_in_chunks
-from .index_blocks import choose_blocks, choose_tokens
 from .keywords import OTHER
 from .masks import MaskRows
+from .models import HOOKS
 
 # name of the module that chooses keys in an attention layer
 _NAME = "indexer"
@@ -190,7 +189,7 @@ def choose(forward: Any, *args: Any, **kwargs: Any) -> Any:
         UnsupportedError: The indexer changes the list of its best keys, perhaps by the order of their scores.
     """
     rows = next((each for each in (*args, *kwargs.values()) if isinstance(each, MaskRows)), None)
-    if rows is None or rows.mask.context is not None:
+    if rows is None or rows.mask.facts.context is not None:
         return forward(*args, **kwargs)
     with Reading() as reading:
         result = forward(*args, **kwargs)
@@ -200,24 +199,16 @@ def choose(forward: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-# what runs in place of a module's forward, by the name of its class; an indexer without an entry runs with symbols
-_HOOKS: dict[str, Any] = {
-    "MiniMaxM3VLIndexer": choose_blocks,
-    "Qwen4ExpTextQSAIndexer": choose_tokens,
-    "DeepseekV4IndexerScorer": score_in_chunks,
-    "DeepseekV4Indexer": choose_entries,
-    "DeepseekV4CSACompressor": compress,
-    "DeepseekV4HCACompressor": compress,
-}
-
-
 def swap(model: nn.Module) -> None:
-    """Let the indexers of a model choose without a tensor of all scores; twice is as once."""
+    """Let the indexers of a model choose without a tensor of all scores; twice is as once.
+
+    An indexer without a hook of its own runs with a symbol in place of its scores.
+    """
     for name, module in model.named_modules():
         own = vars(module).get("forward", None)
-        if isinstance(own, partial) and own.func in (choose, *_HOOKS.values()):
+        if isinstance(own, partial) and own.func in (choose, *HOOKS.values()):
             continue
-        hook = _HOOKS.get(type(module).__name__)
+        hook = HOOKS.get(type(module).__name__)
         if hook is not None:
             module.forward = partial(hook, module, module.forward)
         elif name.rpartition(".")[2] == _NAME:

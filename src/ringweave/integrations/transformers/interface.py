@@ -21,12 +21,12 @@ from ...patterns.fitting import refuse
 from ...patterns.global_tokens import within_length
 from ...terms import Bias, Softcap, Term
 from ...torch_compat import version
-from .compressed_entries import entries_of
 from .indexers import all_keys, swap
 from .keywords import DOCUMENTS, OTHER, POSITIONS, READ, apart, check, same_documents
 from .latents import Latents, expand_later, states_of
-from .masks import ORIGIN, PatternMask, pattern_mask
+from .masks import ORIGIN, Facts, PatternMask, pattern_mask
 from .model_cache import CACHE, PagedStates
+from .models.deepseek_v4 import entries_of
 from .packing import (
     TAKES_NO_PACKING,
     breaks_of,
@@ -109,9 +109,10 @@ def attend(
             )
         call = LayerCall(module, query, key, value, kwargs)
         mask, bias = call.mask(attention_mask, is_causal, sliding_window)
+        facts = mask.facts
         if call.restricts:
             call.check_choice(attention_mask, mask, indices, block_indices)
-        pattern, q_offset = call.restricted(mask) if call.restricts else (mask.pattern, mask.q_offset)
+        pattern, q_offset = call.restricted(mask) if call.restricts else (facts.pattern, facts.q_offset)
         if indices is not None or block_indices is not None:
             pattern = call.chosen(mask, indices, block_indices) & pattern
         # the number becomes part of the call's text, so torch.compile must not replace it by a symbol
@@ -131,8 +132,8 @@ def attend(
             if later or bias is not None or position_bias is not None:
                 got = "a mask or bias of numbers, or no mask for several queries after cached tokens"
                 raise UnsupportedError(CACHE, got, "a mask (B, tokens) with keys in pages", remedy)
-            if mask.cut and mask.q_offset + call.nq != call.pages.seen:
-                got = f"{call.nq} queries from number {mask.q_offset} on, of {call.pages.seen} tokens"
+            if facts.cut and facts.q_offset + call.nq != call.pages.seen:
+                got = f"{call.nq} queries from number {facts.q_offset} on, of {call.pages.seen} tokens"
                 raise UnsupportedError(CACHE, got, "the last queries with keys in pages", remedy)
             if output_attentions:
                 raise UnsupportedError("output_attentions", "keys in pages", "another cache", remedy)
@@ -141,10 +142,10 @@ def attend(
             return out.transpose(1, 2).contiguous(), call.pages.writes.attended.add(call.pages.layer)  # type: ignore[func-returns-value]
         options["q_offset"] = q_offset
         tensors = call.query, call.key, call.value
-        out = attention(*tensors, pattern, dropout=dropout, context=mask.context, **options)
+        out = attention(*tensors, pattern, dropout=dropout, context=facts.context, **options)
         weights = None
         if output_attentions:
-            if dropout or mask.context is not None:
+            if dropout or facts.context is not None:
                 got = f"dropout of {dropout}" if dropout else "a sharded batch"
                 wanted = "evaluation on one device"
                 raise UnsupportedError("output_attentions", got, wanted, "Call model.eval(), without shard().")
@@ -197,16 +198,17 @@ class LayerCall:
         """Return the mask as a pattern, and numbers to add to the scores or None."""
         if isinstance(mask, PatternMask):
             entries = entries_of(self.module) if "compressor" in self.module._modules else None
-            if mask.sizes[2:] != (self.nq, self.nk - (0 if entries is None else entries.number)):
+            facts = mask.facts
+            if facts.sizes[2:] != (self.nq, self.nk - (0 if entries is None else entries.number)):
                 wanted = f"({self.nq}, {self.nk}), the queries and keys of {type(self.module).__name__}"
-                raise ShapeError("attention mask", f"one of {mask.sizes[2:]}", wanted, OTHER)
+                raise ShapeError("attention mask", f"one of {facts.sizes[2:]}", wanted, OTHER)
             if entries is None:
                 return mask, None
-            if self.pattern is not None or mask.context is not None:
+            if self.pattern is not None or facts.context is not None:
                 got = f"a layer with compressed entries, {type(self.module).__name__}"
                 remedy = "Remove the layer's pattern, and do not shard the batch."
                 raise UnsupportedError("pattern", got, "the model's own pattern on one device", remedy)
-            return mask.with_pattern(entries.beside(mask.pattern, self.nk), self.nk), None
+            return mask.with_pattern(entries.beside(facts.pattern, self.nk), self.nk), None
         if isinstance(mask, Tensor):
             return self._made(Full()), self._numbers(mask)
         if mask is not None:
@@ -220,9 +222,9 @@ class LayerCall:
 
     def _made(self, pattern: Pattern, q_offset: int = 0) -> PatternMask:
         """Return the mask of a call that has no PatternMask."""
-        mask = PatternMask(pattern, (self.batch, 1, self.nq, self.nk), q_offset)
+        mask = PatternMask(Facts(pattern, (self.batch, 1, self.nq, self.nk), q_offset))
         # such a mask knows no positions
-        mask.positions_seen = True
+        mask.found.positions_seen = True
         return mask
 
     def _numbers(self, mask: Tensor) -> Tensor:
@@ -252,7 +254,7 @@ class LayerCall:
             return
         # the mask that an indexer read
         read = getattr(given, ORIGIN, None) if isinstance(given, Tensor) else mask
-        rows = None if read is None else read.rows
+        rows = None if read is None else read.facts.rows
         told = [name for name in sorted(DOCUMENTS) if self.given.get(name) is not None]
         if self.pattern is not None and _of_the_batch(self.pattern):
             refuse_packed("pattern", kind, "which chose keys without the layer's pattern", POSITIONS)
@@ -274,9 +276,9 @@ class LayerCall:
                 "Give each document a row; or pass cu_seq_lens_q and cu_seq_lens_k too, with flash-linear-attention."
             )
             refuse_packed("position_ids", kind, choice, remedy, breaks_of(rows))
-        if self.nq > 1 and rows is None and mask.context is None:
+        if self.nq > 1 and rows is None and mask.facts.context is None:
             positions = self.given.get("position_ids")
-            positions = read.positions if positions is None and read is not None else positions
+            positions = read.facts.positions if positions is None and read is not None else positions
             exists = self._exists(given) if read is None and isinstance(given, Tensor) else None
             refuse_restarts(kind, positions, self.nq, exists)
 
@@ -288,36 +290,37 @@ class LayerCall:
 
     def restricted(self, mask: PatternMask) -> tuple[Pattern, int | Tensor]:
         """Return the pattern of the mask, of documents in keywords and of the layer, and the first query's index."""
-        pattern, documents = mask.pattern, None
+        facts = mask.facts
+        pattern, documents = facts.pattern, None
         if not DOCUMENTS.isdisjoint(self.given):
             pattern, documents = apart(mask, self.given, self.batch)
         own = self.pattern
-        separated = documents is not None or mask.rows is not None or mask.context is not None
-        if self.nq > 1 and not separated and not mask.positions_seen and (own is None or not _of_the_batch(own)):
+        separated = documents is not None or facts.rows is not None or facts.context is not None
+        if self.nq > 1 and not separated and not mask.found.positions_seen and (own is None or not _of_the_batch(own)):
             positions = self.given.get("position_ids")
-            positions = mask.positions if positions is None else positions
+            positions = facts.positions if positions is None else positions
             # the layers of a call share the mask, so one of them looks at the positions
-            mask.positions_seen = warn_of_packing(type(self.module).__name__, positions, self.nk)
+            mask.found.positions_seen = warn_of_packing(type(self.module).__name__, positions, self.nk)
         if own is None:
-            return pattern, mask.q_offset
-        if mask.k_offset:
-            got = f"a cache that has dropped its first {mask.k_offset} keys"
+            return pattern, facts.q_offset
+        if facts.k_offset:
+            got = f"a cache that has dropped its first {facts.k_offset} keys"
             raise UnsupportedError("pattern", got, "one that keeps all keys", f"Pass {CACHE}=DynamicCache().")
         # the layer's pattern is counted from the first token of each sequence or document
-        rows = mask.rows if documents is None else documents
+        rows = facts.rows if documents is None else documents
         own = own if rows is None or _of_the_batch(own) else own.within(rows)
-        if not mask.q_offset:
+        if not facts.q_offset:
             # a layer's pattern is for texts of every length, so it may list tokens that this one does not have
-            own = within_length(own, self.nk if mask.context is None else mask.context.seq_len)
+            own = within_length(own, self.nk if facts.context is None else facts.context.seq_len)
         _check_tree(pattern, own, type(self.module).__name__)
-        return pattern & own, mask.q_offset if mask.row is None else mask.row
+        return pattern & own, facts.q_offset if facts.row is None else facts.row
 
     def chosen(self, mask: PatternMask, keys: Tensor | None, blocks: Tensor | None) -> Pattern:
         """Return the pattern of the keys, or of the blocks of keys, that the layer chose; layers may share lists."""
         given = blocks if keys is None else keys
         assert given is not None
         name = "block_indices" if keys is None else "indices"
-        if self.pages is not None or mask.context is not None:
+        if self.pages is not None or mask.facts.context is not None:
             got = "keys chosen by index " + ("in a sharded batch" if self.pages is None else "in pages")
             raise UnsupportedError(name, got, "all keys of the call on one device", f"Pass {CACHE}=DynamicCache().")
         if torch.compiler.is_compiling():
@@ -325,9 +328,10 @@ class LayerCall:
         if keys is not None and all_keys(keys, self.nk):
             return Full()
         held = version(given)
-        if mask.lists is None or mask.lists[0] is not given or mask.lists[1] != held:
-            mask.lists = given, held, self._lists(name, given)
-        return mask.lists[2]
+        known = mask.found.lists
+        if known is None or known[0] is not given or known[1] != held:
+            known = mask.found.lists = given, held, self._lists(name, given)
+        return known[2]
 
     def _lists(self, name: str, given: Tensor) -> Selected:
         """Return lists of keys, or of blocks of keys, as a pattern."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ShapeError, UnsupportedError, shown, warn_once
-from ...patterns import Documents, Full, Pattern
+from ...patterns import Documents, Full, Pattern, Segments
 from ...patterns.base import parts_of
 from ...patterns.documents import keys_of
 from ...torch_compat import version
@@ -85,24 +85,25 @@ def apart(mask: PatternMask, given: Mapping[str, Any], batch: int) -> tuple[Patt
         ShapeError: The documents do not have the call's tokens.
         UnsupportedError: The call has cached keys, a mask that counts from the row, or tokens on several ranks.
     """
-    pattern, (nq, nk) = mask.pattern, mask.sizes[2:]
+    facts = mask.facts
+    pattern, (nq, nk) = facts.pattern, facts.sizes[2:]
     q, k, numbers = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k"), given.get("seq_idx")
     if q is None and k is None and numbers is None:
         return pattern, None
     name = "seq_idx" if q is None and k is None else "cu_seq_lens_q, cu_seq_lens_k"
-    if mask.context is not None:
+    if facts.context is not None:
         remedy = "Pass position_ids to shard(): the sharded batch then holds the documents."
         raise UnsupportedError(name, "documents beside a sharded batch", "none", remedy)
-    if not (nq == nk and isinstance(mask.q_offset, int) and mask.q_offset == 0) and pattern != Full():
+    if not (nq == nk and isinstance(facts.q_offset, int) and facts.q_offset == 0) and pattern != Full():
         got = f"documents for {nq} queries over {nk} keys, of which some are cached"
         raise UnsupportedError(name, got, "documents in a call without cached keys", "Pass use_cache=False.")
-    known = isinstance(mask.rows, Documents)
-    if not known and parts_of(pattern, Documents):
+    known = isinstance(facts.rows, Documents)
+    if not known and any(parts_of(pattern, kind) for kind in (Documents, Segments)):
         got = f"documents beside a mask that counts from the first token of the row, {pattern}"
         raise UnsupportedError(name, got, "a mask of windows and padding", POSITIONS)
     documents = _shared(name, q, k, numbers, mask, (batch, nq, nk))
     # a pattern inside the documents could not have the bounds that the mask has
-    return pattern.within(documents) if mask.rows is None else pattern & documents, documents
+    return pattern.within(documents) if facts.rows is None else pattern & documents, documents
 
 
 def same_documents(one: Documents, other: Documents, batch: int, tokens: int) -> bool:
@@ -127,9 +128,10 @@ def _shared(name: str, q: Any, k: Any, numbers: Any, mask: PatternMask, sizes: t
         return _documents(name, tensors, sizes)
     # the tensors are compared by identity and version, and the mask keeps them alive
     held = [(x, version(x)) for x in tensors]
-    if mask.told is None or any(x is not y or m != n for (x, m), (y, n) in zip(held, mask.told[0], strict=False)):
-        mask.told = held, _documents(name, tensors, sizes)
-    return mask.told[1]
+    told = mask.found.told
+    if told is None or any(x is not y or m != n for (x, m), (y, n) in zip(held, told[0], strict=False)):
+        told = mask.found.told = held, _documents(name, tensors, sizes)
+    return told[1]
 
 
 def _documents(name: str, tensors: list[Tensor], sizes: tuple[int, int, int]) -> Documents:

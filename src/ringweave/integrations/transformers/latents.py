@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...patterns import Selected
-from .masks import PatternMask
+from .masks import Facts, PatternMask
 from .model_cache import PagedStates, refused
 from .saved_patterns import ATTRIBUTE, NAME
 
@@ -51,7 +51,7 @@ class Latents:
         keys, values = self.expand(*parts)
         batch, number = safe.shape
         places = torch.where(allowed, torch.arange(number, device=safe.device), -1)
-        return keys, values, PatternMask(Selected(places[:, None, None]), (batch, 1, 1, number))
+        return keys, values, PatternMask(Facts(Selected(places[:, None, None]), (batch, 1, 1, number)))
 
 
 def states_of(
@@ -68,7 +68,12 @@ def states_of(
         weights: Whether the call returns weights, which are those of all keys.
     """
     single = indices is not None and queries == 1 and indices.shape[-1] < key.shape[2] and not weights
-    if single and isinstance(mask, PatternMask) and mask.context is None and getattr(module, ATTRIBUTE, None) is None:
+    if (
+        single
+        and isinstance(mask, PatternMask)
+        and mask.facts.context is None
+        and getattr(module, ATTRIBUTE, None) is None
+    ):
         assert indices is not None
         return *key.of(indices, mask), None
     return *key.states(), mask, indices

@@ -2,8 +2,11 @@
 
 transformers builds a mask as a function of four indices from nested closures. The function is traced, also while
 torch.compile traces. The result depends on the computation and not on names, so functions of models and users are read
-too. A graph does not have three facts about masks of models. The position of a step over a static cache is a tensor,
-which must not be read. All steps of a generation share one pattern. And positions restart in each packed document.
+too. A function that reads the same as an earlier one is not traced again.
+
+A graph does not have four facts about masks of models. The position of a step over a static cache is a tensor, which
+must not be read. All steps of a generation share one pattern. Chunks begin at the first token of each sequence. And
+positions restart in each packed document.
 """
 
 from __future__ import annotations
@@ -20,11 +23,11 @@ from ...checks import INTEGERS
 from ...patterns import Documents, Pattern
 from ...patterns.traced import of_keys, of_relation
 from ...torch_compat import dispatched, require, transforming
-from ...trace.comparison import agrees, codes
+from ...trace.comparison import Reads, agrees, codes, reads
 from ...trace.graph import Graph, H, Node, UntraceableError, deps_of, filled_in
 from ...trace.relation import Place, Reader, Runs, as_relation, distances_of, operands
 from ...trace.symbols import trace
-from .positions import MisreadError, Positions
+from .positions import Chunks, MisreadError, Positions
 
 MaskFunction = Callable[..., Any]
 
@@ -32,6 +35,8 @@ MaskFunction = Callable[..., Any]
 _BYTES = 2 * 2**10
 # bounds on the tokens for which a function of distances is compared with its graph
 _LEAST, _LONGEST = 64, 2**20
+# origins of chunks up to which a difference of positions does not overflow
+_FAR = 2**31
 _UNCOUNTED = "a packed mask: got positions that do not rise by one in each document; wanted those of the documents"
 
 
@@ -44,15 +49,27 @@ def read(function: MaskFunction, positions: Positions) -> tuple[Pattern, Documen
     Raises:
         UntraceableError: The function cannot be traced, its pairs have no pattern, or it depends on the head.
     """
+    # what a function reads while torch.compile traces is not known later
+    inputs = None if torch.compiler.is_compiling() else reads(function)
+    if inputs is not None:
+        known: _Pairs | None = PATTERNS.get(("pairs", inputs.key))
+        pattern = None if known is None else known.at(positions)
+        if pattern is not None:
+            return pattern, None
     graph = trace(function, transforms=True)
     if deps_of(graph.result) & H:
         raise UntraceableError("it depends on the head")
     packed = _packed(graph) if graph.tensors else None
     runs = _distances(function, graph, positions, packed)
-    if runs is not None and packed is None:
-        pattern = positions.at_distances(runs)
+    pairs = _Pairs(runs, None) if runs is not None and packed is None else None
+    if inputs is not None:
+        pairs = _in_chunks(graph) if pairs is None else pairs
+        if pairs is not None and _comparable(graph, positions) and inputs.kept(function):
+            PATTERNS.put(("pairs", inputs.key), pairs._replace(inputs=inputs), _BYTES)
+    pattern = None if pairs is None else pairs.at(positions)
+    if pattern is not None or (pairs is not None and pairs.chunks is None):
         # a step of a generation does not call another function to check it
-        return _found(pattern) if pattern is None else pattern, None
+        return _found(pattern), None
     if positions.row is not None:
         return of_keys(_allowed(graph, positions, positions.row)), None
     place = positions.place(_device(graph))
@@ -87,10 +104,15 @@ def _distances(function: MaskFunction, graph: Graph, positions: Positions, packe
     known: tuple[Runs | None] | None = PATTERNS.get(key)
     if known is None:
         known = (distances_of(graph, *within),)
-        if positions.row is None or not graph.tensors:
+        if _comparable(graph, positions):
             _compare(function, graph, positions, known[0])
             PATTERNS.put(key, known, _BYTES)
     return known[0]
+
+
+def _comparable(graph: Graph, positions: Positions) -> bool:
+    """Return whether a function is compared with its graph, in this call or an earlier one."""
+    return (positions.row is None or not graph.tensors) and not (transforming() or dispatched())
 
 
 def _compare(function: MaskFunction, graph: Graph, positions: Positions, runs: Runs | None) -> None:
@@ -107,6 +129,55 @@ def _compare(function: MaskFunction, graph: Graph, positions: Positions, runs: R
 def _device(graph: Graph) -> torch.device:
     """Return the device on which a mask is computed: while torch.compile traces, that of its tables."""
     return graph.tensors[0].device if graph.tensors and torch.compiler.is_compiling() else torch.device("cpu")
+
+
+# ---- the same pairs in every call ------------------------------------------------------------------------------------
+
+
+class _Pairs(NamedTuple):
+    """The pairs of a mask in any call.
+
+    Attributes:
+        runs: Distances of these pairs.
+        chunks: The chunks in which they are, or None.
+        inputs: Everything that the function reads.
+    """
+
+    runs: Runs
+    chunks: Chunks | None
+    inputs: Reads | None = None
+
+    def at(self, positions: Positions) -> Pattern | None:
+        """Return the pattern at the positions of a call; None if it needs the graph."""
+        if self.chunks is None:
+            return positions.at_distances(self.runs)
+        return positions.in_chunks(self.runs, self.chunks)
+
+
+def _in_chunks(graph: Graph) -> _Pairs | None:
+    """Return the pairs of a mask that allows some distances in chunks of tokens; None for another mask."""
+    for part in operands(graph.result, "and"):
+        if type(part) is Node and part.name == "eq":
+            (one, at), (other, to) = map(_chunks, part.args)
+            if one is not None and one == other and {at, to} == {"q", "k"}:
+                runs = distances_of(graph, (), part)
+                return None if runs is None else _Pairs(runs, one)
+    return None
+
+
+def _chunks(x: Any) -> tuple[Chunks | None, str]:
+    """Return the chunks of a number ``(position - origin) // length``, and the name of the position's argument."""
+    if type(x) is not Node or x.name != "floordiv" or x.kwargs or type(x.args[1]) is not int or x.args[1] < 1:
+        return None, ""
+    at, origins = x.args[0], None
+    if at.name == "sub" and not at.kwargs and type(at.args[1]) is Node and _is_padding(at.args[1]):
+        at, table = at.args[0], at.args[1].args[0]
+        origins = tuple(table.value.tolist())
+        if table.dtype not in INTEGERS or any(abs(each) >= _FAR for each in origins):
+            return None, ""
+    if type(at) is not Node or at.args not in (("q",), ("k",)):
+        return None, ""
+    return Chunks(x.args[1], origins), at.args[0]
 
 
 # ---- a position that is a tensor -------------------------------------------------------------------------------------

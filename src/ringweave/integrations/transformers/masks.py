@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -81,6 +81,52 @@ class _Carried:
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __and__ = __or__ = __invert__ = _no_arithmetic
 
 
+class Facts(NamedTuple):
+    """Everything that a mask says about its call.
+
+    Attributes:
+        pattern: The pattern, over indices of the call's queries and keys.
+        sizes: (B, 1, queries, keys).
+        q_offset: Index of the first query among the keys.
+        rows: Bounds of the sequences if they are packed or padded on the left; a layer's pattern counts from there.
+        k_offset: Position of the first key.
+        context: Ranks that share the sequence. The pattern then covers the whole sequence, and the sizes are this
+            rank's share.
+        row: Index of the only query if it is a tensor. The pattern then bounds the keys, whatever the query's index.
+        device: Device of the values.
+        positions: Positions that the model's forward was called with, for a warning about packing that the mask does
+            not take into account.
+        cut: Whether the mask holds some of the queries of another one.
+    """
+
+    pattern: Pattern
+    sizes: tuple[int, int, int, int]
+    q_offset: int = 0
+    rows: Documents | KeyPadding | None = None
+    k_offset: int = 0
+    context: ContextParallel | None = None
+    row: Tensor | None = None
+    device: torch.device | None = None
+    positions: Tensor | None = None
+    cut: bool = False
+
+
+class Found:
+    """Results of the layers that share a mask, for the layers after them.
+
+    Attributes:
+        positions_seen: Whether a layer has looked at the call's positions.
+        told: Documents that keywords of the call name, and the tensors that they were made from.
+        lists: The last lists of chosen keys, with their version and their pattern.
+        values: The values of the mask.
+    """
+
+    positions_seen: bool = False
+    told: tuple[list[tuple[Tensor, object]], Documents] | None = None
+    lists: tuple[Tensor, object, Selected] | None = None
+    values: Tensor | None = None
+
+
 class PatternMask(_Carried, BlockMask):
     """A pattern as a mask: the mask function returns it, and the attention function reads it.
 
@@ -90,63 +136,53 @@ class PatternMask(_Carried, BlockMask):
     Any other use of its values raises an error.
 
     Args:
-        pattern: The pattern, over indices of the call's queries and keys.
-        shape: (B, 1, queries, keys).
-        q_offset: Index of the first query among the keys.
-        rows: Bounds of the sequences if they are packed or padded on the left; a layer's pattern counts from there.
-        k_offset: Position of the first key.
-        context: Ranks that share the sequence. The pattern then covers the whole sequence, and the shape is this
-            rank's share.
-        row: Index of the only query if it is a tensor. The pattern then bounds the keys, whatever the query's index.
-        device: Device of the values.
+        facts: Everything that it says about the call.
     """
 
     #: What indexers ask for, to know how the values mask scores.
     dtype = torch.bool
 
-    def __init__(
-        self,
-        pattern: Pattern,
-        shape: tuple[int, int, int, int],
-        q_offset: int = 0,
-        rows: Documents | KeyPadding | None = None,
-        k_offset: int = 0,
-        context: ContextParallel | None = None,
-        row: Tensor | None = None,
-        device: torch.device | None = None,
-    ):
-        self.pattern, self.sizes, self.q_offset = pattern, shape, q_offset
-        self.rows, self.k_offset, self.context, self.row = rows, k_offset, context, row
-        self.device = torch.device("cpu") if device is None else device
-        # for a warning about packing that the mask does not take into account: positions that the model's forward was
-        # called with, and whether a layer has looked at the call's positions
-        self.positions: Tensor | None = None
-        self.positions_seen = False
-        # documents that keywords of the call name, and the tensors that they were made from
-        self.told: tuple[list[tuple[Tensor, object]], Documents] | None = None
-        # the last lists of chosen keys, which several layers may share, with their version and their pattern
-        self.lists: tuple[Tensor, object, Selected] | None = None
-        self._values: Tensor | None = None
-        #: Whether the mask holds some of the queries of another one.
-        self.cut = False
+    def __init__(self, facts: Facts):
+        self.facts, self.found = facts, Found()
+
+    @property
+    def pattern(self) -> Pattern:
+        """The pattern, over indices of the call's queries and keys."""
+        return self.facts.pattern
+
+    @property
+    def sizes(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Shape of the mask, (B, 1, queries, keys)."""
+        return self.facts.sizes
+
+    @property
+    def q_offset(self) -> int:
+        """Index of the first query among the keys."""
+        return self.facts.q_offset
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the values."""
+        return torch.device("cpu") if self.facts.device is None else self.facts.device
 
     def values(self) -> Tensor:
         """Return the values, (B, 1, queries, keys) bool, which are made on first use and serve all layers of a call."""
-        if self.context is not None:
+        if self.facts.context is not None:
             _refuse_values("values of a sharded batch")
-        if self._values is None:
-            batch, _, nq, nk = self.sizes
+        if self.found.values is None:
+            batch, _, nq, nk = self.facts.sizes
             if nq > 1 and not torch.compiler.is_compiling():
                 got = f"a model that reads its values, {batch} x {nq:,} x {nk:,}"
                 remedy = "Call patch(model): indexers that ringweave knows then choose keys without them."
                 warn_once("values of a mask", "attention mask", got, _WANTED, remedy)
-            self._values = _dense(self).to(self.device)
-        return self._values
+            self.found.values = _dense(self.facts).to(self.device)
+        return self.found.values
 
     def with_pattern(self, pattern: Pattern, keys: int) -> PatternMask:
         """Return the mask of the same queries with another pattern and number of keys."""
-        mask = copy.copy(self)
-        mask.pattern, mask.sizes, mask.lists, mask._values = pattern, (*self.sizes[:3], keys), None, None
+        facts = self.facts._replace(pattern=pattern, sizes=(*self.facts.sizes[:3], keys))
+        mask = PatternMask(facts)
+        mask.found.positions_seen, mask.found.told = self.found.positions_seen, self.found.told
         return mask
 
     def __getitem__(self, at: object) -> Any:
@@ -167,12 +203,16 @@ class PatternMask(_Carried, BlockMask):
         Raises:
             UnsupportedError: The queries are sharded, or the pattern lists keys for each query of this mask.
         """
-        if self.context is not None or parts_of(self.pattern, Selected):
+        facts = self.facts
+        if facts.context is not None or parts_of(facts.pattern, Selected):
             _refuse_values("some queries of a sharded batch, or of chosen keys")
-        mask = self.with_pattern(self.pattern, self.sizes[3])
-        mask.sizes, mask.q_offset = (*self.sizes[:2], stop - first, self.sizes[3]), self.q_offset + first
+        batch, heads, _, nk = facts.sizes
         # the positions belong to all queries, and the layers before have looked at them
-        mask.positions, mask.told, mask.cut = None, None, True
+        rows = facts._replace(
+            sizes=(batch, heads, stop - first, nk), q_offset=facts.q_offset + first, positions=None, cut=True
+        )
+        mask = PatternMask(rows)
+        mask.found.positions_seen = self.found.positions_seen
         return mask
 
     def __and__(self, other: object) -> Any:  # type: ignore[override]
@@ -212,9 +252,9 @@ def _rows_of(at: object, sizes: tuple[int, ...]) -> tuple[int, int] | None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # patterns are evaluated outside of graphs
-def _dense(mask: PatternMask) -> Tensor:
-    batch, _, nq, nk = mask.sizes
-    return mask.pattern.to_dense(nq, nk, 1, batch=batch, q_offset=mask.q_offset)
+def _dense(facts: Facts) -> Tensor:
+    batch, _, nq, nk = facts.sizes
+    return facts.pattern.to_dense(nq, nk, 1, batch=batch, q_offset=facts.q_offset)
 
 
 class MaskRows(_Carried):
@@ -355,7 +395,7 @@ class ShardMask(_Carried):
         bounds: Documents | KeyPadding | None = rows
         if self.padding is not None:
             pattern, bounds = _padded(positions, pattern, rows, self.padding)
-        return PatternMask(pattern, (batch, 1, local, local), 0, bounds, context=self.context)
+        return PatternMask(Facts(pattern, (batch, 1, local, local), 0, bounds, context=self.context))
 
     # ---- values that models read, for this rank's tokens -------------------------------------------------------------
 
@@ -462,11 +502,10 @@ def _made(
         pattern, rows = positions.function(mask_function, why), None
     if attention_mask is not None:
         pattern, rows = _padded(positions, pattern, rows, attention_mask)
-    shape = positions.batch, 1, positions.nq, positions.nk
-    mask = PatternMask(pattern, shape, positions.first, rows, positions.kv_offset, row=positions.row, device=device)
-    if rows is None and positions.nq == positions.nk and not torch.compiler.is_compiling():
-        mask.positions = positions_of_the_call()
-    return mask
+    whole = rows is None and positions.nq == positions.nk and not torch.compiler.is_compiling()
+    given = positions_of_the_call() if whole else None
+    sizes, first, origin = (positions.batch, 1, positions.nq, positions.nk), positions.first, positions.kv_offset
+    return PatternMask(Facts(pattern, sizes, first, rows, origin, row=positions.row, device=device, positions=given))
 
 
 def _padded(

@@ -4,22 +4,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...cache import PATTERNS
 from ...errors import PatternError, UnsupportedError, in_a_line, shown
-from ...patterns import Documents, Full, KeyPadding, Pattern, Sinks, from_mask_mod
+from ...patterns import Documents, Full, KeyPadding, Pattern, Segments, Sinks, from_mask_mod
 from ...patterns.algebra import And
 from ...patterns.recorded import unrecorded
 from ...patterns.traced import of_distances, of_documents, of_keys
 from ...trace.graph import UntraceableError
 from ...trace.relation import ALL, Place, Runs
 
+# estimated size of a pattern of segments
+_BYTES = 2**10
+
 
 class MisreadError(UntraceableError):
     """A function computes another mask for tensors than for symbols, so it has no graph."""
+
+
+class Chunks(NamedTuple):
+    """Chunks of consecutive tokens.
+
+    Attributes:
+        length: Tokens in a chunk.
+        origins: First position of a chunk in each batch element; None for 0.
+    """
+
+    length: int
+    origins: tuple[int, ...] | None
 
 
 class Positions:
@@ -61,6 +77,33 @@ class Positions:
             start = 0 if most == math.inf else (self.row - int(most)).clamp(0, self.nk).view(1)
             pattern = pattern | (Full() if (least, most) == ALL.runs[0] else KeyPadding(stop, start))
         return pattern
+
+    def in_chunks(self, runs: Runs, chunks: Chunks) -> Pattern | None:
+        """Return the pattern of some distances inside of chunks; None where another one must be found."""
+        n, first, length = self.nk, self.first, chunks.length
+        origins = (0,) if chunks.origins is None else chunks.origins[: self.batch]
+        near = self.at_distances(runs)
+        inside = self.row is None and 0 <= first <= n - self.nq
+        if near is None or not inside or (chunks.origins is not None and len(origins) < self.batch):
+            return None
+        # tokens of the first key's chunk that come before it
+        before = [(self.kv_offset - origin) % length for origin in origins]
+        if max(before) + n <= length:
+            return near
+        if self.nq == 1:
+            starts = [first - (first + each) % length for each in before]
+            stops = torch.tensor([min(start + length, n) for start in starts], device="cpu")
+            return joined([near, KeyPadding(stops, torch.tensor([max(start, 0) for start in starts], device="cpu"))])
+        if any(before):
+            at = torch.tensor(before, device="cpu")[:, None] + torch.arange(n, device="cpu")
+            return near & Documents.own(ids=at // length).read()
+        # one object for equal patterns, as of distances
+        key = "chunks", length, near.spec
+        found: Pattern | None = PATTERNS.get(key)
+        if found is None:
+            found = near & Segments(length)
+            PATTERNS.put(key, found, _BYTES)
+        return found
 
     def documents(self, numbers: Tensor) -> Documents:
         """Return the documents of the keys by the numbers (B, positions) of all tokens."""

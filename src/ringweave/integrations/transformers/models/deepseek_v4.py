@@ -1,4 +1,4 @@
-"""DeepSeek V4's attention: a window of keys and, behind them, compressed entries of which some are chosen.
+"""DeepSeek V4, read from transformers 5.24.0: a window of keys and, behind them, compressed entries; some are chosen.
 
 The model tells attention about the entries in the values of a mask, which a pattern has not. So the modules that make
 entries leave a note, which the attention function of the same layer reads right afterwards.
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import UnsupportedError
-from ...patterns import KeyPadding, Pattern, Selected, Sinks
-from ...patterns.algebra import And
-from .index_blocks import chunks
+from ....errors import UnsupportedError
+from ....patterns import KeyPadding, Pattern, Selected, Sinks
+from ....patterns.algebra import And
+from .query_chunks import chunks
 
 
 class Entries:
@@ -128,3 +128,12 @@ def score_in_chunks(scorer: nn.Module, forward: Any, q: Tensor, entries: Tensor,
     """
     one = len(q) * q.shape[2] * entries.shape[1] * 4
     return torch.cat([forward(q[:, part], entries, hidden[:, part]) for part in chunks(q.shape[1], one)], 1)
+
+
+#: Functions that run in place of a module's forward, by the name of its class.
+HOOKS = {
+    "DeepseekV4IndexerScorer": score_in_chunks,
+    "DeepseekV4Indexer": choose_entries,
+    "DeepseekV4CSACompressor": compress,
+    "DeepseekV4HCACompressor": compress,
+}

@@ -1,94 +1,21 @@
-"""Indexers that choose blocks of tokens, run for chunks of queries: MiniMax M3's, and Qwen 4's without its loops.
+"""Qwen 4, read from transformers 5.24.0: its indexer chooses blocks of tokens, here without its loops over queries.
 
-Neither has a form that :func:`ringweave.adaptive.lightning_indexer` computes: MiniMax takes the maximum over a block,
-Qwen scores the mean of a block.
+:func:`ringweave.adaptive.lightning_indexer` has no such form: the score of a block is that of the mean of its keys.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...patterns import Causal, Full, KeyPadding, Selected
-from ...patterns.algebra import And
-from .masks import PatternMask
-
-# bytes of the scores of one chunk of queries
-_CHUNK = 2**24
-
-
-def chunks(queries: int, bytes_of_one: int) -> Iterator[slice]:
-    """Iterate over ranges of queries, each with a bounded number of bytes."""
-    step = max(1, _CHUNK // max(1, bytes_of_one))
-    return (slice(first, min(first + step, queries)) for first in range(0, queries, step))
-
-
-# ---- MiniMax M3 ------------------------------------------------------------------------------------------------------
-
-
-class _KeysReady(Exception):  # noqa: N818  (no error: it ends a forward that has done enough)
-    """An indexer has written its keys."""
-
-
-class _Cache:
-    """In place of a cache: takes an indexer's keys once, and returns them to each chunk of queries."""
-
-    def __init__(self, cache: Any, layer: int):
-        self.cache, self.layer = cache, layer
-        self.keys: Tensor | None = None
-
-    @property
-    def layers(self) -> _Cache:
-        return self
-
-    def __getitem__(self, layer: int) -> _Cache:
-        return self
-
-    def update_index(self, keys: Tensor) -> Tensor:
-        """Write the keys of all queries and stop the forward; afterwards return them."""
-        if self.keys is not None:
-            return self.keys
-        self.keys = keys if self.cache is None else self.cache.layers[self.layer].update_index(keys)
-        raise _KeysReady
-
-
-@torch.no_grad()
-def choose_blocks(
-    indexer: Any, forward: Any, hidden: Tensor, embeddings: tuple[Tensor, Tensor], cache: Any, positions: Tensor
-) -> Tensor:
-    """Run MiniMax's indexer, which scores all pairs for each head, for chunks of queries.
-
-    Its own forward runs for each chunk, with a cache that holds the keys of all tokens.
-
-    Args:
-        indexer: The indexer.
-        forward: Its own forward.
-        hidden: (B, queries, hidden size).
-        embeddings: Cosines and sines, (B, queries, D).
-        cache: The model's cache, or None.
-        positions: (B, queries).
-    Returns:
-        The chosen blocks, (B, heads, queries, n); -1 is no block.
-    """
-    held = _Cache(cache, indexer.layer_idx)
-    with suppress(_KeysReady):
-        forward(hidden, embeddings, held, positions)
-    assert held.keys is not None
-    one = len(hidden) * indexer.num_heads * held.keys.shape[2] * 4
-    found = []
-    for part in chunks(hidden.shape[1], one):
-        rotations = tuple(x[:, part] for x in embeddings)
-        found.append(forward(hidden[:, part], rotations, held, positions[:, part]))
-    return torch.cat(found, 2)
-
-
-# ---- Qwen 4 ----------------------------------------------------------------------------------------------------------
+from ....patterns import Causal, Full, KeyPadding, Selected
+from ....patterns.algebra import And
+from ..masks import PatternMask
+from .query_chunks import chunks
 
 
 def choose_tokens(
@@ -168,7 +95,7 @@ def _tokens(indexer: Any, scores: Tensor, first: Tensor, seen: Tensor) -> Tensor
 
 def _bounds(mask: Any) -> tuple[Tensor, Tensor] | None:
     """Return the first visible token of each sequence (B,), and the number that each query sees (B, queries)."""
-    if not isinstance(mask, PatternMask) or mask.context is not None:
+    if not isinstance(mask, PatternMask) or mask.facts.context is not None:
         return None
     batch, _, nq, nk = mask.sizes
     parts = mask.pattern.parts if isinstance(mask.pattern, And) else (mask.pattern,)
@@ -183,3 +110,7 @@ def _bounds(mask: Any) -> tuple[Tensor, Tensor] | None:
             stop = stop.minimum(ends[:, None])
             start = start.maximum(torch.as_tensor(part.start, device="cpu").expand(batch))
     return start, (stop - start[:, None]).clamp(min=0)
+
+
+#: Functions that run in place of a module's forward, by the name of its class.
+HOOKS = {"Qwen4ExpTextQSAIndexer": choose_tokens}
