@@ -496,6 +496,7 @@ ROWS: dict[str, Row] = {
     "BlockPlan.computed_pairs": Row(lambda: {"self": OWN.plan(N)}, nothing, of=rw.BlockPlan.computed_pairs),
     "BlockPlan.listed": Row(lambda: {"self": OWN.plan(N)}, nothing, of=rw.BlockPlan.listed),
     "BlockPlan.tile_rows": Row(lambda: {"self": OWN.plan(N)}, nothing, of=rw.BlockPlan.tile_rows),
+    "BlockPlan.first_tiles": Row(lambda: {"self": OWN.plan(N)}, nothing, of=rw.BlockPlan.first_tiles),
     "BlockWeights.to_dense": Row(lambda: {"self": rw.attention_weights(qkv()["q"], qkv()["k"], OWN)}, nothing, of=rw.BlockWeights.to_dense),
 }  # fmt: skip
 
