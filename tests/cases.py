@@ -12,8 +12,8 @@ import ringweave as rw
 from ringweave.patterns import Pattern
 from ringweave.patterns.declared import DECLARED
 from ringweave.patterns.traced import of_graph
-from ringweave.trace.relation import Place
 from ringweave.trace.symbols import trace
+from ringweave.trace.values import Place
 
 
 def _not_future(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -174,7 +174,7 @@ def _without_functions(given: Arguments, key: CallKey) -> Pattern | None:
     if type(first) is not int or first < 0 or given.k_offset != 0 or q.ndim != 4 or k.ndim != 4:
         return None
     # imported with the first function
-    from .trace.relation import Place
+    from .trace.values import Place
 
     pattern = given.pattern._for_call()._recognised(Place(q.shape[0], q.shape[1], q.shape[2], k.shape[2], first))
     if pattern.has_function:

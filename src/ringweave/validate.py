@@ -218,7 +218,7 @@ def positions(given: Arguments) -> tuple[Pattern, Pattern, int]:
 
 def _recognised(pattern: Pattern, q: Tensor, nq: int, nk: int, first: int = 0) -> Pattern:
     # imported with the first function
-    from .trace.relation import Place
+    from .trace.values import Place
 
     return pattern._recognised(Place(q.shape[0], q.shape[1], nq, nk, first))
 

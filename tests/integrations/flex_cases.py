@@ -18,8 +18,8 @@ from ringweave.score_functions.score_tiles import Attended
 from ringweave.terms.term import ScoreMod
 from ringweave.torch_compat import before_compiling
 from ringweave.trace.graph import UntraceableError
-from ringweave.trace.relation import Place
 from ringweave.trace.symbols import trace
+from ringweave.trace.values import Place
 from ringweave.types import acc_dtype
 
 from ..oracle import Inputs, attention, check_errors, errors, results

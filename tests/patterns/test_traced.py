@@ -21,8 +21,8 @@ from ringweave.patterns.traced import of_graph
 from ringweave.patterns.zone_table import ZoneTable
 from ringweave.plan import BlockPlan
 from ringweave.trace.graph import UntraceableError
-from ringweave.trace.relation import Place
 from ringweave.trace.symbols import trace
+from ringweave.trace.values import Place
 
 from ..trace import test_relation_fuzz as fuzz
 from ..trace.definitions import by_pair

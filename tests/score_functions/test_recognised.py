@@ -17,8 +17,8 @@ from ringweave.integrations.flex_attention import explain, flex_attention
 from ringweave.patterns import Causal
 from ringweave.score_functions import recognised
 from ringweave.score_functions.reading import Positions, read
-from ringweave.trace import relation, symbols
-from ringweave.trace.relation import Place
+from ringweave.trace import symbols, values
+from ringweave.trace.values import Place
 
 from ..integrations.flex_cases import scored
 from ..oracle import Inputs
@@ -224,8 +224,8 @@ def test_a_compiled_function_is_read_as_it_was_written() -> None:
 
 
 def without_constants(patch: pytest.MonkeyPatch) -> None:
-    distance = relation.Reader.distance
-    patch.setattr(relation.Reader, "distance", lambda self, x: (found := distance(self, x)) and (found[0], 0))
+    distance = values.Values.distance
+    patch.setattr(values.Values, "distance", lambda self, x: (found := distance(self, x)) and (found[0], 0))
 
 
 def without_writes(patch: pytest.MonkeyPatch) -> None:
@@ -244,13 +244,13 @@ def with_other_masks(patch: pytest.MonkeyPatch) -> None:
 
 
 def with_other_tables(patch: pytest.MonkeyPatch) -> None:
-    computed = relation.Reader.computed
-    patch.setattr(relation.Reader, "computed", lambda self, *args, **of: computed(self, *args, **of) * 1.01)
+    computed = values.Values.computed
+    patch.setattr(values.Values, "computed", lambda self, *args, **of: computed(self, *args, **of) * 1.01)
 
 
 def with_next_entries(patch: pytest.MonkeyPatch) -> None:
-    computed = relation.Reader.computed
-    patch.setattr(relation.Reader, "computed", lambda self, *args, **of: computed(self, *args, **of).roll(1, -1))
+    computed = values.Values.computed
+    patch.setattr(values.Values, "computed", lambda self, *args, **of: computed(self, *args, **of).roll(1, -1))
 
 
 #: Faults of a reader: the function that plants one, and names of functions of the corpus that are then misread.

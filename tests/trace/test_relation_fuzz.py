@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from ringweave.trace.graph import UntraceableError
-from ringweave.trace.relation import Open, Place, as_relation, leaves
+from ringweave.trace.relation import Open, as_relation, leaves
 from ringweave.trace.symbols import trace
+from ringweave.trace.values import Place
 
 from .definitions import by_pair, dense
 from .masks import drawn

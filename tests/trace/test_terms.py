@@ -9,9 +9,10 @@ from torch import Tensor
 from ringweave.terms import KINDS
 from ringweave.terms.term import Pairs
 from ringweave.trace.graph import UntraceableError
-from ringweave.trace.relation import Place, as_relation
+from ringweave.trace.relation import as_relation
 from ringweave.trace.symbols import trace
 from ringweave.trace.terms import Terms, as_terms
+from ringweave.trace.values import Place
 
 from ..oracle import check_errors, errors
 from .definitions import dense

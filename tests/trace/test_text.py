@@ -17,9 +17,9 @@ from torch import Tensor
 from ringweave import PatternError
 from ringweave.trace.graph import UntraceableError
 from ringweave.trace.operations import ELEMENTWISE, FUNCTIONS, OPERATORS
-from ringweave.trace.relation import Place
 from ringweave.trace.symbols import trace
 from ringweave.trace.text import TextFunction, text_of
+from ringweave.trace.values import Place
 
 from .definitions import by_pair
 from .masks import drawn, masks

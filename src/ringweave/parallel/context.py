@@ -306,7 +306,7 @@ class ContextParallel:
         check_replicated(q, k, v, self.seq_len)
         if pattern.has_function:
             # imported with the first function
-            from ..trace.relation import Place
+            from ..trace.values import Place
 
             pattern = pattern._recognised(Place(q.shape[0], q.shape[1], self.seq_len, self.seq_len))
         shards = self.shard(q, 2), self.shard(k, 2), self.shard(v, 2)

@@ -15,7 +15,7 @@ from .declared import declare
 from .fitting import called, nest, refuse
 
 if TYPE_CHECKING:
-    from ..trace.relation import Place
+    from ..trace.values import Place
 
 # most operands in a row in a text
 _GROUP = 256

@@ -33,7 +33,7 @@ from .declared import declare
 
 if TYPE_CHECKING:
     from ..plan.block_plan import BlockPlan
-    from ..trace.relation import Place
+    from ..trace.values import Place
 
 P = TypeVar("P", bound="Pattern")
 # attributes that a pattern derives from the others; they are not pickled

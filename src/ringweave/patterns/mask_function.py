@@ -20,9 +20,9 @@ from ..torch_compat import dispatched, transforming, vmap_enabled, wrapped
 from ..trace.comparison import agrees, codes
 from ..trace.evaluate import Formula
 from ..trace.graph import Graph, Node
-from ..trace.relation import Place
 from ..trace.symbols import trace
 from ..trace.text import text_of
+from ..trace.values import Place
 from ..trace.vmapped import over_indices
 from .cache_key import changed
 

@@ -23,9 +23,9 @@ from ..relation.node import Node
 from ..relation.opaque import Opaque
 from ..torch_compat import outside_transforms, wrapped
 from ..trace.graph import B, Graph, H, UntraceableError, deps_of
-from ..trace.relation import Place
 from ..trace.symbols import trace
 from ..trace.text import TextFunction
+from ..trace.values import Place
 from . import traced
 from .algebra import PerHead
 from .base import Pattern, parts_of

@@ -24,7 +24,6 @@ from ..trace.relation import (
     Not,
     Or,
     Order,
-    Place,
     Relation,
     Runs,
     Side,
@@ -32,6 +31,7 @@ from ..trace.relation import (
     joined,
     negated,
 )  # fmt: skip
+from ..trace.values import Place
 from . import algebra
 from .algebra import PerHead, join
 from .base import Full, Pattern, parts_of

@@ -82,7 +82,7 @@ class PlanCache:
         pattern = pattern.bound(heads)._for_call()
         if pattern.has_function:
             # imported with the first function
-            from ..trace.relation import Place
+            from ..trace.values import Place
 
             pattern = pattern._recognised(Place(batch, heads, nq, nk, q_offset))
         made_of, device, tile = pattern.key(), _place(device), check_tile_size(tile)

@@ -30,7 +30,7 @@ from ..plan.causality import causality
 from ..score_functions.reading import Positions, check_device, read
 from ..terms import Term
 from ..terms.term import ScoreMod, as_listed, is_function
-from ..trace.relation import Place
+from ..trace.values import Place
 from ..types import DTYPES, Causality, acc_dtype
 from ..units import count, flops, nbytes, percent
 from ..validate import checked_dropout, checked_scale, features

@@ -16,8 +16,8 @@ from ..terms import Term
 from ..terms.term import Pairs, ScoreMod
 from ..torch_compat import before_compiling, outside_transforms
 from ..trace.graph import Graph, UntraceableError
-from ..trace.relation import Place
 from ..trace.symbols import trace
+from ..trace.values import Place
 from ..validate import checked_scale
 from .agreement import agreed
 from .recognised import Score, score_of

@@ -23,8 +23,8 @@ from ..terms.term import Pairs
 from ..torch_compat import dispatched, outside_transforms, transforming, wrapped
 from ..trace.evaluate import Arguments
 from ..trace.graph import MASK_ARGUMENTS, Graph, UntraceableError
-from ..trace.relation import Place
 from ..trace.terms import as_terms
+from ..trace.values import Place
 
 # Bytes of captured tensors, and of the tables made of them, up to which terms are kept: larger ones take longer to
 # compare than to tabulate again.

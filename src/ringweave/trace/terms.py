@@ -14,7 +14,7 @@ from torch import Tensor
 from ..torch_compat import wrapped
 from .graph import MASK_ARGUMENTS, SCORE, B, Graph, H, K, Node, Q, UntraceableError, deps_of
 from .operations import name_of
-from .relation import Place, Reader
+from .values import Place, Values
 
 #: Name of a kind of ``ringweave.terms``, and its number or table.
 Term = tuple[str, float | Tensor]
@@ -53,7 +53,7 @@ class _Formula:
     """The formula of a score function, read for the positions of a call."""
 
     def __init__(self, graph: Graph, place: Place):
-        self.graph, self.place, self.positions = graph.typed(), place, Reader(graph, place)
+        self.graph, self.place, self.positions = graph.typed(), place, Values(graph, place)
         self.dtype = next(node.dtype for node in graph.nodes if node.name == "argument" and node.deps == SCORE)
 
     def read(self) -> Terms:

@@ -12,7 +12,7 @@ from ...patterns import Full
 from ...score_functions.reading import Positions, Read, read
 from ...terms.term import ScoreMod
 from ...torch_compat import uncompiled
-from ...trace.relation import Place
+from ...trace.values import Place
 from ...types import acc_dtype
 from ...validate import check_tensors
 from .argument_checks import Call, checked

@@ -25,8 +25,9 @@ from ...patterns.traced import of_keys, of_relation
 from ...torch_compat import dispatched, require, transforming
 from ...trace.comparison import Reads, agrees, codes, reads
 from ...trace.graph import Graph, H, Node, UntraceableError, deps_of, filled_in
-from ...trace.relation import Place, Reader, Runs, as_relation, distances_of, operands
+from ...trace.relation import Runs, as_relation, distances_of, operands
 from ...trace.symbols import trace
+from ...trace.values import Place, Values
 from .positions import Chunks, MisreadError, Positions
 
 MaskFunction = Callable[..., Any]
@@ -188,7 +189,7 @@ def _allowed(graph: Graph, positions: Positions, row: Tensor) -> Tensor:
     place = positions.place(row.device)
     lengths = {**place.lengths(), "q": (row + positions.kv_offset).view(1)}
     _check_lengths(graph, place)
-    return Reader(graph, place).computed(graph.result, lengths)[:, 0, 0].expand(-1, positions.nk)
+    return Values(graph, place).computed(graph.result, lengths)[:, 0, 0].expand(-1, positions.nk)
 
 
 def _check_lengths(graph: Graph, place: Place) -> None:
