@@ -26,6 +26,7 @@ REGISTERS = {
     "parallel/transport/transport.py": {"_made"},
     "patterns/function.py": {"_tickets"},  # living objects, weakly
     "patterns/recorded.py": {"_functions", "_by_key"},
+    "plugins.py": {"HOST_PROGRAMS"},
     "plan/cuda_sync.py": {"_made", "_in_graphs"},  # events, and tensors that graphs read
     "terms/term.py": {"KINDS"},
 }

@@ -267,7 +267,7 @@ TOLD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (dict.fromkeys("qkv", lambda x: x.double()), {}, "dtype float64 here and float32 on rank 1"),
     (dict.fromkeys("qk", lambda x: x[..., :4]), {}, "D 4 here and 8 on rank 1"),
     ({"v": lambda x: x[..., :4]}, {}, "Dv 4 here and 8 on rank 1"),
-    ({"pattern": rw.Causal()}, {}, "pattern Causal() here and another on rank 1"),
+    ({"pattern": rw.Causal()}, {}, "pattern Causal() here and SlidingWindow(100) on rank 1"),
     ({"scale": 0.5}, {}, "scale 0.5 here and 0.35"),
     ({"backend": "dense_batched"}, {}, "backend dense_batched here and auto on rank 1"),
     ({"context": lambda ctx: ctx.tagged("a")}, {}, "tag a here and thread rank on rank 1"),

@@ -108,7 +108,7 @@ def compare(fields: Mapping[str, Value], every: Tensor, rank: int, step: int) ->
         if peer is None:
             continue
         mine, theirs = _shown(fields.get(name)), _decode(words[peer], kind)
-        if kind.kind is Digest and words[peer][1:] == words[rank][1:]:
+        if kind.kind is Digest and words[peer][0] != _NONE and words[peer][1:] == words[rank][1:]:
             theirs = f"another {theirs}".rstrip()
         raise RingError(
             rank,
