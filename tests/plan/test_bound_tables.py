@@ -14,7 +14,7 @@ from ringweave.plan.block_plan import Extent
 from ringweave.plan.from_pattern import build
 from ringweave.plan.from_table import fine, from_fine_table, from_table
 
-from .test_tables import _NothingRead
+from .test_tables import NothingRead
 
 N, SIDE, BLOCKS = 128, 32, 4
 MASK = torch.rand(2, 2, BLOCKS, BLOCKS, generator=torch.Generator().manual_seed(0)) < 0.5
@@ -105,7 +105,7 @@ def test_blocks_that_are_parts_of_tiles(
         # full tiles have no mask, and empty tiles are not listed
         other = build(pattern & rw.Full() | ~rw.Full() & rw.Causal(), nq, nk, heads=4, batch=2, tile=tile)
         assert (plan.tiles, plan.computed_pairs()) == (other.tiles, other.computed_pairs())
-        with _NothingRead():
+        with NothingRead():
             spare = from_fine_table(pattern, Extent(nq, nk, 4, 2, tile), spare=True)
         assert torch.equal(spare.to_dense(), dense)
         assert not spare.counted
