@@ -172,6 +172,11 @@ def test_how_functions_are_computed() -> None:
     def counted(b, h, q, k):  # type: ignore[no-untyped-def]
         return torch.from_numpy(q.numpy() * k.numpy() % 2 == 0)
 
+    def causal(b, h, q, k):  # type: ignore[no-untyped-def]
+        return q >= k
+
+    # functions with equal graphs keep their names
+    assert rw.explain(rw.from_mask_mod(causal), 64, as_dict=True)["functions"] == ["causal: q >= k"]
     facts = rw.explain(rw.from_mask_mod(lambda b, h, q, k: q >= k), 64, as_dict=True)
     assert (facts["pattern"], facts["functions"]) == ("Causal()", ["<lambda>: q >= k"])
     said = rw.explain(rw.Causal() & rw.from_mask_mod(lambda b, h, q, k: (q * k * k) % 7 > 3), 3000)

@@ -74,9 +74,9 @@ class MaskFunction:
 
     @property
     def formula(self) -> str:
-        """The beginning of its text in a line, with its name."""
+        """The beginning of its text in a line."""
         text = self.text or self.why or "operations that have no text"
-        return f"{self.name}: {text if len(text) <= _LINE else text[: _LINE - 3] + '...'}"
+        return text if len(text) <= _LINE else text[: _LINE - 3] + "..."
 
     def constants(self, tables: Sequence[Tensor]) -> list[Tensor]:
         """Return what the graph reads of its tensors, such as their sums."""

@@ -182,14 +182,24 @@ class Recorded(OfFunction):
         return f"TokenMask({self.function.number}{', _' * len(self._tables)}{chosen_text(self._batch, self._head)})"
 
     def __repr__(self) -> str:
-        return f"TokenMask({self.function.name}{chosen_text(self._batch, self._head)})"
+        return f"TokenMask({self.name}{chosen_text(self._batch, self._head)})"
+
+    @property
+    def name(self) -> str:
+        """The name of the function that was traced, since functions with equal graphs may have others."""
+        return self.function.name if self._fn is None else called(self._fn)
+
+    @property
+    def formula(self) -> str:
+        """The function's name and the beginning of its text in a line."""
+        return f"{self.name}: {self.function.formula}"
 
     @property
     def said(self) -> str:
         """How a call computes the function, for a report."""
         if self.function.graph is None:
-            return f"{self.function.name} is called at each call: {self.function.why}"
-        return f"{self.function.formula}, evaluated in tiles: its pairs are no pattern, or too many zones"
+            return f"{self.name} is called at each call: {self.function.why}"
+        return f"{self.formula}, evaluated in tiles: its pairs are no pattern, or too many zones"
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise pickle.PicklingError(f"{self!r} belongs to one call: pickle the pattern that was passed to it")
@@ -314,7 +324,7 @@ class Recorded(OfFunction):
 
 def formulas(pattern: Pattern) -> list[str]:
     """Return the formulas of a call's functions, each once."""
-    return list(dict.fromkeys([mask.function.formula for mask in parts_of(pattern, Recorded)]))
+    return list(dict.fromkeys([mask.formula for mask in parts_of(pattern, Recorded)]))
 
 
 def chosen_text(batch: int | None, head: int | None) -> str:

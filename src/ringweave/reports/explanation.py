@@ -258,8 +258,8 @@ class Explanation:
 
     def _functions(self) -> list[str]:
         """Describe the pattern's functions: those with the pairs of a pattern, and then how the others are computed."""
-        others = {mask.function.formula: mask.said for mask in parts_of(self.call.pattern, Recorded)}
-        recognised = dict.fromkeys([mask.function.formula for mask in self.functions])
+        others = {mask.formula: mask.said for mask in parts_of(self.call.pattern, Recorded)}
+        recognised = dict.fromkeys([mask.formula for mask in self.functions])
         return [*[each for each in recognised if each not in others], *others.values()]
 
     def __str__(self) -> str:
