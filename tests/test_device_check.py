@@ -1,4 +1,4 @@
-"""Test the check of a backend on the user's device: its cases, what it finds, and when auto asks for it.
+"""Test the check of a backend on the user's device: its cases, its verdicts, and the calls for which auto asks for it.
 
 A stand-in for a device: PyTorch says that there is a GPU, and the check of a backend is replaced.
 """
@@ -56,7 +56,7 @@ def test_a_right_kernel_passes(dtype: torch.dtype, form: str, needs_grad: bool) 
 
 
 def test_the_cases_are_the_published_faults_of_kernels() -> None:
-    """Each form has 64 channels, a length that is no multiple of 128, NaN after the last token, and keys that nobody attends."""
+    """Each form has 64 channels, a length that is no multiple of 128, NaN after the last token, and keys that no query attends."""
     for form in FORMS:
         hostile = [each for each in device_check._cases(small(), form) if each.hostile]
         for each in hostile:
@@ -69,7 +69,7 @@ def test_the_cases_are_the_published_faults_of_kernels() -> None:
 
 @pytest.mark.parametrize("spoiled", ["past the length", "unattended keys", "unattended values", "empty queries"])
 def test_a_kernel_that_reads_what_it_must_not_is_wrong(spoiled: str) -> None:
-    """A kernel that multiplies what it may not read by zero is found, whatever it reads."""
+    """The check finds a kernel that multiplies masked numbers by zero, for each of its inputs."""
 
     def backward(upstream: Upstream, inputs: Operands, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = dense_batched.backward(upstream, inputs, *rest)

@@ -27,21 +27,9 @@ from ringweave.errors import WARNED, UnsupportedError
 from ringweave.plan import Branch, branches
 from ringweave_gpu import trial, triton
 from ringweave_gpu.trial import Job, Outcome, Verdict
+from tests.test_device_check import FORMS, case, first, small
 
-FORMS = ("full", "causal", "sparse", "selected")
 BEGAN = "print('ringweave: began', flush=True);"
-
-
-def small(dtype: torch.dtype = torch.float32, needs_grad: bool = True, device: str = "cpu") -> Call:
-    return Call(1, 4, 2, 500, 500, 32, 16, dtype, device, needs_grad)
-
-
-def case(needs_grad: bool = False, head_dim: int = 64, device: str = "cuda") -> Call:
-    return Call(1, 4, 2, 256, 256, head_dim, 64, torch.bfloat16, device, needs_grad)
-
-
-def first(pattern: rw.Pattern) -> Branch:
-    return branches(pattern, 256, 256, heads=4)[0]
 
 
 WINDOW = first(rw.SlidingWindow(9))

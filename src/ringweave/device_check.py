@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -57,14 +57,17 @@ def small_here(call: Call) -> Call | None:
     return dataclasses.replace(small(call), device=f"cuda:{torch.cuda.current_device()}")
 
 
-def reason(backend: Backend, call: Call, branch: Branch) -> str | None:
+def reason(
+    backend: Backend, call: Call, branch: Branch, checked: Callable[[Backend, Call, str], str | None] | None = None
+) -> str | None:
     """Return why auto should not use a checked backend for a branch on the current GPU; None if its check passed.
 
-    Also None if there is no GPU to check it on.
+    Also None if there is no GPU to check it on. ``checked`` does the check of a form in another way than in this
+    process.
     """
     here = small_here(call)
     try:
-        return None if here is None else _checked(backend, here, form(branch))
+        return None if here is None else (checked or _checked)(backend, here, form(branch))
     except UnsupportedError:
         return NOT_CHECKED
 

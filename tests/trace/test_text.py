@@ -131,7 +131,7 @@ CONSTANTS = [
 
 
 def test_constants_stay_what_they_are() -> None:
-    """Numbers that compare equal, or print alike, are different constants."""
+    """Numbers of equal value, or of equal text, are different constants."""
     graphs = {}
     for x in CONSTANTS:
         again = read_back(lambda b, h, q, k, x=x: torch.where(q > k, x, q / 2) > 0)

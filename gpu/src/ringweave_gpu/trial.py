@@ -40,9 +40,9 @@ from ringweave.backends.backend import Backend, Upstream
 from ringweave.backends.tuning_keys import call_key, density, where
 from ringweave.cache import PROGRAMS, process_cache
 from ringweave.call import Call
-from ringweave.device_check import NOT_CHECKED, check, form, left_out, sample, small, small_here
+from ringweave.device_check import check, form, left_out, sample, small
 from ringweave.environment import driver, setting
-from ringweave.errors import UnsupportedError, in_a_line, says_no_memory, warn_once, warned
+from ringweave.errors import in_a_line, says_no_memory, warn_once, warned
 from ringweave.plan import Branch
 from ringweave.plan.cuda_sync import require_no_capture
 
@@ -212,13 +212,8 @@ def reason(backend: Backend, call: Call, branch: Branch) -> str | None:
     Dense kernels are PyTorch's and are checked in this process, in milliseconds. Others are compiled on this machine:
     they are checked in a process of their own, and the verdict is stored.
     """
-    if form(branch) not in ("sparse", "selected"):
-        return device_check.reason(backend, call, branch)
-    here = small_here(call)
-    try:
-        return None if here is None else _checked(backend, here, form(branch))
-    except UnsupportedError:
-        return NOT_CHECKED
+    compiles = form(branch) in ("sparse", "selected")
+    return device_check.reason(backend, call, branch, _checked if compiles else None)
 
 
 @process_cache

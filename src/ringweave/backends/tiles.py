@@ -201,7 +201,7 @@ class Scorer:
 
     Attributes:
         chooses: Whether scores of -inf mask pairs that the pattern allows. Backward then asks which pairs are attended.
-        threads: Whether batches are computed in threads, each of which computes alone.
+        threads: Whether threads compute the batches. Each thread computes alone.
     """
 
     chooses = False

@@ -65,7 +65,7 @@ class CacheKey(NamedTuple):
         return self.value == other.value and self.versions == other.versions
 
     def check(self, pattern: Any) -> None:
-        """Raise PatternError if a pattern has another key by now, so that what was computed since must not be kept."""
+        """Raise PatternError if the key of a pattern has changed: a result from in between belongs to neither key."""
         if self.versions and not self.same(pattern.key()):
             raise changed("values that another thread changed", "TokenMask" if pattern.has_function else "pattern")
 

@@ -238,7 +238,7 @@ class Recorded(OfFunction):
             return None
 
     def written(self) -> TextFunction | None:
-        """Return a function of a text that computes the same from the present values; None if there is none."""
+        """Return the function of a text, with the present values; None for a function that no text describes."""
         if self._graph is None or self._fn is None or self.function.text is None:
             return None
         place = next(filter(self._has_pairs, map(self.at_place, _TRIED)), None)
