@@ -76,7 +76,7 @@ BREAKAGES = (
         "out.mul_((new / safe)[..., None])", ("tests/test_merge.py",),
     ),
     Breakage(
-        "the scale of a gradient", "backends/tiles.py",
+        "the scale of a gradient", "backends/tile_attention.py",
         "dq = tiles.product(of_products, keys).mul_(tiles.scale)",
         "dq = tiles.product(of_products, keys)", GATHER,
     ),
@@ -86,12 +86,12 @@ BREAKAGES = (
         "pair % self.kv_heads", GATHER,
     ),
     Breakage(
-        "a term of the scores' gradient", "backends/tiles.py",
+        "a term of the scores' gradient", "backends/tile_attention.py",
         "grad.sub_(delta).mul_(weights)",
         "grad.mul_(weights)", GATHER,
     ),
     Breakage(
-        "what an empty row takes part in", "backends/tiles.py",
+        "what an empty row takes part in", "backends/tile_attention.py",
         "top.masked_fill(torch.isneginf(top), 0.0)", "top.clone()",
         GATHER,
     ),

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex
 from torch.overrides import TorchFunctionMode
 
 import ringweave as rw
-from ringweave.backends import tiles
+from ringweave.backends import tile_attention, tile_batches
 from ringweave.errors import ShapeError, UnsupportedError
 from ringweave.integrations.flex_attention import explain, flex_attention
 from ringweave.patterns import Pattern
@@ -325,7 +325,7 @@ def test_several_pieces_of_a_row(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     """A row with more key tiles than a chunk holds is computed in pieces."""
 
     x = Inputs.random(300, heads=2, dim=8)
-    monkeypatch.setattr(tiles, "_BUDGET", 2**16)
+    monkeypatch.setattr(tile_batches, "_BUDGET", 2**16)
     monkeypatch.setattr(score_tiles, "_LONG", 1)
     check(CASES[name], x, rw.Causal(), drawn(CASES[name], x, torch.float32))
 
@@ -541,18 +541,20 @@ def test_waiting_gradients_hold_no_scores(pattern: Pattern, monkeypatch: pytest.
     """While the gradients of a chunk wait for their turn, nothing of the size of its scores waits with them."""
 
     x, rows, counted = Inputs.random(300, heads=2, dim=8), torch.randn(300, requires_grad=True, device=CPU), []
-    each = tiles._each
+    each = tile_attention._each
 
     def looked_at(compute: Any, cut: Any, scorer: Any) -> Iterator[Any]:
         for batch, shares in each(compute, cut, scorer):
             pairs = len(batch.line) * cut.plan.q_tile * batch.key.shape[1] * cut.plan.kv_tile
             counted.append(pairs)
             # the results of forward are a tuple without a name
-            assert not isinstance(shares, tiles.Shares) or all(x.numel() < pairs for x in tensors_in(shares, set()))
+            assert not isinstance(shares, tile_attention.Shares) or all(
+                x.numel() < pairs for x in tensors_in(shares, set())
+            )
             yield batch, shares
             del shares
 
-    monkeypatch.setattr(tiles, "_each", looked_at)
+    monkeypatch.setattr(tile_attention, "_each", looked_at)
     out, _, _ = attend(*x.leaves(), pattern, lambda s, b, h, q, k: s.sin() * rows[k], scale=1.0)
     torch.autograd.grad(out.sum(), rows)
     assert counted
@@ -777,7 +779,7 @@ def test_a_captured_tensor_is_never_written_to(name: str, formula: str, caught: 
 def test_a_local_tensor_is_written_at_each_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor that the function makes has the value of the place in the function, in each batch of tiles."""
 
-    monkeypatch.setattr(tiles, "_BUDGET", 2**14)
+    monkeypatch.setattr(tile_batches, "_BUDGET", 2**14)
     x, weight = Inputs.random(300, heads=2, dim=8), torch.rand(2, requires_grad=True, device=CPU)
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -849,7 +851,7 @@ def test_rows_of_tensors_in_any_spelling(name: str, learns: bool, of_pairs: bool
 @pytest.mark.parametrize("kind", ["no_grad", "enable_grad", "set_grad_enabled", "decorated", "detach"])
 def test_gradients_that_the_function_disables(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the part without gradients has none, in each batch of tiles; a call without gradients is the same."""
-    monkeypatch.setattr(tiles, "_BUDGET", 2**14)
+    monkeypatch.setattr(tile_batches, "_BUDGET", 2**14)
     x = Inputs.random(300, heads=2, dim=8)
     gate, slope = (torch.rand(2, requires_grad=True, device=CPU) for _ in range(2))
 

@@ -9,18 +9,18 @@ from ..call import Call, Operands
 from ..plan import BlockPlan, Branch
 from ..precision import STORED
 from ..types import acc_dtype
-from . import tiles
+from . import tile_attention
 from .backend import Backend, Upstream, by_formula
 from .overflow import may_overflow, nan_rows_out_of_range, sums_in_range
 from .plan_tiles import PlanTiles, most_tiles
-from .tiles import Scorer
+from .tile_attention import Scorer
 
 
 def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) over a plan."""
     operands = operands.widened()
     layout = PlanTiles(operands, branch.plan(operands.q.device))
-    out, lse, _ = tiles.forward(layout, Scorer(operands.terms), dtype)
+    out, lse, _ = tile_attention.forward(layout, Scorer(operands.terms), dtype)
     out = out.to(dtype)
     if may_overflow(operands, branch):
         nan_rows_out_of_range(out, lse, operands, branch)
@@ -33,7 +33,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute gradients over a plan."""
     layout = PlanTiles(operands, branch.plan(operands.q.device))
-    return tiles.backward(layout, Scorer(operands.terms), upstream, dtype)
+    return tile_attention.backward(layout, Scorer(operands.terms), upstream, dtype)
 
 
 def tile_mass(operands: Operands, lse: Tensor, plan: BlockPlan, per_row: bool) -> Tensor:

@@ -11,17 +11,18 @@ from torch import Tensor
 
 from ..call import Call, Operands
 from ..plan import Branch
-from . import tiles
+from . import tile_attention
 from .backend import Backend, Upstream, by_formula
 from .chosen_keys import unsupported_reason
 from .list_tiles import ListTiles
 from .overflow import may_overflow, nan_rows_out_of_range, sums_in_range
-from .tiles import Scorer, budget
+from .tile_attention import Scorer
+from .tile_batches import budget
 
 
 def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Compute (out, lse), a chunk of queries at a time."""
-    out, lse, _ = tiles.forward(ListTiles(operands, branch), Scorer(operands.terms), dtype)
+    out, lse, _ = tile_attention.forward(ListTiles(operands, branch), Scorer(operands.terms), dtype)
     if may_overflow(operands, branch):
         nan_rows_out_of_range(out, lse, operands, branch)
     return out, lse
@@ -32,7 +33,7 @@ def backward(
     upstream: Upstream, operands: Operands, branch: Branch, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute (dq, dk, dv); the weights are computed again, and gradients of keys are added up in float32 or wider."""
-    return tiles.backward(ListTiles(operands, branch), Scorer(operands.terms), upstream, dtype)
+    return tile_attention.backward(ListTiles(operands, branch), Scorer(operands.terms), upstream, dtype)
 
 
 def scratch(call: Call, branch: Branch) -> int:

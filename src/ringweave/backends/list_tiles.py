@@ -1,4 +1,4 @@
-"""Lists of keys that a model chose, gathered into batches for ``tiles.py``."""
+"""Lists of keys that a model chose, gathered into batches for ``tile_attention.py``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..call import Operands
 from ..plan import Branch
 from .chosen_keys import ChosenKeys
-from .tiles import Batch, Tiles, budget
+from .tile_batches import Batch, Tiles, budget
 
 
 @dataclass(eq=False, repr=False)

@@ -1,4 +1,4 @@
-"""The tiles of a plan, gathered into batches for ``tiles.py``."""
+"""The tiles of a plan, gathered into batches for ``tile_attention.py``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..call import Operands
 from ..plan import BlockPlan, unpack_masks
 from .backend import tiled
-from .tiles import Batch, Tiles, budget
+from .tile_batches import Batch, Tiles, budget
 
 
 @dataclass(eq=False, repr=False)

@@ -1,8 +1,8 @@
 """Attention with any score_mod, over computed tiles only.
 
-Scores of a few tiles at a time are computed, given to the score_mod, and masked (``backends/tiles.py``). Masked pairs
-get the score 0 before the score_mod, and their results and gradients are selected afterwards, so a NaN there reaches
-nothing.
+Scores of a few tiles at a time are computed, given to the score_mod, and masked: see ``backends/tile_attention.py``.
+Masked pairs get the score 0 before the score_mod, and their results and gradients are selected afterwards, so a NaN
+there reaches nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from ..backends.chosen_keys import why_no_lists
 from ..backends.list_tiles import ListTiles
 from ..backends.overflow import balanced
 from ..backends.plan_tiles import PlanTiles
-from ..backends.tiles import AnyBatch, Scorer, Scores, Tiles, backward, budget, forward
+from ..backends.tile_attention import Scorer, Scores, backward, forward
+from ..backends.tile_batches import AnyBatch, Tiles, budget
 from ..call import Operands
 from ..errors import PatternError, UnsupportedError
 from ..patterns import Pattern
