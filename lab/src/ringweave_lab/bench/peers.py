@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,7 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import ringweave as rw
 from ringweave.backends import BACKENDS
 from ringweave.errors import RingweaveError, UnsupportedError
-from ringweave.patterns import BlockTable, LongNet, Pattern
+from ringweave.patterns import BlockTable, Documents, LongNet, Pattern
+from ringweave.patterns.algebra import And
 from ringweave.patterns.located import located
 from ringweave.plan import BlockPlan, branches, unpack_masks
 from ringweave.program import PREFERENCE, compiled, describe
@@ -153,6 +155,22 @@ def _mask_mod(pattern: Pattern, device: str | torch.device) -> Callable[..., Ten
             return mask[q // high, k // wide]
 
         return indexed
+    if isinstance(pattern, And):
+        parts = [_mask_mod(part, device) for part in pattern.parts]
+
+        def every(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return functools.reduce(operator.and_, [part(b, h, q, k) for part in parts])
+
+        return every
+    if isinstance(pattern, Documents):
+        # FlexAttention's usual form of packed documents: its compiler has no search within a mask
+        stops = torch.as_tensor(pattern.spans().k_stop, device=device)
+        document = torch.searchsorted(stops, torch.arange(int(stops[-1]), device=device), right=True).int()
+
+        def packed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return document[q] == document[k]
+
+        return packed
     # made here, since the compiler cannot trace how
     node, origin = located(pattern, None).node, Origin()
 
