@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -20,8 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import ringweave as rw
+from ringweave import call as described_call
+from ringweave import kv_cache, torch_ops
+from ringweave.backends import BACKENDS
 from ringweave.patterns import Pattern
-from ringweave_gpu.triton import arguments, kernels, launch
+from ringweave_gpu.triton import BACKEND, arguments, kernels, launch
 
 from .stand_in import DEVICES, NAMES, Cuda, Hip, Notes
 from .stand_in_calls import ALL, CALLS, HALF, STREAMING, Call, launched
@@ -212,10 +216,16 @@ class Watched(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.called: set[str] = set()
+        #: Those that copied a tensor to another device.
+        self.moved: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.called.add(func._schema.name)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        tensors = [x for x in (*args, result) if isinstance(x, Tensor)]
+        if len({x.device for x in tensors if x.ndim}) > 1:
+            self.moved.add(func._schema.name)
+        return result
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -237,6 +247,32 @@ def test_a_table_on_a_gpu_is_planned_and_computed_without_a_look_at_it(inside: P
     launches = launched(Call(pattern, 1024, kv_heads=2, batch=2, device="meta"), device)
     assert [kernel.metadata.name for kernel, _ in launches] == ALL
     assert [each.grid[0] for kernel, each in launches if kernel.metadata.name in STREAMING] == [128, 128, 64]
+
+
+@pytest.mark.parametrize("terms", ["", "Softcap(9.0)"], ids=["alone", "with a term"])
+def test_a_step_over_pages_copies_nothing(terms: str, device: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with lengths that the host knows copies nothing between devices; the tensors are fake, so reading one would raise."""
+    runnable = dataclasses.replace(BACKEND, unsupported_reason=lambda call, branch: None)
+    monkeypatch.setitem(BACKENDS, "triton", runnable)
+    q, pool = (torch.empty(n, 2, side, 64, dtype=HALF, device="meta") for n, side in ((2, 1), (40, 64)))
+    table, lengths = (torch.empty(*of, dtype=torch.int32, device="meta") for of in ((2, 20), (2,)))
+    # whole tiles, since masks are read once for each plan
+    kv_cache._note_lengths(lengths, np.array([1024, 1152], np.int32), kept=True)
+    call = described_call.Call.of(
+        q, pool, pool, rw.Causal(), page_table=table, backend="triton", terms=terms,
+        features=described_call.features_of(terms, 0),
+    )  # fmt: skip
+
+    def step() -> None:
+        torch_ops.attention(q, pool, pool, [table, lengths], call.text, *call.numbers)
+
+    step()
+    device.taken()
+    with Watched() as watched:
+        step()
+    (launch,) = device.taken()
+    assert device.compiled()[launch.function].metadata.name == "forward"
+    assert not watched.moved
 
 
 PRODUCTS = """
