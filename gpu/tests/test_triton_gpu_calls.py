@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import ringweave as rw
+from ringweave import api
 from ringweave.errors import UnsupportedError
 from ringweave_gpu import triton
 from tests.on_gpu import DEVICE, EVERYTHING, captured
+from tests.operators import by_operators
 from tests.oracle import NAMES, Inputs
 from tests.test_conformance import run
 
@@ -162,6 +164,29 @@ def test_a_table_within_a_pattern_is_planned_and_computed_in_a_graph() -> None:
     torch.cuda.synchronize()
     for found, wanted in zip(got, both(), strict=True):
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["causal", "sinks", "table_per_head", "longnet"])
+def test_a_repeated_call_is_checked_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repeated call finds its program, has the bits of the operators, and is seen by whatever watches these."""
+    x = Inputs.random(1000, heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16).to(DEVICE)
+    pattern, leaves = EVERYTHING[name](1000), x.leaves()
+
+    def both() -> tuple[torch.Tensor, ...]:
+        out = rw.attention(*leaves, pattern, backend="triton")
+        return out.detach(), *torch.autograd.grad(out, leaves, x.dout)
+
+    out = by_operators(*leaves, pattern, backend="triton")[0]
+    wanted = out.detach(), *torch.autograd.grad(out, leaves, x.dout)
+    for _ in range(2):
+        both()
+    with monkeypatch.context() as patched:
+        patched.setattr(api, "checked", lambda given: pytest.fail("a known call is checked again"))
+        for got, want in zip(both(), wanted, strict=True):
+            assert torch.equal(got, want)
+        for watching in (torch.autocast(DEVICE, torch.float16), torch.profiler.profile(), torch.device("cpu")):
+            with watching, pytest.raises(pytest.fail.Exception):
+                both()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
