@@ -6,8 +6,10 @@ They test the compiled kernels, the arguments that compile again, and the launch
 from __future__ import annotations
 
 import dataclasses
+import gc
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,14 @@ import ringweave as rw
 from ringweave import call as described_call
 from ringweave import kv_cache, torch_ops
 from ringweave.backends import BACKENDS
+from ringweave.call import Operands
 from ringweave.patterns import Pattern
+from ringweave.plan.from_pattern import build
 from ringweave_gpu.triton import BACKEND, arguments, kernels, launch
+from ringweave_gpu.triton.launch import ForwardLayout
 
 from .stand_in import DEVICES, NAMES, Cuda, Hip, Notes
-from .stand_in_calls import ALL, CALLS, HALF, STREAMING, Call, launched
+from .stand_in_calls import ALL, CALLS, HALF, PAIRS, STREAMING, Call, launched
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from kernel_resources import SPILLED, of_cubin, of_rocm, spare
@@ -237,6 +242,35 @@ def test_a_second_call_allocates_and_launches_and_nothing_else(name: str, device
         launches = launched(call, device)
     assert [kernel.metadata.name for kernel, _ in launches] == names
     assert watched.called <= {"aten::empty", "aten::new_empty"}
+
+
+@pytest.mark.parametrize("pattern", [rw.Causal(), PAIRS & rw.Causal()], ids=["rows", "pairs"])
+def test_a_layout_is_that_of_its_tensors_and_holds_no_plan(pattern: Pattern, device: Notes) -> None:
+    plan = build(pattern, 1024, 1024, heads=4, tile=(64, 64) if pattern.tables else (128, 128))
+    x = torch.empty(1, 4, 1024, 64, dtype=HALF)
+    others = {
+        "contiguous": x,
+        "heads last": torch.empty(1, 1024, 4, 64, dtype=HALF).transpose(1, 2),
+        "address of two bytes": torch.empty(x.numel() + 1, dtype=HALF)[1:].view(x.shape),
+        "float32": x.float(),
+        "narrow": x[..., :40],
+    }
+    found = {}
+    for _ in range(2):
+        for name, other in others.items():
+            of = Operands(other, other, other, 0.125)
+            layout, made = (each(of, plan, launch._of_driver()) for each in (ForwardLayout.of, ForwardLayout._made))
+            assert found.setdefault(name, layout) is layout
+            assert layout.constants == made.constants
+            assert layout.numbers == made.numbers
+            assert layout.described == made.described
+            assert layout.queue is made.queue
+    device.index = 1
+    assert ForwardLayout.of(of, plan, launch._of_driver()) is not layout
+    gone = weakref.ref(plan)
+    del plan
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("inside", [None, rw.Causal()], ids=["alone", "within causal"])
