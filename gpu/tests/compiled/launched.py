@@ -28,6 +28,7 @@ from ringweave import kv_cache, torch_ops
 from ringweave.backends import BACKENDS
 from ringweave.call import Operands
 from ringweave.patterns import Pattern
+from ringweave.plan import branches
 from ringweave.plan.from_pattern import build
 from ringweave_gpu.triton import BACKEND, arguments, kernels, launch
 from ringweave_gpu.triton.launch import ForwardLayout
@@ -271,6 +272,53 @@ def test_a_layout_is_that_of_its_tensors_and_holds_no_plan(pattern: Pattern, dev
     del plan
     gc.collect()
     assert gone() is None
+
+
+def test_a_repeated_launch_has_the_arguments_of_the_first(device: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repeated launch skips Triton's look-up, and another alignment, type or sign of the scale does not use its kernel."""
+    passed: list[tuple[Any, ...]] = []
+    launcher = device.launcher_cls
+
+    def recorded(source: Any, metadata: Any) -> Callable[..., None]:
+        launch_it = launcher(source, metadata)
+        return lambda *args: (passed.append(args), launch_it(*args))[1]
+
+    monkeypatch.setattr(device, "launcher_cls", recorded)
+    # sizes that no other test compiles
+    x, n = torch.empty(1, 2, 192, 24, dtype=HALF), 2 * 192 * 24
+    odd = torch.empty(n + 1, dtype=HALF)[1:].view(x.shape)
+    (branch,) = branches(rw.SlidingWindow(70), 192, 192, heads=2)
+    for q, k, v, scale, dtype in (
+        (x, x, x, 0.1, HALF), (odd, x, x, 0.1, HALF), (x, odd, x, 0.1, HALF), (x, x, odd, 0.1, HALF),
+        (x, x, x, -0.1, HALF), (x, x, x, 0.1, torch.float32),
+    ):  # fmt: skip
+        looked: list[int] = []
+        run = type(kernels.forward).run
+
+        def noted(kernel: Any, *args: Any, run: Any = run, looked: list[int] = looked, **options: Any) -> Any:
+            looked.append(1)
+            return run(kernel, *args, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(type(kernels.forward), "run", noted)
+            calls = []
+            for _ in range(3):
+                passed.clear()
+                launch.forward(Operands(q, k, v, scale), branch, dtype)
+                calls.append(list(map(plain, passed[-1])))
+        assert looked == [1]
+        assert calls[0] == calls[1] == calls[2]
+    assert len({each.metadata.hash for each in device.compiled().values() if each.metadata.name == "forward"}) >= 6
+
+
+def plain(argument: Any) -> object:
+    """Return what a launch reads of an argument; results are new tensors at other addresses."""
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.data_ptr(), *map(tuple, (argument.shape, argument.strides, argument.block_shape))
+    if isinstance(argument, Tensor):
+        return argument.shape, argument.stride(), argument.dtype
+    # what a hook is told is made for each launch
+    return type(argument) if type(argument).__name__ == "LazyDict" else argument
 
 
 @pytest.mark.parametrize("inside", [None, rw.Causal()], ids=["alone", "within causal"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -52,15 +52,31 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
     keys, values = (arguments.described(x, known.block) if known.described else x for x in (k, v))
     held = known.held * packing.parts
     sums, tops = _partial(queue, held, dim, out), _partial(queue, held, 1, lse)
+    given = (
+        q, keys, values, out, lse, sums, tops, queue.records, rows.col, rows.mask_id, rows.mask_words,
+        known.live, *known.numbers, scale * _LOG2_E if term_args.terms is None else scale,
+    )  # fmt: skip
+    folded = scale > 0 and term_args.terms is None
+    # the function, which tests replace, and everything that the layout leaves out and the kernel is compiled for
+    kind = kernels.forward, folded, dtype, q.data_ptr() % 16 == 0
+    bound = known.bound.get(kind)
     with torch.cuda.device_of(q):
-        kernels.forward[known.grid](
-            q, keys, values, out, lse, sums, tops, queue.records, rows.col, rows.mask_id, rows.mask_words,
-            known.live, *known.numbers, scale * _LOG2_E if term_args.terms is None else scale,
-            **known.constants, **term_args.arguments, **_paged(pages), **_scaled(scales),
-            FOLDED=scale > 0 and term_args.terms is None,
-        )  # fmt: skip
+        if bound is not None:
+            bound.launch(*given, *bound.rest)
+        else:
+            named = {**known.constants, **term_args.arguments, **_paged(pages), **_scaled(scales), "FOLDED": folded}
+            kernel = kernels.forward[known.grid](*given, **named)
+            if terms is None and pages is None and scales is None and device.generation != "cdna":
+                known.bind(kind, kernel, named, len(given))
         _join(queue, sums, out, (tops, lse), heads // k.shape[1], known.span, packing)
     return out, lse
+
+
+class BoundKernel(NamedTuple):
+    """A compiled kernel with its grid, and the values of its last parameters."""
+
+    launch: Callable[..., None]
+    rest: tuple[Any, ...]
 
 
 class ForwardLayout(NamedTuple):
@@ -79,6 +95,7 @@ class ForwardLayout(NamedTuple):
         numbers: Strides, divided by their common divisor; H, query heads per key head, Nq and Nk.
         constants: The constants that the kernel is compiled for, except those of the scale, terms and pages.
         made: Objects with tensors that may have been made on another stream.
+        bound: Compiled kernels by the rest of the properties that they are compiled for.
     """
 
     pairs: Rows | None
@@ -93,13 +110,24 @@ class ForwardLayout(NamedTuple):
     numbers: tuple[int, ...]
     constants: dict[str, Any]
     made: tuple[object, ...]
+    bound: dict[tuple[object, ...], BoundKernel]
+
+    def bind(self, kind: tuple[object, ...], kernel: Any, named: dict[str, Any], positional: int) -> None:
+        """Keep a compiled kernel, so that further launches skip the look-up by its 60 arguments.
+
+        Its launch takes the values of all parameters by position. The interpreter returns no kernel.
+        """
+        if kernel is not None:
+            rest = tuple(named[name] for name in kernels.forward.arg_names[positional:])
+            self.bound[kind] = BoundKernel(kernel[(*self.grid, 1, 1)], rest)
 
     @staticmethod
     def of(operands: Operands, plan: BlockPlan, device: Device) -> ForwardLayout:
         """Return the layout of a call, made at the first call with these sizes, strides and alignments."""
         q, k, v, _, terms, pages, scales = operands
         tensors = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype
-        aligned = k.data_ptr() % 16 == 0 == v.data_ptr() % 16
+        # each pointer's alignment is compiled for
+        aligned = k.data_ptr() % 16 == 0, v.data_ptr() % 16 == 0
         about = operands.nk, aligned, terms is None, pages is None, scales is None
         # with the function and the limit that choose the blocks, which tests replace
         key = "forward", tensors, about, device, launch_config_for, queues.LEAST
@@ -138,7 +166,7 @@ class ForwardLayout(NamedTuple):
         return ForwardLayout(
             pairs, lists.live, packing, queue, config.m, config.n, by_rows.span, described,
             (queue.items * packing.parts,), (*steps, heads, heads // k.shape[1], nq, nk), constants,
-            (masks, queue) if pairs is None else (masks, queue, pairs, rows),
+            (masks, queue) if pairs is None else (masks, queue, pairs, rows), {},
         )  # fmt: skip
 
 
