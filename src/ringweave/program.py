@@ -319,7 +319,8 @@ class Program:
     def terms(self) -> TermOperands | None:
         """Score terms of a constant program if all its calls share them: no tables and no dropout seed; else None."""
         call = self.call
-        if not self.constant or not call.terms or call.dropout or tables_in(call.terms):
+        # on a GPU the places of heads, queries and keys would have to wait for the stream that made them
+        if not self.constant or call.device != "cpu" or not call.terms or call.dropout or tables_in(call.terms):
             return None
         return term_operands(call, (call.nq, call.nk), torch.device(call.device), ())
 

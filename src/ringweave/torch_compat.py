@@ -24,6 +24,7 @@ from torch.autograd import forward_ad
 from .cache import process_cache
 
 _QUICK = "small calls go through the operators, which takes some microseconds more"
+_FOUND = "repeated calls on a GPU are checked and compiled again, which takes a hundred microseconds more"
 _FLEX = "the flex backend does not support calls with gradients"
 _SDPA = "the sdpa backend is not available, and auto chooses another one"
 _FUSED = "the flash backend does not use this kernel of PyTorch"
@@ -35,12 +36,15 @@ WITHOUT = {
     "Tensor._version": "a table is identified by a digest of its contents, so each look-up of a plan reads all of it",
     "_C.DispatchKey.ADInplaceOrView": f"{_QUICK}; {_FLEX}",
     "_C.DispatchKey.AutocastCPU": _QUICK,
+    "_C.DispatchKey.AutocastCUDA": _FOUND,
     "_C.DispatchKey.AutogradCPU": _QUICK,
+    "_C.DispatchKey.AutogradCUDA": _FOUND,
     "_C.DispatchKey.AutogradFunctionality": _FLEX,
     "_C.DispatchKey.AutogradNestedTensor": _FLEX,
     "_C.DispatchKey.AutogradOther": _FLEX,
     "_C.DispatchKey.BackendSelect": _QUICK,
     "_C.DispatchKey.CPU": _QUICK,
+    "_C.DispatchKey.CUDA": _FOUND,
     "_C.DispatchKeySet": _QUICK,
     "_C.DisableTorchFunction": (
         "a caller's function modes see the calls with which audit probes a layer; score functions are mapped by vmap, "
@@ -117,6 +121,8 @@ def _key_sets(*sets: tuple[str, ...]) -> Any:
 
 # keys of inference tensors and of ordinary ones; a lazy negation, a wrapper or another device has other keys
 _PLAIN = _key_sets(("CPU", "AutocastCPU"), ("CPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU"))
+# the same on a GPU, for CUDA and ROCm; empty if a key is missing
+_PLAIN_GPU = _key_sets(("CUDA", "AutocastCUDA"), ("CUDA", "ADInplaceOrView", "AutogradCUDA", "AutocastCUDA")) or ()
 # classes without a ``__torch_function__`` that would see their operators
 _CLASSES = {Tensor, torch.nn.Parameter}
 # Dispatch keys active on every thread, without and with inference mode; dispatch modes, transforms and traces add more.
@@ -132,6 +138,15 @@ if _has_level and None not in (_keys_of, _included, _functions, _transforms, _pr
             and _keys_of(a).raw_repr() in _PLAIN
             and _keys_of(b).raw_repr() in _PLAIN
             and _keys_of(c).raw_repr() in _PLAIN
+        )
+
+    def is_plain_gpu(a: Tensor, b: Tensor, c: Tensor, /) -> bool:
+        """Whether three tensors are ordinary tensors on one GPU, without autocast there."""
+        return (
+            {type(a), type(b), type(c)} <= _CLASSES
+            and all(_keys_of(x).raw_repr() in _PLAIN_GPU for x in (a, b, c))
+            and a.device == b.device == c.device
+            and not _autocast("cuda")
         )
 
     def are_plain_cpu(tensors: Iterable[Tensor], /) -> bool:
@@ -159,7 +174,7 @@ else:
         """Return False, since this cannot be known: the call then goes through the operators."""
         return False
 
-    is_plain_cpu = are_plain_cpu = no_interception = _unknown
+    is_plain_cpu = is_plain_gpu = are_plain_cpu = no_interception = _unknown
 
 
 def forward_mode() -> bool:
