@@ -207,8 +207,7 @@ class Pattern(ABC):
         """Return a hashable value, the text and the tables' contents; this copies the tables."""
         if parts := self.parts_within():
             return self.spec, tuple(part.value() for part in parts)
-        arrays = (table.cpu().numpy() for table in self.tables)
-        return self.spec, tuple((np.packbits(a) if a.dtype == np.bool_ else a).tobytes() for a in arrays)
+        return self.spec, tuple(map(_contents, self.tables))
 
     def key(self) -> CacheKey:
         """Return a cache key: the text, and the tables by storage and version."""
@@ -478,6 +477,13 @@ class Pattern(ABC):
     def _repr_svg_(self) -> str:
         batch, heads = self.extents()
         return self.plot(heads=heads or 1) if batch is None else ""
+
+
+def _contents(table: Tensor) -> Hashable:
+    array = table.cpu().numpy()
+    packed = np.packbits(array) if array.dtype == np.bool_ else array
+    # equal bytes are other values in another shape or dtype
+    return array.shape, array.dtype, packed.tobytes()
 
 
 def names_in(spec: str) -> set[str]:
