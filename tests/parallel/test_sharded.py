@@ -66,7 +66,9 @@ def test_shards_by_head() -> None:
         assert torch.equal(torch.cat(parts, 1), pattern.to_dense(128, heads=heads)), pattern
     with pytest.raises(rw.PatternError, match="tables of 2 heads; wanted a multiple of 4"):
         grouped.shard(0, 4, heads=4)
-    for pattern in (table, batched, each, ~table & rw.Causal() | each, function, each.within(rw.Documents([28, 100]))):
+    nested = rw.PerHead([each, ~each, table, function]), rw.PerHead([batched] * 4)
+    inside = each.within(rw.Documents([28, 100]))
+    for pattern in (table, batched, each, ~table & rw.Causal() | each, function, inside, *nested):
         batch = pattern.extents()[0] or 1
         whole = pattern.to_dense(128, heads=4, batch=batch)
         parts = [pattern.shard(rank, 2, heads=4).to_dense(128, heads=2, batch=batch) for rank in range(2)]

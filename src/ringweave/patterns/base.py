@@ -518,7 +518,7 @@ class Composite(Pattern):
         batch = heads = None
         for part in self.parts_within():
             b, h = part.extents()
-            batch, heads = _agree("batch", batch, b), _agree("heads", heads, h)
+            batch, heads = agree("batch", batch, b), agree("heads", heads, h)
         return batch, heads
 
     def select(self, b: int, h: int) -> Pattern:
@@ -540,7 +540,8 @@ class Composite(Pattern):
         return self if same else self.remade(parts)
 
 
-def _agree(name: str, a: int | None, b: int | None) -> int | None:
+def agree(name: str, a: int | None, b: int | None) -> int | None:
+    """Return the number of batch elements or heads that two parts are made for; raise PatternError for two numbers."""
     if a is None or b is None or a == b:
         return b if a is None else a
     raise PatternError(
