@@ -36,6 +36,7 @@ def test_refusals(pool2: Pool) -> None:
         assert "slopes" in texts[9]
         assert "v heads: got 3; wanted 4, as k" in texts[10]
         assert "terms: got the function <lambda>; wanted Softcap" in texts[11]
+        assert "wanted one pattern for all batch elements if ranks share the batch" in texts[12]
 
 
 def test_dropout_on_one_rank(pool2: Pool) -> None:
