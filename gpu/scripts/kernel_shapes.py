@@ -115,7 +115,7 @@ def shapes(kernel: str, dim: int, name: str) -> list[Shape]:
         many = [shape for shape in found if shape.queries != 1]
         many = [dataclasses.replace(shape, described=True) for shape in many]
         found += [shape for shape in many if blocks_of(kernel, dim, dim, 2, shape, name).described]
-    found += [CLEAR] * (kernel == "backward_kv" and dim == 128 and name == "sm_90")
+    found += [CLEAR] * (kernel == "backward_kv" and dim == 256 and name == "sm_90")
     if kernel == "forward" and name == "sm_90":
         found += [dataclasses.replace(shape, stored=stored) for shape in (WIDE, DECODING) for stored in STORED]
     return found

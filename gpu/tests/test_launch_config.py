@@ -38,8 +38,8 @@ def test_every_rule_changes_a_configuration(rule: module.Rule, monkeypatch: pyte
             for kernel in ("forward", "backward_q", "backward_kv")
             for device in DEVICES
             for dim in (64, 128, 256)
-            for tile in ((16, 128), (128, 32), (128, 128))
-            for traits in ((False, False, False), (False, True, True), (True, False, True))
+            for tile in ((16, 128), (64, 64), (128, 32), (128, 128))
+            for traits in ((False, False, False), (False, True, True), (True, False, True), (False, False, True, True))
         ]
 
     before = configurations()

@@ -240,7 +240,9 @@ def test_shares_of_long_lists_cover_them_once(units: int, monkeypatch: pytest.Mo
 def test_blocks_fit_the_device_and_the_tile() -> None:
     hopper, small = Device.of_cuda(9, 227 * 1024), Device.of_cuda(12, 99 * 1024)
     assert small.generation == "ampere"
-    assert launch_config_for("forward", 128, 128, 2, (128, 128), hopper) == LaunchConfig(128, 128, 8, 2, described=True)
+    assert launch_config_for("forward", 128, 128, 2, (128, 128), hopper) == LaunchConfig(
+        128, 64, 8, 2, described=True, registers=128
+    )
     for kernel in ("forward", "backward_q", "backward_kv"):
         for dim in (16, 64, 80, 128, 256, 512):
             for itemsize in (2, 4):

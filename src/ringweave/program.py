@@ -227,7 +227,9 @@ class Returned(NamedTuple):
 
         The weights of such a row then are NaN.
         """
-        return self._replace(dout=readable(self.dout), lse=self.lse.masked_fill(torch.isposinf(self.lse), torch.nan))
+        # one launch on a GPU
+        lse = self.lse.nan_to_num(nan=torch.nan, posinf=torch.nan, neginf=-torch.inf)
+        return self._replace(dout=readable(self.dout), lse=lse)
 
 
 def compiled(call: Call, *, step: bool = False) -> tuple[Step, ...]:

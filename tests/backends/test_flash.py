@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -53,6 +55,24 @@ def test_calls_fit_the_operators(kernel: str, heads: int, kv_heads: int, nq: int
     dout = torch.empty_like(out)
     grads = flash.dense_backward(dout, Operands(q, k, v, 0.3), out, lse.contiguous(), causal, kernel)
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_the_efficient_backward_gets_out_by_token(strided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's kernel assumes that out is stored by batch, token, head and channel, and does not look at its strides."""
+    stored = []
+    forward, backward = flash._FUSED["efficient"]
+
+    def noting(*given: Any, **further: Any) -> Any:
+        stored.append(given[5].stride())
+        return backward(*given, **further)
+
+    monkeypatch.setitem(flash._FUSED, "efficient", (forward, noting))
+    q, k, v, dout, out = (torch.empty(2, 4, 40, 64, dtype=torch.bfloat16, device="meta") for _ in range(5))
+    lse = torch.empty(2, 4, 40, device="meta")
+    out = out.transpose(2, 3).contiguous().transpose(2, 3) if strided else out
+    flash.dense_backward(dout, Operands(q, k, v, 0.3), out, lse, True, "efficient")
+    assert stored == [(40 * 4 * 64, 64, 4 * 64, 1)]
 
 
 def test_delta_goes_in_as_channels() -> None:

@@ -106,6 +106,8 @@ def dense_backward(
         lse = torch.nn.functional.pad(lse, (0, -nq % _LSE_ROWS), value=torch.inf)
     heads, kv_heads = q.shape[1], k.shape[1]
     k, v = (per_query_head(x, heads) for x in (k, v))
+    # the kernel takes out's heads for the channels of one row after another, whatever the strides say
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
     dq, dk, dv, _ = run(dout, q, k, v, None, out, lse, seed, seed, 0.0, [True, True, True, False], causal, scale=scale)
     return dq, per_key_head(dk, kv_heads), per_key_head(dv, kv_heads)
 

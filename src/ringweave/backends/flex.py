@@ -161,7 +161,7 @@ def _part(operands: Operands, mask: Mask, nq: int) -> tuple[Tensor, Tensor]:
     spec, tables = written(() if terms is None else terms.terms)
     about = spec, *((x.shape, x.dtype, x.stride(), x.requires_grad) for x in tables)
     grouped = q.shape[1] != k.shape[1]
-    sizes = tuple(x.shape for x in mask.tensors)
+    sizes = tuple((x.shape, x.dtype) for x in mask.tensors)
     kind = (q.device, q.dtype, q.shape, k.shape, v.shape, scale, q.requires_grad, sizes, about)
     out, lse = compiled(kind)(q, k, v, mask.block_mask, scale, grouped, terms)
     return out[:, :, :nq], lse[:, :, :nq]

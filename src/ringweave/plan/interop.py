@@ -32,9 +32,13 @@ def to_block_mask(plan: BlockPlan, lengths: tuple[int, int] | None = None) -> An
     table[line // plan.q_tiles, line % plan.q_tiles, col] = bits.int()
     group = plan.row_set.long()
     several = plan.row_set.shape[0] > 1, plan.row_set.shape[1] > 1
+    # Entries of fewer than 32 bits: FlexAttention's kernels keep wider ones of all pairs, for several stages, in shared
+    # memory, which has no room for them.
+    if plan.mask_words.shape[0] <= torch.iinfo(torch.int16).max:
+        table = table.short()
     # Padded to a power of two: compiled code is specialised to the number of masks, which varies between plans.
     missing = max(16, 1 << (plan.mask_words.shape[0] - 1).bit_length()) - plan.mask_words.shape[0]
-    masks = torch.nn.functional.pad(plan.mask_words, (0, 0, 0, 0, 0, missing))
+    masks = torch.nn.functional.pad(plan.mask_words, (0, 0, 0, 0, 0, missing)).view(torch.uint8)
     q_tile, kv_tile = plan.q_tile, plan.kv_tile
     # a tensor, since compiled code is specialised to a number
     length = None if lengths is None else torch.tensor(plan.nk, device=plan.device)
@@ -42,11 +46,11 @@ def to_block_mask(plan: BlockPlan, lengths: tuple[int, int] | None = None) -> An
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         # as in flex_attention, one batch element or head broadcasts
         rows = group[b if several[0] else 0, h if several[1] else 0]
-        code = table[rows, q // q_tile, k // kv_tile]
-        # words of a mask are indexed by the key's place in its tile
+        code = table[rows, q // q_tile, k // kv_tile].int()
+        # bytes of a mask are indexed by the key's place in its tile
         place = k % kv_tile
-        word = masks[code.clamp(min=0), q % q_tile, place // 32]
-        allowed = (code == -1) | ((code >= 0) & (((word >> (place % 32)) & 1) == 1))
+        byte = masks[code.clamp(min=0), q % q_tile, place // 8].int()
+        allowed = (code == -1) | ((code >= 0) & (((byte >> (place % 8)) & 1) == 1))
         return allowed if length is None else allowed & (k < length)
 
     def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:

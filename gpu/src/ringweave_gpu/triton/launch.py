@@ -33,6 +33,10 @@ _PRECISION = "ieee"
 _OPTIONS = {"enable_fp_fusion": True}
 # up to this many queries count as a decoding step, which only uses the most general form of the kernel
 _FEW = 16
+#: Partial results of a row that are loaded side by side: one after the other, each waits for memory
+SHARES = 16
+# lists with this many keys on average are long
+_LONG = 4096
 
 
 def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -338,7 +342,9 @@ def cut(
     members = _power(ratio) if queues.shared(plan, ratio) else 1
     height = min(plan.q_tile, _power(q.shape[2]))
     of = functools.partial(launch_config_for, kernel, q.shape[3], v.shape[3], q.element_size())
-    traits = Traits(False, terms, describable)
+    masked = plan.counted and plan.mask_words.shape[0] > 0
+    long = masked and plan.nnz * plan.kv_tile >= _LONG * plan.q_tiles * plan.row_ptr.shape[0]
+    traits = Traits(False, terms, describable, long)
     config, lists = of((max(16, height * members), plan.kv_tile), device, traits), single(plan)
     double = of((2 * plan.q_tile, plan.kv_tile), device, traits)
     if members == 1 and config.m == plan.q_tile == 64 and double.m == 128 and plan.q_tiles > 1:
@@ -372,12 +378,11 @@ def _join(
     if queue.splits is None:
         return
     tokens, dim = result.shape[2:]
-    block = 16
-    blocks = packing.parts * packing.heads * packing.rows // block
+    rows = packing.parts * packing.heads * packing.rows
     part_tops, lse = tops or (sums, sums)
-    kernels.join[(queue.splits.shape[0] * blocks,)](
+    kernels.join[(queue.splits.shape[0] * rows,)](
         sums, part_tops, result, lse, queue.splits, result.shape[1], ratio, tokens,
-        DIM=dim, PADDED=padded(dim), SPAN=span, BLOCK=block, WEIGHTED=tops is not None, **_of_rows(packing),
+        DIM=dim, PADDED=padded(dim), SPAN=span, SHARES=SHARES, WEIGHTED=tops is not None, **_of_rows(packing),
         **_OPTIONS,
     )  # fmt: skip
 
@@ -399,6 +404,8 @@ def _sizes(
         "PRECISION": _PRECISION,
         "num_warps": config.warps,
         "num_stages": config.stages,
+        # other compilers than CUDA's do not know this option
+        **({"maxnreg": config.registers} if config.registers else {}),
         **_OPTIONS,
     }
 

@@ -1,8 +1,9 @@
 """Launch configurations: the blocks that a kernel cuts tiles into, its warps and its pipeline stages.
 
 A configuration is looked up by sizes in a table. A program holds one side of the tiles, with its sums in registers,
-and streams the other side through shared memory. The table has the largest blocks that compile without spilling
-(lab/notes/kernel-resources.md); their speed on a GPU is still unmeasured.
+and streams the other side through shared memory. For 64 and 128 channels on Hopper the table has the blocks that were
+fastest on an H200 (gpu/notes/configurations.md), otherwise the largest that compile without spilling
+(gpu/notes/kernel-resources.md).
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class LaunchConfig:
         warps: Number of warps of a program.
         stages: Number of pipeline stages.
         described: Whether tiles are loaded by tensor descriptors, if strides and masks permit it.
+        registers: Upper bound of a thread's registers; 0 for the compiler's own choice.
     """
 
     m: int
@@ -53,6 +55,7 @@ class LaunchConfig:
     warps: int
     stages: int
     described: bool = False
+    registers: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Blocks(NamedTuple):
     streamed: int
     warps: int
     stages: int
+    registers: int = 0
 
 
 # the tables' columns: up to this many channels
@@ -89,11 +93,11 @@ _HALF: dict[tuple[str, str], tuple[tuple[int, int, int, int], ...]] = {
     ("forward", "blackwell"): ((128, 128, 8, 2), (128, 128, 8, 2), (64, 64, 8, 2)),
     ("forward", "cdna"): ((128, 64, 8, 1), (128, 64, 8, 1), (64, 32, 4, 1)),
     ("backward_q", "ampere"): ((128, 32, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
-    ("backward_q", "hopper"): ((128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+    ("backward_q", "hopper"): ((128, 64, 8, 3), (128, 64, 8, 3), (64, 32, 8, 2)),
     ("backward_q", "blackwell"): ((128, 64, 8, 2), (128, 64, 8, 2), (32, 32, 4, 1)),
     ("backward_q", "cdna"): ((128, 64, 8, 1), (128, 32, 8, 1), (32, 32, 4, 1)),
     ("backward_kv", "ampere"): ((128, 32, 8, 2), (64, 64, 8, 2), (32, 32, 8, 1)),
-    ("backward_kv", "hopper"): ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
+    ("backward_kv", "hopper"): ((64, 128, 4, 2), (64, 64, 4, 2), (64, 32, 8, 1)),
     ("backward_kv", "blackwell"): ((128, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
     ("backward_kv", "cdna"): ((128, 32, 8, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
 }
@@ -122,11 +126,13 @@ class Traits(NamedTuple):
         clear: Whether descriptors can load all tiles, and no tile is masked or incomplete.
         terms: Whether the call has terms or dropout.
         describable: Whether descriptors can load the streamed tensors.
+        long: Whether a program's list has many tiles on average, and some with masks.
     """
 
     clear: bool = False
     terms: bool = False
     describable: bool = True
+    long: bool = False
 
 
 _USUAL = Traits()
@@ -178,16 +184,25 @@ _RULES = (
         most={"warps": 4},
     ),
     Rule(
-        "terms and dropout leave registers for 64 held keys of 128 channels",
-        when={"terms": [True], "itemsize": [2], "kernel": ["backward_kv"], "channels": [128, 256, 512]},
-        most={"held": 64},
+        "without descriptors, addresses occupy the registers of 4 warps: 8 warps hold twice as many keys",
+        when={
+            "kernel": ["backward_kv"], "generation": ["hopper"], "channels": [128], "itemsize": [2],
+            "described": [False], "terms": [False],
+        },
+        set={"held": 128, "warps": 8},
     ),
     Rule(
-        "products of 32 columns are bound by shared memory; without masks there are registers for 64 columns",
+        "terms and dropout need the registers of 8 warps",
         when={
-            "clear": [True], "kernel": ["backward_kv"], "generation": ["hopper"], "channels": [128], "itemsize": [2],
+            "terms": [True], "itemsize": [2], "kernel": ["backward_kv"], "generation": ["hopper"],
+            "channels": [64, 128],
         },
-        set={"streamed": 64},
+        set={"warps": 8},
+    ),
+    Rule(
+        "terms and dropout of 64 channels leave registers for 128 held keys",
+        when={"terms": [True], "itemsize": [2], "kernel": ["backward_kv"], "generation": ["hopper"], "channels": [64]},
+        set={"held": 128},
     ),
     Rule(
         "with one stage the compiler emits products of half the columns, and spills",
@@ -205,9 +220,24 @@ _FITTED = (
         most={"warps": 4},
     ),
     Rule(
+        "with two stages there is room for two programs of 64 queries per multiprocessor",
+        when={
+            "short": [True], "kernel": ["backward_q"], "generation": ["hopper"], "channels": [128], "itemsize": [2],
+        },
+        most={"stages": 2},
+    ),
+    Rule(
         "4 warps suffice for fewer than 64 keys of up to 128 channels",
         when={"short": [True], "kernel": ["backward_kv"], "held": range(64), "channels": [64, 128]},
         most={"warps": 4},
+    ),
+    Rule(
+        "4 warps with a few spilled registers are faster than 8 with half the work",
+        when={
+            "short": [True], "kernel": ["backward_kv"], "generation": ["hopper"], "held": [64], "channels": [128],
+            "itemsize": [2], "terms": [False],
+        },
+        set={"warps": 4},
     ),
     Rule(
         "a few queries are bound by memory latency: more and smaller loads in flight, each with fewer registers",
@@ -216,6 +246,37 @@ _FITTED = (
             "generation": ["ampere", "hopper", "blackwell"],
         },
         set={"stages": 3}, most={"streamed": 64},
+    ),
+    Rule(
+        "of a few queries six stages keep enough of Hopper's memory busy",
+        when={
+            "short": [True], "kernel": ["forward"], "held": range(64), "itemsize": [2], "generation": ["hopper"],
+        },
+        set={"stages": 6},
+    ),
+    Rule(
+        "in a short list two programs per multiprocessor hide the begin and the end of each other",
+        when={
+            "kernel": ["forward"], "generation": ["hopper"], "channels": [64, 128], "itemsize": [2], "held": [128],
+            "described": [True], "terms": [False], "long": [False],
+        },
+        set={"registers": 128}, most={"streamed": 64},
+    ),
+    Rule(
+        "a long list repays a third stage, which of 128 channels leaves room for one program per multiprocessor",
+        when={
+            "kernel": ["forward"], "generation": ["hopper"], "channels": [64, 128], "itemsize": [2], "held": [128],
+            "described": [True], "terms": [False], "long": [True],
+        },
+        set={"stages": 3},
+    ),
+    Rule(
+        "two programs of 64 channels per multiprocessor are faster than one, in a long list too",
+        when={
+            "kernel": ["forward"], "generation": ["hopper"], "channels": [64], "itemsize": [2], "held": [128],
+            "described": [True], "terms": [False], "long": [True],
+        },
+        set={"registers": 128},
     ),
     Rule(
         "with 8 warps the compiler targets two programs per multiprocessor with half the registers each, and spills",
@@ -252,7 +313,7 @@ def launch_config_for(
     facts = {
         "kernel": kernel, "generation": device.generation, "channels": _WIDTHS[width], "itemsize": itemsize,
         "described": traits.describable and itemsize == 2 and device.generation in ("hopper", "blackwell"),
-        "clear": traits.clear, "terms": traits.terms,
+        "clear": traits.clear, "terms": traits.terms, "long": traits.long,
     }  # fmt: skip
     blocks = _fold(_RULES, blocks, facts)
     held, streamed = tile[::-1] if kernel == "backward_kv" else tile
@@ -260,7 +321,7 @@ def launch_config_for(
     blocks = blocks._replace(held=min(held, blocks.held), streamed=min(streamed, blocks.streamed))
     blocks = _fit_shared_memory(_fold(_FITTED, blocks, facts), kernel, dim, value_dim, itemsize, device)
     m, n = blocks[1::-1] if kernel == "backward_kv" else blocks[:2]
-    return LaunchConfig(m, n, blocks.warps, blocks.stages, described=bool(facts["described"]))
+    return LaunchConfig(m, n, blocks.warps, blocks.stages, bool(facts["described"]), blocks.registers)
 
 
 def _fit_shared_memory(blocks: Blocks, kernel: str, dim: int, value_dim: int, itemsize: int, device: Device) -> Blocks:
@@ -312,5 +373,5 @@ def _shared(
 
 
 def _usable(device: Device) -> int:
-    # one eighth is reserved for row sums, mask words and layout conversions
-    return device.shared * 7 // 8
+    # the rest is for row sums, mask words and layout conversions; Hopper's products read shared memory as it was loaded
+    return device.shared - 2048 if device.generation == "hopper" else device.shared * 7 // 8

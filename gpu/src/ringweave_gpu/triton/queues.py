@@ -212,9 +212,10 @@ def _sorted(rank: Tensor, sharing: int, ranks: int) -> Tensor:
 def _cut(records: Tensor, order: Tensor, counts: Tensor, plan: BlockPlan, most: int, least: int, units: int) -> Queue:
     """Return the queue of tasks in ``order``, with long tasks split.
 
-    A task longer than a unit's even share of all work is split into shares of at most half an even share. Often the
-    sizes alone exclude such tasks; otherwise lengths are read from the device, once per plan. A plan that the host has
-    not counted is not read, and its tasks are not split.
+    A task longer than a unit's even share of all work is split into shares of at most half an even share, and in a
+    decoding step of at most half the shortest list that is split: its work is to read memory, and more programs keep
+    more reads in flight. Often the sizes alone exclude such tasks; otherwise lengths are read from the device, once per
+    plan. A plan that the host has not counted is not read, and its tasks are not split.
     """
     records = records[order]
     if not plan.counted:
@@ -226,7 +227,10 @@ def _cut(records: Tensor, order: Tensor, counts: Tensor, plan: BlockPlan, most: 
     require_no_capture(plan.device)
     counts = counts.reshape(-1)[order].long()
     even = (counts.sum() // units).clamp(min=max(1, least))
-    shares = torch.where(counts > even, -(-counts // (even // 2).clamp(min=1)), 1)
+    half = (even // 2).clamp(min=1)
+    if plan.q_tiles == 1:
+        half = half.clamp(max=max(1, least // 2))
+    shares = torch.where(counts > even, -(-counts // half), 1)
     split = shares > 1
     items, cut = torch.stack([shares.sum(), split.sum()]).tolist()
     if not cut:

@@ -168,41 +168,47 @@ def forward(
 def join(
     sums, tops, result, lse, splits, heads, ratio, tokens,
     DIM: tl.constexpr, PADDED: tl.constexpr, SPAN: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
+    PARTS: tl.constexpr, SHARES: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial results of split tasks in the order of their shares, BLOCK rows per program.
+    """Add the partial results of split tasks, a row per program, SHARES of them side by side.
 
-    WEIGHTED: partial outs are weighted by their lse, and lse is written too.
+    The order of the additions depends on nothing but the number of shares. WEIGHTED: partial outs are weighted by their
+    lse, and lse is written too.
     """
     BLOCK_M: tl.constexpr = HEADS * ROWS
-    BLOCKS: tl.constexpr = PARTS * BLOCK_M // BLOCK
-    split = tl.program_id(0) // BLOCKS
-    at = tl.program_id(0) % BLOCKS * BLOCK
-    local = at % BLOCK_M + tl.arange(0, BLOCK)
+    split = tl.program_id(0) // (PARTS * BLOCK_M)
+    at = tl.program_id(0) % (PARTS * BLOCK_M)
+    local = at % BLOCK_M
     of = splits + 5 * split
     b, head, tile_at, first, count = tl.load(of), tl.load(of + 1), tl.load(of + 2), tl.load(of + 3), tl.load(of + 4)
     token = tile_at * SPAN + at // BLOCK_M * ROWS
     mine = within(local, head, ratio, token, tokens, HEADS, ROWS)
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    acc = tl.zeros([BLOCK, PADDED], tl.float32)
-    for share in range(count):
-        line = (first + share).to(tl.int64) * (PARTS * BLOCK_M) + at
-        part = rows(sums + line * DIM, tl.arange(0, BLOCK) * DIM, mine, DIM, PADDED)
+    share = tl.arange(0, SHARES)
+    # one element, since a row has no axis of rows
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([PADDED], tl.float32)
+    for begin in range(0, count, SHARES):
+        line = (first + begin + share).to(tl.int64) * (PARTS * BLOCK_M) + at
+        inside = mine & (begin + share < count)
+        part = rows(sums, line * DIM, inside, DIM, PADDED)
         if WEIGHTED:
-            part_top = tl.load(tops + line + tl.arange(0, BLOCK), mask=mine, other=float("-inf")) * LOG2_E
-            new_top = tl.maximum(top, part_top)
+            part_top = tl.load(tops + line, mask=inside, other=float("-inf")) * LOG2_E
+            new_top = tl.maximum(top, tl.max(part_top, 0))
             guard = tl.where(new_top == float("-inf"), 0.0, new_top)
             decay, weight = tl.math.exp2(top - guard), tl.math.exp2(part_top - guard)
-            total = total * decay + weight
-            acc = acc * decay[:, None] + part * weight[:, None]
+            total = total * decay + tl.sum(weight, 0)
+            acc = acc * decay + tl.sum(part * weight[:, None], 0)
             top = new_top
         else:
-            acc += part
-    line, lines = (b * heads + head).to(tl.int64) * tokens + token, spread(local, tokens, 1, HEADS, ROWS, False)
+            acc += tl.sum(part, 0)
+    # int64 before the product, as a call may have more rows than 32 bits count
+    line = (b * heads + head).to(tl.int64) * tokens + token + spread(local, tokens, 1, HEADS, ROWS, False)
+    at_row, alone = tl.zeros([1], tl.int64), mine & (tl.arange(0, 1) == 0)
     if WEIGHTED:
         empty = total == 0.0
         total = tl.where(empty, 1.0, total)
-        acc = acc / total[:, None]
-        tl.store(lse + line + lines, tl.where(empty, float("-inf"), (top + tl.math.log2(total)) * LN_2), mask=mine)
-    store_rows(result + line * DIM, lines * DIM, acc, mine, DIM, PADDED)
+        acc = acc / total
+        row_lse = tl.where(empty, float("-inf"), (top + tl.math.log2(total)) * LN_2)
+        tl.store(lse + line + at_row, row_lse, mask=alone)
+    store_rows(result + line * DIM, at_row, acc[None, :], alone, DIM, PADDED)
