@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringweave as rw
-from ringweave import api, program_cache
+from ringweave import api, program_cache, torch_ops
 from ringweave.backends import BACKENDS, cpu
 from ringweave.backends.decoding import Steps
 from ringweave.call import Arguments, Call
@@ -852,8 +852,10 @@ def test_functions_with_the_pairs_of_patterns_find_their_programs(monkeypatch: p
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the look-up take plain tensors on the CPU for tensors on a GPU."""
-    monkeypatch.setattr(program_cache, "is_plain_gpu", program_cache.is_plain_cpu)
+    for module in (program_cache, torch_ops):
+        monkeypatch.setattr(module, "are_plain_gpu", torch_ops.are_plain_cpu)
     monkeypatch.setattr(program_cache, "is_plain_cpu", lambda *tensors: False)
+    monkeypatch.setattr(torch_ops, "are_plain_cpu", lambda tensors: False)
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -877,6 +879,7 @@ def test_a_named_backend_on_a_gpu_is_checked_once(
     first, second = computed(), computed()
     with monkeypatch.context() as patched:
         patched.setattr(api, "checked", lambda given: pytest.fail("a known call is checked again"))
+        patched.setattr(torch_ops, "attention_backward_op", lambda *args: pytest.fail("backward takes the operator"))
         third = computed()
         with pytest.raises(pytest.fail.Exception):
             rw.attention(q[:1], k[:1], v[:1], pattern, **given)

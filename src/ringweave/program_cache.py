@@ -28,7 +28,7 @@ from .precision import NATIVE, Precision
 from .program import Program
 from .terms import Term
 from .terms.dropout import threshold_of
-from .torch_compat import is_plain_cpu, is_plain_gpu, no_interception
+from .torch_compat import are_plain_gpu, is_plain_cpu, no_interception
 from .types import NotGiven
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def find(given: Arguments, cache: PagedCache | None = None, fewest: int = 0) -> 
     gpu: torch.device | None = None
     if not is_plain_cpu(q, k, v):
         # Trials may change the choice of auto at any time. Pages need the lengths, which are read in the call.
-        if cache is not None or backend == "auto" or not is_plain_gpu(q, k, v):
+        if cache is not None or backend == "auto" or not are_plain_gpu((q, k, v)):
             return _NOTHING
         gpu = q.device
     if not (no_interception() and type(backend) is str):

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from operator import attrgetter
@@ -140,14 +140,14 @@ if _has_level and None not in (_keys_of, _included, _functions, _transforms, _pr
             and _keys_of(c).raw_repr() in _PLAIN
         )
 
-    def is_plain_gpu(a: Tensor, b: Tensor, c: Tensor, /) -> bool:
-        """Whether three tensors are ordinary tensors on one GPU, without autocast there."""
-        return (
-            {type(a), type(b), type(c)} <= _CLASSES
-            and all(_keys_of(x).raw_repr() in _PLAIN_GPU for x in (a, b, c))
-            and a.device == b.device == c.device
-            and not _autocast("cuda")
-        )
+    def are_plain_gpu(tensors: Sequence[Tensor], /) -> bool:
+        """Whether all tensors are ordinary tensors on one GPU, without autocast there."""
+        device = tensors[0].device
+        # a plain loop, since a generator expression doubles the overhead
+        for x in tensors:
+            if type(x) not in _CLASSES or _keys_of(x).raw_repr() not in _PLAIN_GPU or x.device != device:
+                return False
+        return not _autocast("cuda")
 
     def are_plain_cpu(tensors: Iterable[Tensor], /) -> bool:
         """Whether all tensors are ordinary tensors in main memory."""
@@ -174,7 +174,7 @@ else:
         """Return False, since this cannot be known: the call then goes through the operators."""
         return False
 
-    is_plain_cpu = is_plain_gpu = are_plain_cpu = no_interception = _unknown
+    is_plain_cpu = are_plain_gpu = are_plain_cpu = no_interception = _unknown
 
 
 def forward_mode() -> bool:
