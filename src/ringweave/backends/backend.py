@@ -294,8 +294,8 @@ class Backend:
         checked: Whether auto chooses it only after a check on the current GPU: see ``device_check`` and ``Trials``.
         before: Name of the backend before which auto considers it on a device that is not a CPU; None if auto has a
             place for it already, or does not use it without a measurement.
-        trials: Function that returns the trials which decide where auto uses it: only where it was right and faster;
-            None if auto uses it without trials.
+        trials: Function that returns the trials which decide where auto uses it; None if it has none.
+        untried: Function that says why auto does not use it for a branch without a trial; None if auto does.
         least_queries: Smallest number of queries of calls that auto gives it.
         terms: Function from a device type to the kinds of score terms that it computes there.
         dropout: Whether it supports dropout of weights.
@@ -324,6 +324,7 @@ class Backend:
     checked: bool = False
     before: str | None = None
     trials: Callable[[], Trials] | None = None
+    untried: Callable[[Call, Branch], str | None] | None = None
     least_queries: int = 1
     tiled: bool = False
     terms: Callable[[str], Iterable[str]] = no_terms
