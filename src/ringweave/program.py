@@ -378,9 +378,11 @@ class Program:
         operands, returned = operands.map(readable), returned.detached()
         dout, dlse, out, lse = returned
         steps = self.backward_steps
-        delta = (steps[0].backend.delta if steps else delta_in_chunks)(dout, out, lse, dlse)
         dtype = dtype or self.call.dtype
         one = self.single_step(steps)
+        delta_of = steps[0].backend.delta if steps else delta_in_chunks
+        unread = one is not None and one.backend.own_delta and dlse is None
+        delta = lse.new_empty(0) if unread else delta_of(dout, out, lse, dlse)
         if one is not None:
             assert one.backend.backward is not None
             upstream = Upstream(dout, lse, delta, out if dlse is None else None)

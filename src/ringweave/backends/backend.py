@@ -29,7 +29,8 @@ class Upstream(NamedTuple):
     Attributes:
         dout: Gradient of out, (B, Hq, Nq, Dv).
         lse: Log-sum-exp of the rows, (B, Hq, Nq).
-        delta: Result of the backend's ``delta``, (B, Hq, Nq).
+        delta: Result of the backend's ``delta``, (B, Hq, Nq); empty, if ``out`` is given, for a backend with
+            ``own_delta``.
         out: Output, (B, Hq, Nq, Dv), if ``delta`` equals rowsum(dout * out), so that a kernel may compute delta
             itself; else None.
     """
@@ -291,6 +292,7 @@ class Backend:
         branched: Whether it takes compiled branches. The reference takes the pattern itself.
         planned: Whether it computes a plan's tiles. Dense kernels need no plan.
         delta: Function that computes ``Upstream.delta`` for ``backward``.
+        own_delta: Whether ``backward`` does not read ``Upstream.delta`` if ``Upstream.out`` is given.
         checked: Whether auto chooses it only after a check on the current GPU: see ``device_check`` and ``Trials``.
         before: Name of the backend before which auto considers it on a device that is not a CPU; None if auto has a
             place for it already, or does not use it without a measurement.
@@ -321,6 +323,7 @@ class Backend:
     branched: bool = True
     planned: bool = True
     delta: Delta = delta_in_chunks
+    own_delta: bool = False
     checked: bool = False
     before: str | None = None
     trials: Callable[[], Trials] | None = None

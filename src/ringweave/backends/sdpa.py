@@ -133,4 +133,4 @@ def scratch(call: Call, branch: Branch) -> int:
     return call.batch * call.heads * call.nk * (call.head_dim + call.value_dim) * call.dtype.itemsize
 
 
-BACKEND = Backend("sdpa", forward, backward, unsupported_reason, scratch, planned=False)
+BACKEND = Backend("sdpa", forward, backward, unsupported_reason, scratch, planned=False, own_delta=True)
