@@ -17,8 +17,8 @@ from torch import Tensor
 from ringweave.backends.backend import Backend, Trials, Upstream
 from ringweave.cache import process_cache
 from ringweave.call import Call, Operands
-from ringweave.device_check import form
 from ringweave.plan import Branch
+from ringweave.plan.from_lists import listed
 from ringweave.precision import STORED
 from ringweave.terms import KINDS
 
@@ -111,7 +111,8 @@ def untried(call: Call, branch: Branch) -> str | None:
     widths = {1 << (dim - 1).bit_length() for dim in (call.head_dim, call.value_dim)}
     plain = not (call.features or call.paged or call.kv_dtype)
     measured = plain and call.dtype in (torch.bfloat16, torch.float16) and widths <= {64, 128}
-    return None if measured and form(branch) == "sparse" else wanted
+    tiles = branch.dense_kind == "sparse" and listed(branch.pattern) is None
+    return None if measured and tiles else wanted
 
 
 def scratch(call: Call, branch: Branch) -> int:
