@@ -887,11 +887,22 @@ def test_a_named_backend_on_a_gpu_is_checked_once(
         assert all(map(torch.equal, got, wanted))
 
 
-def test_auto_on_a_gpu_is_chosen_at_each_call(gpu: None) -> None:
+def test_auto_on_a_gpu_is_chosen_once_but_in_a_graph(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that auto has not checked yet cannot be checked in a graph, which decides for no further call."""
+    program_cache.PROGRAMS.trim()
     q, k, v = tensors()
-    for _ in range(2):
+    given = Arguments(q, k, v, PATTERN)
+    with monkeypatch.context() as patched:
+        patched.setattr(program_cache, "capturing", lambda device: True)
         rw.attention(q, k, v, PATTERN)
-        assert program_cache.find(Arguments(q, k, v, PATTERN)) == (None, None)
+        assert program_cache.find(given).program is None
+        rw.attention(q, k, v, PATTERN, backend="dense_batched")
+        assert program_cache.find(given._replace(backend="dense_batched")).program is not None
+    rw.attention(q, k, v, PATTERN)
+    assert program_cache.find(given).program is not None
+    # a verdict of a trial drops all programs
+    program_cache.PROGRAMS.trim()
+    assert program_cache.find(given).program is None
 
 
 def test_places_of_terms_on_a_gpu_are_made_in_each_call() -> None:

@@ -24,6 +24,7 @@ from .errors import PatternError
 from .patterns import Pattern
 from .patterns.alignment import END
 from .patterns.base import names_in
+from .plan.cuda_sync import capturing
 from .precision import NATIVE, Precision
 from .program import Program
 from .terms import Term
@@ -120,8 +121,8 @@ def find(given: Arguments, cache: PagedCache | None = None, fewest: int = 0) -> 
     q, k, v, pattern, scale, q_offset, backend = given[:7]
     gpu: torch.device | None = None
     if not is_plain_cpu(q, k, v):
-        # Trials may change the choice of auto at any time. Pages need the lengths, which are read in the call.
-        if cache is not None or backend == "auto" or not are_plain_gpu((q, k, v)):
+        # pages need the lengths, which are read in the call
+        if cache is not None or not are_plain_gpu((q, k, v)):
             return _NOTHING
         gpu = q.device
     if not (no_interception() and type(backend) is str):
@@ -235,6 +236,9 @@ def keep(key: Hashable, call: Call, operands: Operands) -> Program:
     # before any copy, since a forked process may lack the threads that a copy needs
     forks.check(operands.q.device)
     program = Program(call, constant=True)
+    if call.backend == "auto" and capturing(operands.q.device):
+        # no backend can be checked in a graph, so that further calls may have a better one
+        return program
     if isinstance(key, StepKey):
         program.prepare_steps(operands)
         PROGRAMS.put(key.kind, program, _PROGRAM_BYTES)

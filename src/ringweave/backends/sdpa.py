@@ -144,4 +144,4 @@ def scratch(call: Call, branch: Branch) -> int:
     return call.batch * rows * (call.head_dim + call.value_dim) * size
 
 
-BACKEND = Backend("sdpa", forward, backward, unsupported_reason, scratch, planned=False)
+BACKEND = Backend("sdpa", forward, backward, unsupported_reason, scratch, planned=False, own_delta=True)
