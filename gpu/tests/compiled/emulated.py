@@ -387,7 +387,7 @@ BROKEN = {
     "proxy fence": (r"fence\.proxy\.async[^;]*;", "", "without a proxy fence"),
     "wait for copies": (r"cp\.async\.wait_group[^;]*;", "", "still to write"),
     "wait for tiles": (r"(?s)\{\s*\.reg \.pred complete;.*?\}", "", "still to write|no barrier between"),
-    "half the bytes": (r"(expect_tx\S* _, \[%r\d+\]), 16384", r"\1, 8192", "nobody goes on"),
+    "half the bytes": (r"(expect_tx\S* _, \[%r\d+\]), 8192", r"\1, 4096", "nobody goes on"),
 }
 
 
