@@ -878,6 +878,33 @@ def test_compiled_inference_is_torchs(x: Inputs) -> None:
     torch._dynamo.reset()
 
 
+def test_compiled_inference_has_torchs_names(x: Inputs) -> None:
+    """A compiled call without gradients has torch's graph, names of sizes and all: torch's CPU kernel fails with some."""
+
+    def shifted(offset: int) -> Callable[..., Tensor]:
+        return lambda b, h, q, k: q + offset >= k
+
+    def sizes() -> list[list[str]]:
+        graphs = []
+
+        def recorded(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+            values = [n.meta["example_value"] for n in graph.graph.nodes if n.op == "placeholder"]
+            graphs.append([str(value) for value in values if isinstance(value, torch.SymInt)])
+            return graph.forward
+
+        torch.compiler.reset()
+        compiled = torch.compile(peer.flex_attention, backend=recorded)
+        for length in (N, N - 1, N - 2):
+            mask = create_block_mask(shifted(length - 1), None, None, 1, length, device="cpu")
+            compiled(x.q[:, :, :1], x.k[:, :, :length], x.v[:, :, :length], None, block_mask=mask)
+        return graphs
+
+    alone = sizes()
+    with install():
+        assert sizes() == alone
+    assert any(alone)
+
+
 @compiling
 def test_transformers_trains() -> None:
     """A model with ``attn_implementation="flex_attention"`` has eager attention's gradients on a CPU."""

@@ -87,19 +87,29 @@ def _sending(installed: Installed, former: Callable[..., Any]) -> Callable[..., 
     """Return the function that stands in torch while it is installed."""
 
     @functools.wraps(former)
-    def send(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def send(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: Any = None,
+        block_mask: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        # torch.compile names a size by the argument that has it, and torch's CPU kernel fails with some names, so
+        # the functions and their tables keep the names that they have in torch's function
         if not installed._active or not query.device.type == key.device.type == value.device.type == "cpu":
-            return former(query, key, value, *args, **kwargs)
+            return former(query, key, value, score_mod, block_mask, *args, **kwargs)
         if query.requires_grad or key.requires_grad or value.requires_grad:
             # torch has no gradients on a CPU
-            return flex_attention(query, key, value, *args, **kwargs)
+            return flex_attention(query, key, value, score_mod, block_mask, *args, **kwargs)
         if torch.compiler.is_compiling():
             # torch compiles it, in one graph
-            return former(query, key, value, *args, **kwargs)
+            return former(query, key, value, score_mod, block_mask, *args, **kwargs)
         try:
-            return flex_attention(query, key, value, *args, **kwargs)
+            return flex_attention(query, key, value, score_mod, block_mask, *args, **kwargs)
         except UnsupportedError:
-            return former(query, key, value, *args, **kwargs)
+            return former(query, key, value, score_mod, block_mask, *args, **kwargs)
 
     send._installed = installed  # type: ignore[attr-defined]
     return send
