@@ -113,8 +113,19 @@ Pages pages_of(const Array &table, const Array &lengths, int64_t batch, int64_t 
   return pages;
 }
 
+// A tensor of queries, (batch, heads, queries[, width]), with the heads of a group as the rows of a query's tile.
+View queries_of(const char *name, const Array &a, const Problem &pb, int64_t width, bool written) {
+  const int64_t heads = pb.q_heads * pb.group, queries = pb.nq / pb.group;
+  View v = width ? view_of(name, a, {pb.batch, heads, queries, width}, written)
+                 : view_of(name, a, {pb.batch, heads, queries}, written);
+  if (pb.group == 1) return v;
+  const int64_t head = v.head, query = v.token;
+  v.head = pb.group * head, v.token = head, v.skip = query - pb.group * head;
+  return v;
+}
+
 // A problem with q, k, v, scale and sizes. With a table, k and v are pages; with scales, they may have 8-bit types.
-Problem inputs(Arguments &given, const char *values = "v", bool scaled = false) {
+Problem inputs(Arguments &given, const char *values = "v", bool scaled = false, int group = 1) {
   const Array q = given.array("q"), k = given.array("k"), v = given.array(values);
   const Maybe table = given.maybe("table");
   const float scale = given.get<float>("scale");
@@ -129,8 +140,10 @@ Problem inputs(Arguments &given, const char *values = "v", bool scaled = false) 
   if (table) pb.nk *= (int64_t)table->shape(1);
   if (!pb.batch || !pb.q_heads || !pb.nq) refuse("q", "has no elements");
   if (!pb.kv_heads || !pb.nk) refuse("k", "has no elements");
-  if (pb.q_heads % pb.kv_heads) refuse("k", "its number of heads must divide that of q");
-  pb.q = view_of("q", q, {pb.batch, pb.q_heads, pb.nq, pb.d}, false);
+  if (group < 1 || pb.q_heads % group || pb.q_heads / group % pb.kv_heads)
+    refuse("k", "its number of heads must divide that of q");
+  pb.group = group, pb.q_heads /= group, pb.nq *= group;
+  pb.q = queries_of("q", q, pb, pb.d, false);
   pb.k = view_of("k", k, {outer, pb.kv_heads, tokens, pb.d}, false, scaled);
   pb.v = view_of(values, v, {outer, pb.kv_heads, tokens, pb.dv_dim}, false, scaled);
   if (scaled) {
@@ -146,7 +159,7 @@ Problem inputs(Arguments &given, const char *values = "v", bool scaled = false) 
 }
 
 View floats(const char *name, const Array &a, const Problem &pb, bool written) {
-  View v = view_of(name, a, {pb.batch, pb.q_heads, pb.nq}, written);
+  View v = queries_of(name, a, pb, 0, written);
   if (v.dtype != F32) refuse(name, "wanted float32");
   return v;
 }
@@ -157,6 +170,7 @@ void rows_of_plan(Problem &pb, Arguments &given) {
   if (q_tile < 1 || q_tile > kMostTile) refuse("q_tile", "wanted 1 to 256, got " + std::to_string(q_tile));
   if (kv_tile < 16 || kv_tile > kMostTile || kv_tile % 16)
     refuse("kv_tile", "wanted 16, 32, ... 256, got " + std::to_string(kv_tile));
+  if (pb.group > 1 && q_tile != pb.group) refuse("group", "wanted the rows of a query tile, " + std::to_string(q_tile));
   Plan &p = pb.plan;
   p.q_tile = q_tile, p.kv_tile = kv_tile, p.words = (kv_tile + 31) / 32;
   p.q_tiles = (pb.nq + q_tile - 1) / q_tile, p.k_tiles = (pb.nk + kv_tile - 1) / kv_tile;
@@ -348,6 +362,7 @@ void read_score_terms(Problem &pb, Arguments &given, std::vector<Term> &found) {
       check_range("columns", s.columns, pb.nk, 0, (int64_t)table->shape(3));
     }
     if (table_grads.empty() || !table_grads[i]) continue;
+    if (pb.group > 1) refuse("group", "wanted 1 with gradients of tables");
     if (found[i].kind == Term::pointwise || found[i].kind == Term::alibi)
       refuse("table_grads", "a term of kind \"" + std::get<0>(terms[i]) + "\" has none");
     gradient_of(found[i], pb, *table, *table_grads[i]);
@@ -361,8 +376,8 @@ bool bind_forward(const nb::kwargs &named) {
   const Maybe table = given.maybe("table"), lengths = given.maybe("lengths");
   const Maybe k_scale = given.maybe("k_scale"), v_scale = given.maybe("v_scale");
   const bool scaled = k_scale && v_scale;
-  Problem pb = inputs(given, "v", scaled);
-  pb.out = view_of("out", given.array("out"), {pb.batch, pb.q_heads, pb.nq, pb.dv_dim}, true);
+  Problem pb = inputs(given, "v", scaled, given.get<int>("group", 1));
+  pb.out = queries_of("out", given.array("out"), pb, pb.dv_dim, true);
   if (pb.out.dtype != pb.q.dtype && pb.out.dtype != F32) refuse("out", "wanted the dtype of q, or float32");
   pb.lse = floats("lse", given.array("lse"), pb, true);
   choose(pb, given);
@@ -444,24 +459,23 @@ void bind_choose(const nb::kwargs &named) {
   choose(pb, choice, kernel, threads);
 }
 
-View gradient(const char *name, const Array &a, std::initializer_list<int64_t> shape, Dtype input) {
-  View v = view_of(name, a, shape, true);
-  if (v.dtype != input && v.dtype != F32) refuse(name, "wanted the dtype of q, or float32");
-  return v;
+void check_gradient(const char *name, const View &v, const Problem &pb) {
+  if (v.dtype != pb.q.dtype && v.dtype != F32) refuse(name, "wanted the dtype of q, or float32");
 }
 
 void bind_backward(const nb::kwargs &named) {
   Arguments given(named);
   const Kernel &kernel = pick(given);
   const int threads = threads_of(given);
-  Problem pb = inputs(given);
-  pb.dout = view_of("dout", given.array("dout"), {pb.batch, pb.q_heads, pb.nq, pb.dv_dim}, false);
+  Problem pb = inputs(given, "v", false, given.get<int>("group", 1));
+  pb.dout = queries_of("dout", given.array("dout"), pb, pb.dv_dim, false);
   same_dtype("dout", pb.dout.dtype, pb.q.dtype);
   pb.lse = floats("lse", given.array("lse"), pb, false);
   pb.delta = floats("delta", given.array("delta"), pb, false);
-  pb.dq = gradient("dq", given.array("dq"), {pb.batch, pb.q_heads, pb.nq, pb.d}, pb.q.dtype);
-  pb.dk = gradient("dk", given.array("dk"), {pb.batch, pb.kv_heads, pb.nk, pb.d}, pb.q.dtype);
-  pb.dv = gradient("dv", given.array("dv"), {pb.batch, pb.kv_heads, pb.nk, pb.dv_dim}, pb.q.dtype);
+  pb.dq = queries_of("dq", given.array("dq"), pb, pb.d, true);
+  pb.dk = view_of("dk", given.array("dk"), {pb.batch, pb.kv_heads, pb.nk, pb.d}, true);
+  pb.dv = view_of("dv", given.array("dv"), {pb.batch, pb.kv_heads, pb.nk, pb.dv_dim}, true);
+  check_gradient("dq", pb.dq, pb), check_gradient("dk", pb.dk, pb), check_gradient("dv", pb.dv, pb);
   rows_of_plan(pb, given);
   columns_of_plan(pb, given);
   std::vector<Term> found;
