@@ -113,14 +113,19 @@ Pages pages_of(const Array &table, const Array &lengths, int64_t batch, int64_t 
   return pages;
 }
 
-// A tensor of queries, (batch, heads, queries[, width]), with the heads of a group as the rows of a query's tile.
+// Makes the heads of each group the rows of a query's tile, in a view of (batch, head, query).
+void heads_as_rows(View &v, int group) {
+  if (group == 1) return;
+  const int64_t head = v.head, query = v.token;
+  v.head = group * head, v.token = head, v.skip = query - group * head;
+}
+
+// A tensor of queries, (batch, heads, queries[, width]).
 View queries_of(const char *name, const Array &a, const Problem &pb, int64_t width, bool written) {
   const int64_t heads = pb.q_heads * pb.group, queries = pb.nq / pb.group;
   View v = width ? view_of(name, a, {pb.batch, heads, queries, width}, written)
                  : view_of(name, a, {pb.batch, heads, queries}, written);
-  if (pb.group == 1) return v;
-  const int64_t head = v.head, query = v.token;
-  v.head = pb.group * head, v.token = head, v.skip = query - pb.group * head;
+  heads_as_rows(v, pb.group);
   return v;
 }
 
@@ -528,10 +533,12 @@ void compact(View &v, int64_t heads, int64_t tokens, int64_t width) {
 void results_of(Problem &pb, Arguments &given) {
   pb.dout.dtype = pb.dq.dtype = pb.dk.dtype = pb.dv.dtype = pb.q.dtype;
   pb.out.dtype = given.get<bool>("wide", false) ? F32 : pb.q.dtype;
-  compact(pb.out, pb.q_heads, pb.nq, pb.dv_dim), compact(pb.dq, pb.q_heads, pb.nq, pb.d);
+  pb.lse.dtype = pb.delta.dtype = F32;
+  const int64_t heads = pb.q_heads * pb.group, queries = pb.nq / pb.group;
+  compact(pb.out, heads, queries, pb.dv_dim), compact(pb.dq, heads, queries, pb.d);
+  compact(pb.lse, heads, queries, 1), compact(pb.delta, heads, queries, 1);
+  for (View *of_queries : {&pb.out, &pb.dq, &pb.lse, &pb.delta}) heads_as_rows(*of_queries, pb.group);
   compact(pb.dk, pb.kv_heads, pb.nk, pb.d), compact(pb.dv, pb.kv_heads, pb.nk, pb.dv_dim);
-  for (View *of_rows : {&pb.lse, &pb.delta}) of_rows->dtype = F32, of_rows->token = 4;
-  for (View *of_rows : {&pb.lse, &pb.delta}) of_rows->head = pb.nq * 4, of_rows->batch = pb.q_heads * pb.nq * 4;
 }
 
 // Sets the address and the strides of a tensor.
@@ -614,16 +621,18 @@ class Prepared {
 
 // A decoding step, of one query at the last key of each batch element. The constructor checks types and sizes, of the
 // keys only those of a head, and the trees of the heads' relations. Later calls have any number of keys, in tensors or
-// in pages; the caller guarantees that types, batch elements and heads are those of the constructor's tensors.
+// in pages; the caller guarantees that types, batch elements and heads are those of the constructor's tensors. With lists
+// of keys, one relation filters them, and the heads of a group, which share them, are rows.
 class Step {
  public:
   explicit Step(const nb::kwargs &named) : Step(Arguments(named)) {}
   // With `side` > 0 the relation is one by residue, and its sums are cut at tiles of `side` tokens. With `rate` > 1 its
   // keys are those of a strided view. With pages, `table` and `lengths` are addresses, and no sequence has more than
-  // `keys` tokens. Pages of 8 bits have contiguous scales.
+  // `keys` tokens. Pages of 8 bits have contiguous scales. `lists` is the address of contiguous lists.
   bool forward(uintptr_t q, const nb::tuple &qs, uintptr_t k, const nb::tuple &ks, uintptr_t v, const nb::tuple &vs,
                uintptr_t out, uintptr_t lse, int64_t keys, int64_t first, int64_t rate, int64_t tile, int64_t side,
-               int threads, uintptr_t table, uintptr_t lengths, uintptr_t k_scale, uintptr_t v_scale) const {
+               int threads, uintptr_t table, uintptr_t lengths, uintptr_t k_scale, uintptr_t v_scale,
+               uintptr_t lists) const {
     check_threads(threads);
     check_tile(tile);
     if (keys < 1 || keys > INT32_MAX) refuse("keys", "wanted 1 to 2147483647, got " + std::to_string(keys));
@@ -631,6 +640,7 @@ class Step {
     Problem call = pb;
     if (side) check_tile(side), call.spacing = {first % side, rate, side};
     place("q", call.q, q, qs), place("k", call.k, k, ks), place("v", call.v, v, vs);
+    if (chosen.most) return of_lists(call, (const int32_t *)lists, out, lse, keys, tile, threads);
     std::vector<int64_t> of_element(pb.batch, keys);
     Pages pages;
     if (stored) {
@@ -662,14 +672,30 @@ class Step {
   }
 
  private:
+  bool of_lists(Problem &call, const int32_t *blocks, uintptr_t out, uintptr_t lse, int64_t keys, int64_t tile,
+                int threads) const {
+    Lists lists = chosen;
+    lists.blocks = blocks;
+    const int64_t count = lists.batch * lists.heads, number = (keys + lists.size - 1) / lists.size;
+    if (!blocks || call.spacing.step) refuse("lists", "wanted memory, and no relation by residue");
+    if (!lists.packs && lists.size % tile) refuse("tile", "wanted a divisor of the blocks");
+    if (count * (keys + tile) > INT32_MAX) refuse("lists", "they are for too many keys");
+    check_range("lists", blocks, count * lists.most, -1, number);
+    heads_as_rows(call.q, call.group);
+    nb::gil_scoped_release release;
+    const StepPlan rows(trees[0], lists, call, keys, tile);
+    call.plan = rows.plan(), call.nk = lists.packs ? (int64_t)rows.chosen.size() : keys;
+    if (lists.packs) call.k.chosen = call.v.chosen = rows.chosen.data();
+    return run_forward(call, row_work(call), kernel, out, lse, threads);
+  }
   static void check_tile(int64_t tile) {
     if (tile < 16 || tile > kMostTile || tile % 16) refuse("tile", "wanted 16, 32, ... 256, got " + std::to_string(tile));
   }
   explicit Step(Arguments given) : kernel(pick(given)) {
     const bool scaled = given.get<bool>("scaled", false);
     const Maybe table = given.maybe("table");
-    pb = inputs(given, "v", scaled);
-    if (pb.nq != 1) refuse("q", "wanted one query");
+    pb = inputs(given, "v", scaled, given.get<int>("group", 1));
+    if (pb.nq != pb.group) refuse("q", "wanted one query");
     if (scaled && !table) refuse("scaled", "wanted with a table");
     if (table) {
       const Array k = given.array("k");
@@ -694,6 +720,17 @@ class Step {
     of_head = given.get<std::vector<int32_t>>("of_head");
     if ((int64_t)of_head.size() != pb.q_heads) refuse("of_head", "wanted a tree for each head");
     check_range("of_head", of_head.data(), pb.q_heads, 0, (int64_t)trees.size());
+    if (const Maybe lists = given.maybe("lists")) {
+      ints("lists", *lists, {-1, -1, -1});
+      chosen.batch = lists->shape(0), chosen.heads = lists->shape(1), chosen.most = lists->shape(2);
+      chosen.size = given.get<int64_t>("block_size"), chosen.packs = given.get<bool>("packs");
+      const bool fits = (chosen.batch == 1 || chosen.batch == pb.batch) && chosen.heads && pb.q_heads % chosen.heads == 0;
+      if (!fits || !chosen.most) refuse("lists", "wanted keys for every batch element and group of heads");
+      if (chosen.size < 1 || chosen.size > INT32_MAX) refuse("block_size", "wanted 1 to 2147483647");
+      if (table || trees.size() > 1) refuse("lists", "wanted without pages, and with one relation of all heads");
+    } else if (pb.group > 1) {
+      refuse("group", "wanted with lists");
+    }
     results_of(pb, given);
     given.end();
   }
@@ -702,6 +739,7 @@ class Step {
   std::vector<std::tuple<std::vector<nb::object>, std::string>> held;
   std::vector<Tree> trees;
   std::vector<int32_t> of_head;
+  Lists chosen;
   int64_t stored = 0, size = 0, columns_of_table = 0;  // number of pages, tokens per page, and columns of the table
 };
 
@@ -846,7 +884,7 @@ NB_MODULE(_cpu, m) {
       .def(nb::init<const nb::kwargs &>())
       .def("forward", &Step::forward, "q"_a, "q_strides"_a, "k"_a, "k_strides"_a, "v"_a, "v_strides"_a, "out"_a, "lse"_a,
            "keys"_a, "first"_a, "rate"_a, "tile"_a, "side"_a, "threads"_a, "table"_a = 0, "lengths"_a = 0,
-           "k_scale"_a = 0, "v_scale"_a = 0);
+           "k_scale"_a = 0, "v_scale"_a = 0, "lists"_a = 0);
   nb::class_<Zones>(m, "Zones", "Zones of a pattern, checked and copied (see csrc/paint.h).")
       .def("__init__",
            [](Zones *zones, const nb::kwargs &named) {

@@ -9,12 +9,13 @@ many queries, since it goes by columns of keys.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ..call import Operands
+from ..call import Call, Operands
 from ..patterns import Full, Pattern
 from ..patterns.within import by_head
-from ..plan import BlockPlan, Branch, plan_cache
+from ..plan import BlockPlan, Branch, branches, plan_cache
+from ..plan.cached_plans import PACKED
 from ..plan.from_lists import PackedPlan, listed, serves
 from ..plan.subplan import CutBranch
 from ..terms import KINDS
@@ -74,6 +75,38 @@ def shares(branch: Branch, group: int, features: frozenset[str]) -> bool:
     if not isinstance(found[1], Full) and by_head(found[1]):
         return False
     return all(name in KINDS and not KINDS[name].axes and not KINDS[name].distances for name in features)
+
+
+class StepLists(NamedTuple):
+    """The lists of decoding steps of one kind, which differ in their contents.
+
+    Attributes:
+        relation: The pattern that filters them.
+        tile: Keys in a tile of the plan.
+        arguments: Keyword arguments of the kernel's ``Step``.
+    """
+
+    relation: Pattern
+    tile: int
+    arguments: dict[str, Any]
+
+
+def lists_of_step(call: Call) -> StepLists | None:
+    """Return the lists of a decoding step's kind; None if its query heads do not share them."""
+    split = branches(call.pattern, 1, call.nk, heads=call.heads, batch=call.batch, q_offset=call.q_offset)
+    group, found = call.heads // call.kv_heads, listed(call.pattern)
+    if found is None or len(split) > 1 or not shares(split[0], group, call.features):
+        return None
+    (lists, relation), side = found, _side(call.pattern)
+    if lists.counted:
+        # the number of blocks that the caller states belongs to one length
+        return None
+    table = lists.blocks.table
+    arguments = {
+        "lists": table.view(*(1, 1, *table.shape[:-2])[-2:], table.shape[-1]), "block_size": lists.block_size[1],
+        "packs": side is None, "group": group,
+    }  # fmt: skip
+    return StepLists(relation, side or PACKED, arguments)
 
 
 def _side(pattern: Pattern) -> int | None:
