@@ -11,7 +11,8 @@
 
 namespace ringweave {
 // bfloat16 is multiplied in pairs if the instruction set supports it; all other types are widened to float32. A build
-// with pairs only has the loops for bfloat16, and calls the build that it extends for other types.
+// with pairs only has the loops for bfloat16, and calls the build that it extends for other types. It also calls that
+// build for large scales (see is_large in overflow.py): a processor takes a product of pairs below 1.2e-38 as 0.
 #if defined(RW_PAIRS)
 #if defined(RINGWEAVE_NEON)
 #define RW_ADDS_TO kernel_neon
@@ -20,6 +21,7 @@ namespace ringweave {
 #endif
 extern const Kernel RW_ADDS_TO;
 #define RW_OTHERS(others, call) if (others) return RW_ADDS_TO.call
+static bool widens(const Problem &pb, const View &x) { return x.dtype != BF16 || fabsf(pb.scale) > 1024; }
 #else
 #define RW_OTHERS(others, call)
 #endif
@@ -37,18 +39,18 @@ using Own = Single;
 size_t forward_bytes(const Problem &pb, int lanes) { return ForwardMemory(pb, lanes, nullptr).bytes; }
 void run_forward(const Problem &pb, const Unit &u, const Piece &p, const Next &next, char *m, float *partials,
                  size_t stride) {
-  RW_OTHERS(pb.k.dtype != BF16, forward(pb, u, p, next, m, partials, stride));
+  RW_OTHERS(widens(pb, pb.k), forward(pb, u, p, next, m, partials, stride));
   RW_CALL(forward_piece, pb, u, p, next, m, Partials{partials, stride});
 }
 
 size_t mass_bytes(const Problem &pb, int lanes) { return MassMemory(pb, lanes, nullptr).bytes; }
 size_t backward_bytes(const Problem &pb, int lanes) { return BackwardMemory(pb, lanes, nullptr).bytes; }
 void run_mass(const Problem &pb, const Unit &u, const Piece &p, const Mass &mass, char *m) {
-  RW_OTHERS(pb.q.dtype != BF16, mass(pb, u, p, mass, m));
+  RW_OTHERS(widens(pb, pb.q), mass(pb, u, p, mass, m));
   mass_piece<Own>(pb, u, p, mass, m);
 }
 void run_backward(const Problem &pb, const Unit &u, const Piece &p, const Turns &turns, char *m, float *partial) {
-  RW_OTHERS(pb.q.dtype != BF16, backward(pb, u, p, turns, m, partial));
+  RW_OTHERS(widens(pb, pb.q), backward(pb, u, p, turns, m, partial));
   RW_CALL(backward_piece, pb, u, p, turns, m, partial);
 }
 

@@ -23,13 +23,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringweave as rw
-from ringweave import api, program_cache
+from ringweave import api, program_cache, torch_ops
 from ringweave.backends import BACKENDS, cpu
 from ringweave.backends.decoding import Steps
-from ringweave.call import Arguments
+from ringweave.call import Arguments, Call
 from ringweave.merge import with_sinks
 from ringweave.plan import plan_cache
 from ringweave.precision import as_precision
+from ringweave.program import Program
 
 from .operators import by_operators
 from .options import VALUES
@@ -846,3 +847,66 @@ def test_functions_with_the_pairs_of_patterns_find_their_programs(monkeypatch: p
             with monkeypatch.context() as patched:
                 patched.setattr(api, "checked", lambda given: pytest.fail("a known call is checked again"))
                 rw.attention(q, k, v, rw.from_mask_mod(function()))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the look-up take plain tensors on the CPU for tensors on a GPU."""
+    for module in (program_cache, torch_ops):
+        monkeypatch.setattr(module, "are_plain_gpu", torch_ops.are_plain_cpu)
+    monkeypatch.setattr(program_cache, "is_plain_cpu", lambda *tensors: False)
+    monkeypatch.setattr(torch_ops, "are_plain_cpu", lambda tensors: False)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", ["relation", "step", "table", "softcap"])
+def test_a_named_backend_on_a_gpu_is_checked_once(
+    name: str, grad: bool, gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = tensors(grad=grad)
+    table = rw.BlockTable(torch.tensor([[True]]), 64)
+    pattern = table if name == "table" else PATTERN
+    given: dict[str, Any] = {"backend": "dense_batched", "terms": rw.Softcap(2.0) if name == "softcap" else ()}
+    if name == "step":
+        q, given["q_offset"] = q.detach()[:, :, :1].requires_grad_(grad), 49
+
+    def computed() -> list[Tensor]:
+        out = rw.attention(q, k, v, pattern, **given)
+        return [out.detach(), *(torch.autograd.grad(out.square().sum(), (q, k, v)) if grad else ())]
+
+    out = by_operators(q, k, v, pattern, **given)[0]
+    wanted = [out.detach(), *(torch.autograd.grad(out.square().sum(), (q, k, v)) if grad else ())]
+    first, second = computed(), computed()
+    with monkeypatch.context() as patched:
+        patched.setattr(api, "checked", lambda given: pytest.fail("a known call is checked again"))
+        patched.setattr(torch_ops, "attention_backward_op", lambda *args: pytest.fail("backward takes the operator"))
+        third = computed()
+        with pytest.raises(pytest.fail.Exception):
+            rw.attention(q[:1], k[:1], v[:1], pattern, **given)
+    for got in (first, second, third):
+        assert all(map(torch.equal, got, wanted))
+
+
+def test_auto_on_a_gpu_is_chosen_once_but_in_a_graph(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that auto has not checked yet cannot be checked in a graph, which decides for no further call."""
+    program_cache.PROGRAMS.trim()
+    q, k, v = tensors()
+    given = Arguments(q, k, v, PATTERN)
+    with monkeypatch.context() as patched:
+        patched.setattr(program_cache, "capturing", lambda device: True)
+        rw.attention(q, k, v, PATTERN)
+        assert program_cache.find(given).program is None
+        rw.attention(q, k, v, PATTERN, backend="dense_batched")
+        assert program_cache.find(given._replace(backend="dense_batched")).program is not None
+    rw.attention(q, k, v, PATTERN)
+    assert program_cache.find(given).program is not None
+    # a verdict of a trial drops all programs
+    program_cache.PROGRAMS.trim()
+    assert program_cache.find(given).program is None
+
+
+def test_places_of_terms_on_a_gpu_are_made_in_each_call() -> None:
+    """Places that a program keeps would have to wait for the stream that made them."""
+    call = Call(1, 4, 2, 37, 50, 16, 24, torch.float32, "meta", terms="Softcap(2.0)", features=frozenset({"Softcap"}))
+    assert Program(call, constant=True).terms is None
+    assert Program(dataclasses.replace(call, device="cpu"), constant=True).terms is not None

@@ -7,16 +7,19 @@ import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import ringweave as rw
-from ringweave import torch_ops
+from ringweave import kv_cache, torch_ops
 from ringweave.backends import cpu
 from ringweave.call import Call
-from ringweave.kv_cache import last_tokens
+from ringweave.errors import UnsupportedError
+from ringweave.kv_cache import _note_lengths, host_lengths, last_tokens
 from ringweave.patterns import Pattern
+from ringweave.plan import cuda_sync
 from ringweave.terms import Term
 
 from .failing import executed, fails
@@ -629,3 +632,28 @@ def test_a_refused_change_changes_nothing(change: Callable[[rw.PagedCache], obje
     assert equal(cache, start)
     assert torch.equal(cache.table, start.table)
     assert cache.free_pages == start.free_pages
+
+
+def test_lengths_on_a_device_are_read_after_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors are fake, so reading one raises NotImplementedError."""
+    lengths = torch.zeros(2, dtype=torch.int32, device="meta")
+    record = np.array([3, 4], np.int32)
+    _note_lengths(lengths, record.copy(), kept=True)
+    assert host_lengths(lengths).tolist() == [3, 4]
+    # equal lengths in another tensor are others
+    with pytest.raises(NotImplementedError):
+        host_lengths(lengths.clone())
+    # lengths that no cache keeps are read at each call, since a kernel may write to them unseen
+    _note_lengths(lengths, record.copy(), kept=False, device=lengths.clone())
+    with pytest.raises(NotImplementedError):
+        host_lengths(lengths)
+    for module in (kv_cache, cuda_sync):
+        monkeypatch.setattr(module, "capturing", lambda device: True)
+    assert host_lengths(lengths).tolist() == [3, 4]
+    lengths.add_(1)
+    with pytest.raises(UnsupportedError, match="Call it before"):
+        host_lengths(lengths)
+    # without a copy on the device a replay could not be checked
+    _note_lengths(lengths, record.copy(), kept=True)
+    with pytest.raises(UnsupportedError, match="Call it before"):
+        host_lengths(lengths)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import ringweave as rw
 from ringweave import program
-from ringweave.backends import cpu, flex
+from ringweave.backends import BACKENDS, cpu, flex
 from ringweave.backends.backend import delta_in_chunks
 from ringweave.call import Call
 from ringweave.environment import CPU_VARIANT
@@ -128,3 +130,23 @@ def test_the_variant_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CPU_VARIANT, "avx9")
     with pytest.raises(UnsupportedError, match="RINGWEAVE_CPU_VARIANT: got 'avx9'; wanted one of .*generic"):
         cpu.variant()
+
+
+def test_no_pass_over_out_where_the_kernel_sums_it_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delta is computed for a gradient of lse alone; without one, PyTorch's kernel has out."""
+    passes = []
+
+    def noting(*given: Any) -> Tensor:
+        passes.append(given)
+        return delta_in_chunks(*given)
+
+    monkeypatch.setitem(BACKENDS, "sdpa", dataclasses.replace(BACKENDS["sdpa"], delta=noting))
+    q, k, v = (torch.randn(1, 2, 40, 16, requires_grad=True) for _ in range(3))
+    got = torch.autograd.grad(rw.attention(q, k, v, rw.Causal(), backend="sdpa").sum(), (q, k, v))
+    assert not passes
+    want = torch.autograd.grad(rw.attention(q, k, v, rw.Causal(), backend="reference").sum(), (q, k, v))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+    out, lse = rw.attention_with_lse(q, k, v, rw.Causal(), backend="sdpa")
+    torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
+    assert len(passes) == 1

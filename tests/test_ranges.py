@@ -11,7 +11,8 @@ import ringweave as rw
 from ringweave.backends import cpu
 from ringweave.environment import CPU_VARIANT
 
-from .test_conformance import DTYPES, RUNNABLE
+from .oracle import Expected, Inputs
+from .test_conformance import DTYPES, RUNNABLE, run
 
 MOST = torch.finfo(torch.float32).max
 TINY = torch.finfo(torch.float32).tiny
@@ -73,9 +74,10 @@ def hold(
     factor, number = sign * 10.0**scale, 10.0**size
     q, k, v = (x.detach().double().expand(1, 2, n, dim) for x in leaves)
     scores, sizes = q @ k.mT * factor, q.abs() @ k.abs().mT * abs(factor)
-    # the size below which float32, or the processor's 16-bit products, flush to 0
     before, after = min(abs(factor), 1.0), max(abs(factor), 1.0)
-    lost = dim * TINY * after * (1 + 2 * k.abs().max() + 2 * before * q.abs().max())
+    # the size below which float32 has no number, or the processor's 16-bit products are 0; a large scale widens these
+    least = TINY if after <= 1024 else 2.0**-149
+    lost = dim * least * after * (1 + 2 * k.abs().max() + 2 * before * q.abs().max())
     off = sizes * 2**-19 + float(lost)
     allowed = kind.to_dense(n, heads=2)
     bad, doubtful = (scores.abs() > MOST) & allowed, (sizes > MOST / 4) & allowed
@@ -161,3 +163,18 @@ def hold(
                     # PyTorch's kernel multiplies keys by the scale before slopes: the product may be subnormal
                     slack = slack + n * slopes * 2.0**-149
                 assert ((got.double() - want).abs() <= slack).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize("powers", [(-66, -57), (-33, -90), (-115, 0), (0, -115)])
+@everywhere
+def test_products_too_small_for_a_processor(
+    backend: str, variant: str | None, powers: tuple[int, int], tokens: int
+) -> None:
+    """A large scale of small queries and keys costs no precision, though processors take small products of bfloat16 as 0."""
+    of_q, of_k = powers
+    x, scale = Inputs.random(tokens, 70, heads=4, kv_heads=2, dtype=torch.bfloat16), -0.3
+    small = Inputs(x.q * 2.0**of_q, x.k * 2.0**of_k, x.v, x.dout, x.dlse)
+    got = run(small, rw.Full(), backend, scale=scale * 2.0 ** -(of_q + of_k))
+    plain = {**got, "dq": got["dq"].double() * 2.0**of_q, "dk": got["dk"].double() * 2.0**of_k}
+    Expected.of(x, torch.ones(tokens, 70), scale).check(plain)

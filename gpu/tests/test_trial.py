@@ -50,7 +50,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(trial, "_checked", functools.cache(trial._checked.__wrapped__))  # type: ignore[attr-defined]
     monkeypatch.setattr(device_check, "_checked", functools.cache(device_check._checked.__wrapped__))  # type: ignore[attr-defined]
@@ -160,6 +160,39 @@ def test_without_a_verdict_auto_takes_engines_of_pytorch(gpu: None) -> None:
         assert chosen(case(needs_grad), first(rw.Selected(torch.zeros(256, 1, dtype=torch.int64)))) == "gather"
     assert chosen(dataclasses.replace(case(), dtype=torch.float64)) == "dense_batched"
     assert program.choose_backend("triton", case(), WINDOW).name == "triton"
+
+
+@pytest.fixture
+def hopper(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate the generation on which our kernels were measured."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_on_hopper_auto_takes_the_measured_kinds(
+    needs_grad: bool, hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was measured needs a check in a process, and no trial; everything else is as on other devices."""
+    jobs = found(monkeypatch)
+    of = case(needs_grad)
+    assert chosen(of) == "triton"
+    assert [(job.backend, job.form, job.timed) for job in jobs] == [("triton", "sparse", None)]
+    assert chosen(of, first(rw.Causal())) == "flash"
+    assert chosen(of, first(rw.Selected(torch.zeros(256, 1, dtype=torch.int64)))) == "gather"
+    others = (
+        {"head_dim": 256, "value_dim": 256}, {"head_dim": 32, "value_dim": 32}, {"dtype": torch.float32},
+        {"features": frozenset({"ALiBi"})},
+    )  # fmt: skip
+    assert {chosen(dataclasses.replace(of, **other)) for other in others} == {"flex"}
+    assert len(jobs) == 1
+
+
+def test_on_hopper_a_failed_check_leaves_flex(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    found(monkeypatch, triton=Outcome("tried on this GPU, it crashed its process (SIGSEGV)"))
+    assert chosen() == "flex"
+    # a trial on this machine decides against the measurements too
+    found(monkeypatch, triton=Outcome(None, 2.0), flex=Outcome(None, 1.0))
+    assert hold().best == chosen() == "flex"
 
 
 def test_steps_of_decoding_are_not_compiled_for_each_length(gpu: None) -> None:

@@ -10,8 +10,11 @@ import pytest
 import torch
 
 import ringweave as rw
+from ringweave import api
+from ringweave.errors import UnsupportedError
 from ringweave_gpu import triton
 from tests.on_gpu import DEVICE, EVERYTHING, captured
+from tests.operators import by_operators
 from tests.oracle import NAMES, Inputs
 from tests.test_conformance import run
 
@@ -85,6 +88,51 @@ def test_forward_and_backward_in_a_graph(name: str) -> None:
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("by_hand", [True, False])
+@pytest.mark.parametrize("scored", [False, True])
+def test_a_step_over_pages_in_a_graph(scored: bool, by_hand: bool) -> None:
+    """A call after one with the same lengths copies nothing between host and device, so it can be captured."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16, generator=generator)
+
+    cache = rw.PagedCache.empty(2, 3000, heads=2, dim=64, dtype=torch.bfloat16, device=DEVICE)
+    cache.append(draw(2, 2, 2500, 64), draw(2, 2, 2500, 64))
+    cache.append(draw(1, 2, 130, 64), draw(1, 2, 130, 64), rows=[1])
+    if by_hand:
+        cache = rw.PagedCache(cache.k, cache.v, cache.table, cache.lengths.clone())
+    q = draw(2, 4, 1, 64)
+    pattern = (rw.SlidingWindow(700) | rw.Sinks(4)) & rw.Causal()
+    terms = rw.terms.ALiBi(torch.tensor([0.5, 0.1, 0.2, 0.3], device=DEVICE)) if scored else None
+
+    def step() -> torch.Tensor:
+        return rw.paged_attention(q, cache, pattern, terms=terms, backend="triton")
+
+    step()
+    torch.cuda.synchronize()
+    if not by_hand:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph, got = captured(step)
+    q.copy_(draw(*q.shape))
+    got.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(got, step())
+
+
+def test_a_graph_of_a_step_over_pages_needs_an_earlier_call() -> None:
+    cache = rw.PagedCache.empty(1, 1000, heads=2, dim=64, dtype=torch.bfloat16, device=DEVICE)
+    cache.lengths.fill_(700)
+    q = torch.randn(1, 2, 1, 64, device=DEVICE, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="Call it before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        rw.paged_attention(q, cache, backend="triton")
+
+
 @pytest.mark.parametrize("name", ["causal", "sinks", "table_per_head", "longnet"])
 def test_a_second_call_does_not_wait(name: str) -> None:
     x = Inputs.random(1000, heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16).to(DEVICE)
@@ -118,6 +166,29 @@ def test_a_table_within_a_pattern_is_planned_and_computed_in_a_graph() -> None:
     torch.cuda.synchronize()
     for found, wanted in zip(got, both(), strict=True):
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["causal", "sinks", "table_per_head", "longnet"])
+def test_a_repeated_call_is_checked_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repeated call finds its program, has the bits of the operators, and is seen by whatever watches these."""
+    x = Inputs.random(1000, heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16).to(DEVICE)
+    pattern, leaves = EVERYTHING[name](1000), x.leaves()
+
+    def both() -> tuple[torch.Tensor, ...]:
+        out = rw.attention(*leaves, pattern, backend="triton")
+        return out.detach(), *torch.autograd.grad(out, leaves, x.dout)
+
+    out = by_operators(*leaves, pattern, backend="triton")[0]
+    wanted = out.detach(), *torch.autograd.grad(out, leaves, x.dout)
+    for _ in range(2):
+        both()
+    with monkeypatch.context() as patched:
+        patched.setattr(api, "checked", lambda given: pytest.fail("a known call is checked again"))
+        for got, want in zip(both(), wanted, strict=True):
+            assert torch.equal(got, want)
+        for watching in (torch.autocast(DEVICE, torch.float16), torch.profiler.profile(), torch.device("cpu")):
+            with watching, pytest.raises(pytest.fail.Exception):
+                both()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -357,7 +357,8 @@ def paged_attention(
     """Compute attention of the last tokens of each sequence over its pages of a cache, without copying them together.
 
     The result is that of :func:`ringweave.attention` for each sequence alone, with ``q_offset="end"``. Pages in which
-    the pattern allows nothing are not read. There is no backward: a cache holds no gradients.
+    the pattern allows nothing are not read. There is no backward: a cache holds no gradients. A CUDA graph can capture
+    a call after a call with the same lengths; a replay with other lengths is a device-side assertion.
 
     Args:
         q: Queries of the last Nq tokens of each sequence, (B, Hq, Nq, D), on the device of the cache and in its dtype;

@@ -6,7 +6,8 @@
     DECODE_PLANS  plans of decoding steps, which have one row of tiles        as PLANS                   32 MiB, 256
     PATTERNS      parsed text, boxes of grids, rows of relations, densities,  kind, and text or value    192 MiB, 8192
                   tiles around tables, masks of models and BlockMasks, score
-                  functions that were compared with their graphs, their terms
+                  functions that were compared with their graphs, their terms,
+                  lengths of sequences in pages
     PLACEMENTS    placements of tokens around a ring, and the work of a rank  patterns, sizes, ranks     512 MiB, 320
     COMPILED      functions that FlexAttention compiled                       shapes, types, terms       64
     derived       a backend's lists, queues and masks for a plan              plan, and a name           the plan's life

@@ -152,7 +152,7 @@ class Call:
     def at_lengths(self, k: Tensor, tensors: Sequence[Tensor]) -> Call:
         """Return a paged call for the current lengths of its sequences, with the queries as their last tokens."""
         # imported when a call has pages
-        from .kv_cache import check_pages, last_tokens
+        from .kv_cache import check_pages, host_lengths, last_tokens
 
         last = len(tensors) - 2 * (self.kv_dtype is not None)
         table, lengths = tensors[last - 2 : last]
@@ -163,8 +163,7 @@ class Call:
             used = torch.arange(table.shape[1], device=table.device) * size < lengths[:, None]
             require((~used | ((table >= 0) & (table < k.shape[0]))).all(), "pages: one is not in the pool")
         check_extents(self.pattern, self.batch, self.heads)
-        known = lengths.cpu()
-        return dataclasses.replace(self, pattern=last_tokens(self.pattern, known, self.nq))
+        return dataclasses.replace(self, pattern=last_tokens(self.pattern, host_lengths(lengths), self.nq))
 
     def part(self, operands: Operands, pattern: Pattern, q_offset: int) -> Call:
         """Return the call for a part of its operands."""
@@ -229,7 +228,10 @@ class Operands(NamedTuple):
         terms = None
         if call.features:
             whole = call.nq, call.nk
-            terms = term_operands(call, whole, q.device, rest, None if learns is None else learns[: len(rest)])
+            # from the lengths on the device: to copy the pattern's positions there would wait for it
+            first = None if pages is None else pages.first_positions(call.nq)
+            flags = None if learns is None else learns[: len(rest)]
+            terms = term_operands(call, whole, q.device, rest, flags, first)
         return Operands(q, k, v, call.scale, terms, pages, scales)
 
     @property
@@ -288,6 +290,7 @@ def term_operands(
     device: torch.device,
     tensors: Sequence[Tensor],
     learns: Sequence[bool] | None = None,
+    positions: Tensor | None = None,
 ) -> TermOperands | None:
     """Return the terms and dropout of a call, or None if it has neither.
 
@@ -297,6 +300,7 @@ def term_operands(
         device: Device of the computation.
         tensors: Tensors of the call up to the seed, in the order of :func:`pack`.
         learns: Whether each of these tensors gets a sum of gradients.
+        positions: First positions of queries and keys, (B, 2) int64; those of the call's pattern by default.
     """
     if not call.terms and not call.dropout:
         return None
@@ -312,5 +316,5 @@ def term_operands(
         totals += [term.total(name, acc_dtype(call.dtype)) if next(flags) else None for name in term.axes]
     places = [torch.arange(n, device=device) for n in (call.heads, *tokens)]
     dropout = Dropout(call.dropout, int(tensors[-1])) if seeds else None
-    offsets = first_positions(call.pattern, call.q_offset, call.batch, device)
+    offsets = first_positions(call.pattern, call.q_offset, call.batch, device) if positions is None else positions
     return TermOperands(terms, dropout, places[0], places[1], places[2], offsets, tuple(totals))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -10,13 +11,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .cache import PATTERNS
 from .checks import check_device, whole
 from .errors import PageError, PatternError, ShapeError, UnsupportedError, shown
 from .patterns import KeyPadding, Pattern
 from .patterns.alignment import ends_at_query
+from .patterns.cache_key import TableId
 from .patterns.shifted import with_offsets
+from .plan.cuda_sync import capturing, require_no_capture, wait_for_stream
 from .precision import STORED, Precision, Scales, as_precision, quantize_rows
-from .torch_compat import version
+from .torch_compat import require, version
 from .types import DTYPES
 
 #: Allowed numbers of tokens in a page.
@@ -325,6 +329,8 @@ class PagedCache:
             self.table.copy_(torch.from_numpy(book.table))
             self.lengths.copy_(torch.from_numpy(book.lengths))
             book.published = self.lengths, version(self.lengths)
+            # the host cannot tell whether inference tensors were written to since
+            _note_lengths(self.lengths, book.lengths.copy(), kept=not self.lengths.is_inference())
 
     def _rows(self, name: str, rows: Sequence[int] | None, *, once: bool = True) -> NDArray[np.int64]:
         batch = len(self.table)
@@ -398,6 +404,57 @@ def check_pages(table: NDArray[np.int32], lengths: NDArray[np.int32], pages: int
         row, column = np.argwhere(wrong)[0]
         got = f"page {table[row, column]} in row {row}, column {column}"
         raise ShapeError("table", got, f"0 to {pages - 1}", "Correct it, or let the cache keep the table.")
+
+
+@dataclass(frozen=True, eq=False)
+class _Lengths:
+    """Lengths of sequences on a device, as the host knew them last.
+
+    Attributes:
+        made_of: The tensor and its version.
+        host: The lengths on the host, which nothing writes to.
+        kept: Whether the record of a cache has them, so that the device need not be read.
+        device: A copy on the device, with which captured graphs compare the lengths; None before the first call.
+    """
+
+    made_of: TableId
+    host: NDArray[np.int32]
+    kept: bool
+    device: Tensor | None = None
+
+
+def _note_lengths(lengths: Tensor, host: NDArray[np.int32], *, kept: bool, device: Tensor | None = None) -> _Lengths:
+    noted = _Lengths(TableId(lengths), host, kept, device)
+    # the storage is held, so no other tensor gets the address
+    PATTERNS.put(("lengths", lengths.data_ptr()), noted, 2 * lengths.nbytes)
+    return noted
+
+
+def host_lengths(lengths: Tensor) -> Tensor:
+    """Return the lengths of sequences on the host; nothing is copied if a cache keeps them, or in a CUDA graph.
+
+    A captured graph has the plan of these lengths, so a device-side assertion stops its replay with others.
+
+    Raises:
+        UnsupportedError: A graph is captured, and no call before the capture had these lengths.
+    """
+    device = lengths.device
+    if device.type == "cpu":
+        return lengths
+    known: _Lengths | None = PATTERNS.get(("lengths", lengths.data_ptr()))
+    if known is not None and known.made_of != TableId(lengths):
+        known = None
+    if capturing(device):
+        if known is None or known.device is None:
+            require_no_capture(device)
+        else:
+            wait_for_stream(known, device)
+            require((lengths == known.device).all(), "lengths: they changed since the graph was captured")
+    elif known is None or not known.kept or known.device is None:
+        host = known.host if known is not None and known.kept else lengths.cpu().numpy()
+        known = _note_lengths(lengths, host, kept=known is not None and known.kept, device=lengths.clone())
+    assert known is not None
+    return torch.from_numpy(known.host)
 
 
 def last_tokens(pattern: Pattern, lengths: Tensor, nq: int) -> Pattern:

@@ -93,12 +93,6 @@ def preference(device: str) -> list[str]:
     return ordered
 
 
-def possible(device: str) -> list[str]:
-    """Return the backends that auto may use on a device: those it prefers, then those that trials must find faster."""
-    tried = sorted(name for name, backend in BACKENDS.items() if backend.trials is not None)
-    return [*preference(device), *tried]
-
-
 def trials(device: str) -> Trials | None:
     """Return the trials of backends on a device that is not a CPU; None if no installed distribution holds trials."""
     if device == "cpu":
@@ -160,8 +154,17 @@ def measured(call: Call, branch: Branch) -> Step | None:
 
 
 def contenders(call: Call, branch: Branch) -> list[str]:
-    """Return the names of the backends that a trial of a call compares, in auto's order."""
-    return [name for name in possible(call.device) if unsupported_reason(BACKENDS[name], call, branch) is None]
+    """Return the names of the backends that a trial of a call compares, in auto's order.
+
+    Last are those that auto does not use without a trial: they have to be faster than the first.
+    """
+    able = [
+        each
+        for each in map(BACKENDS.__getitem__, preference(call.device))
+        if unsupported_reason(each, call, branch) is None
+    ]
+    able.sort(key=lambda each: each.untried is not None and each.untried(call, branch) is not None)
+    return [each.name for each in able]
 
 
 def candidates(call: Call, branch: Branch) -> Iterator[tuple[Backend, str | None]]:
@@ -197,6 +200,8 @@ def _why_not(backend: Backend, call: Call, branch: Branch) -> str | None:
     verdict = None if held is None else held.known(call, branch)
     if verdict is not None and backend.name in verdict.outcomes:
         return verdict.outcomes[backend.name].reason
+    if backend.untried is not None and (reason := backend.untried(call, branch)) is not None:
+        return reason
     if not backend.checked:
         return None
     if held is not None:
@@ -321,7 +326,8 @@ class Program:
     def terms(self) -> TermOperands | None:
         """Score terms of a constant program if all its calls share them: no tables and no dropout seed; else None."""
         call = self.call
-        if not self.constant or not call.terms or call.dropout or tables_in(call.terms):
+        # on a GPU the places of heads, queries and keys would have to wait for the stream that made them
+        if not self.constant or call.device != "cpu" or not call.terms or call.dropout or tables_in(call.terms):
             return None
         return term_operands(call, (call.nq, call.nk), torch.device(call.device), ())
 
@@ -374,9 +380,11 @@ class Program:
         operands, returned = operands.map(readable), returned.detached()
         dout, dlse, out, lse = returned
         steps = self.backward_steps
-        delta = (steps[0].backend.delta if steps else delta_in_chunks)(dout, out, lse, dlse)
         dtype = dtype or self.call.dtype
         one = self.single_step(steps)
+        delta_of = steps[0].backend.delta if steps else delta_in_chunks
+        unread = one is not None and one.backend.own_delta and dlse is None
+        delta = lse.new_empty(0) if unread else delta_of(dout, out, lse, dlse)
         if one is not None:
             assert one.backend.backward is not None
             upstream = Upstream(dout, lse, delta, out if dlse is None else None)

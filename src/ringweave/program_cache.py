@@ -24,11 +24,12 @@ from .errors import PatternError
 from .patterns import Pattern
 from .patterns.alignment import END
 from .patterns.base import names_in
+from .plan.cuda_sync import capturing
 from .precision import NATIVE, Precision
 from .program import Program
 from .terms import Term
 from .terms.dropout import threshold_of
-from .torch_compat import is_plain_cpu, no_interception
+from .torch_compat import are_plain_gpu, is_plain_cpu, no_interception
 from .types import NotGiven
 
 if TYPE_CHECKING:
@@ -43,13 +44,14 @@ class Means(NamedTuple):
 
     Attributes:
         dtypes: Dtypes of q, k and v.
+        place: Number of threads, or the GPU.
         options: ``on_oom``, and k_offset, terms and dropout unless they are defaults.
     """
 
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
     scale: float | None
     backend: str
-    threads: int
+    place: int | torch.device
     variant: str
     options: tuple[Any, ...]
 
@@ -102,6 +104,7 @@ class Found(NamedTuple):
 
 
 _NOTHING = Found(None, None)
+_CPU = torch.device("cpu")
 _new: Any = tuple.__new__
 # "end" is a function of the other parts of a key: sizes, the first key, and paddings in the pattern's text
 _OFFSETS = (int, NotGiven, str)
@@ -118,7 +121,13 @@ def find(given: Arguments, cache: PagedCache | None = None, fewest: int = 0) -> 
     profiler watches operators, or an argument cannot be part of a key.
     """
     q, k, v, pattern, scale, q_offset, backend = given[:7]
-    if not (is_plain_cpu(q, k, v) and no_interception() and type(backend) is str):
+    gpu: torch.device | None = None
+    if not is_plain_cpu(q, k, v):
+        # pages need the lengths, which are read in the call
+        if cache is not None or not are_plain_gpu((q, k, v)):
+            return _NOTHING
+        gpu = q.device
+    if not (no_interception() and type(backend) is str):
         return _NOTHING
     options = _options(given)
     if type(q_offset) not in _OFFSETS or not (scale is None or type(scale) is float) or options is None:
@@ -138,7 +147,7 @@ def find(given: Arguments, cache: PagedCache | None = None, fewest: int = 0) -> 
         place = fewest, int(q_offset)
     dtypes = q.dtype, k.dtype, v.dtype
     # the constructors of named tuples take a microsecond more
-    means = _new(Means, (dtypes, scale, backend, torch.get_num_threads(), setting(CPU_VARIANT), options))
+    means = _new(Means, (dtypes, scale, backend, gpu or torch.get_num_threads(), setting(CPU_VARIANT), options))
     key = _new(CallKey, (place, q.shape, k.shape, v.shape, grad, means, pages))
     last = _last.get(id(pattern))
     if last is not None and last[0] is pattern and last[1] == key:
@@ -153,7 +162,8 @@ def find(given: Arguments, cache: PagedCache | None = None, fewest: int = 0) -> 
     if not pattern.fixed:
         return _of_object(pattern, key, version)
     spec = pattern._spec
-    step = _step_key(spec, key, version.answers)
+    # on a GPU no step is prepared, and each length has its plan
+    step = None if gpu is not None else _step_key(spec, key, version.answers)
     if step is None:
         program: Program | None = PROGRAMS.get((spec, key))
         if program is not None and program.tuning_version is not version:
@@ -217,7 +227,7 @@ def _of_object(pattern: Pattern, key: CallKey, version: object) -> Found:
         return Found(None, program)
     if pattern.__dict__.get("_called") == key:
         return Found(of_object, None)
-    if pattern._constant and all(table.device.type == "cpu" for table in pattern.tables):
+    if pattern._constant and all(table.device in (_CPU, key.means.place) for table in pattern.tables):
         object.__setattr__(pattern, "_called", key)
     return _NOTHING
 
@@ -253,6 +263,9 @@ def keep(key: Hashable, call: Call, operands: Operands) -> Program:
         PROGRAMS.put(key.kind, program, _PROGRAM_BYTES + sum(table.nbytes for table in call.pattern.tables))
         return program
     program = Program(call, constant=True)
+    if call.backend == "auto" and capturing(operands.q.device):
+        # no backend can be checked in a graph, so that further calls may have a better one
+        return program
     if isinstance(key, StepKey):
         program.prepare_steps(operands)
         PROGRAMS.put(key.kind, program, _PROGRAM_BYTES)

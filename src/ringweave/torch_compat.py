@@ -11,7 +11,7 @@ import functools
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from operator import attrgetter
@@ -24,6 +24,7 @@ from torch.autograd import forward_ad
 from .cache import process_cache
 
 _QUICK = "small calls go through the operators, which takes some microseconds more"
+_FOUND = "repeated calls on a GPU are checked and compiled again, which takes a hundred microseconds more"
 _FLEX = "the flex backend does not support calls with gradients"
 _SDPA = "the sdpa backend is not available, and auto chooses another one"
 _FUSED = "the flash backend does not use this kernel of PyTorch"
@@ -35,12 +36,15 @@ WITHOUT = {
     "Tensor._version": "a table is identified by a digest of its contents, so each look-up of a plan reads all of it",
     "_C.DispatchKey.ADInplaceOrView": f"{_QUICK}; {_FLEX}",
     "_C.DispatchKey.AutocastCPU": _QUICK,
+    "_C.DispatchKey.AutocastCUDA": _FOUND,
     "_C.DispatchKey.AutogradCPU": _QUICK,
+    "_C.DispatchKey.AutogradCUDA": _FOUND,
     "_C.DispatchKey.AutogradFunctionality": _FLEX,
     "_C.DispatchKey.AutogradNestedTensor": _FLEX,
     "_C.DispatchKey.AutogradOther": _FLEX,
     "_C.DispatchKey.BackendSelect": _QUICK,
     "_C.DispatchKey.CPU": _QUICK,
+    "_C.DispatchKey.CUDA": _FOUND,
     "_C.DispatchKeySet": _QUICK,
     "_C.DisableTorchFunction": (
         "a caller's function modes see the calls with which audit probes a layer; score functions are mapped by vmap, "
@@ -117,6 +121,8 @@ def _key_sets(*sets: tuple[str, ...]) -> Any:
 
 # keys of inference tensors and of ordinary ones; a lazy negation, a wrapper or another device has other keys
 _PLAIN = _key_sets(("CPU", "AutocastCPU"), ("CPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU"))
+# the same on a GPU, for CUDA and ROCm; empty if a key is missing
+_PLAIN_GPU = _key_sets(("CUDA", "AutocastCUDA"), ("CUDA", "ADInplaceOrView", "AutogradCUDA", "AutocastCUDA")) or ()
 # classes without a ``__torch_function__`` that would see their operators
 _CLASSES = {Tensor, torch.nn.Parameter}
 # Dispatch keys active on every thread, without and with inference mode; dispatch modes, transforms and traces add more.
@@ -133,6 +139,15 @@ if _has_level and None not in (_keys_of, _included, _functions, _transforms, _pr
             and _keys_of(b).raw_repr() in _PLAIN
             and _keys_of(c).raw_repr() in _PLAIN
         )
+
+    def are_plain_gpu(tensors: Sequence[Tensor], /) -> bool:
+        """Whether all tensors are ordinary tensors on one GPU, without autocast there."""
+        device = tensors[0].device
+        # a plain loop, since a generator expression doubles the overhead
+        for x in tensors:
+            if type(x) not in _CLASSES or _keys_of(x).raw_repr() not in _PLAIN_GPU or x.device != device:
+                return False
+        return not _autocast("cuda")
 
     def are_plain_cpu(tensors: Iterable[Tensor], /) -> bool:
         """Whether all tensors are ordinary tensors in main memory."""
@@ -159,7 +174,7 @@ else:
         """Return False, since this cannot be known: the call then goes through the operators."""
         return False
 
-    is_plain_cpu = are_plain_cpu = no_interception = _unknown
+    is_plain_cpu = are_plain_gpu = are_plain_cpu = no_interception = _unknown
 
 
 def forward_mode() -> bool:

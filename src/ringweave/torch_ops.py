@@ -27,6 +27,7 @@ from .plan import pattern_of
 from .program import Program, Returned
 from .torch_compat import (
     are_plain_cpu,
+    are_plain_gpu,
     batched_gradient,
     forward_mode,
     no_interception,
@@ -242,20 +243,19 @@ def refuse_twice(ctx: Any, *_: Any) -> NoReturn:
     _refuse("a second derivative", "Call the formula on small dense tensors for one.")
 
 
-def can_bypass_operator(program: Program, tensors: Iterable[Tensor]) -> bool:
+def can_bypass_operator(program: Program, tensors: Sequence[Tensor]) -> bool:
     """Whether a program may run without its operator, with no difference that anything could observe.
 
     This needs plain tensors in main memory, the native kernel, and no mode, transform, trace, profiler or autocast,
-    which watch or change operators. It also needs a pattern without tables, which a transform may have wrapped.
+    which watch or change operators. It also needs a pattern without tables, which a transform may have wrapped. On a
+    GPU it needs plain tensors, and a program that was looked up because nothing watched the call.
     """
-    return (
-        # first, since a trace cannot follow the other checks
-        not torch.compiler.is_compiling()
-        and no_interception()
-        and are_plain_cpu(tensors)
-        and not program.call.pattern.tables
-        and program.native
-    )
+    # first, since a trace cannot follow the other checks
+    if torch.compiler.is_compiling() or not no_interception():
+        return False
+    if are_plain_cpu(tensors):
+        return not program.call.pattern.tables and program.native
+    return program.constant and are_plain_gpu(tensors)
 
 
 class _Backward(Differentiable):

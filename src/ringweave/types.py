@@ -51,6 +51,11 @@ class Pages(NamedTuple):
         """Number of tokens for which a row of the table has room."""
         return self.table.shape[1] * self.size
 
+    def first_positions(self, nq: int) -> Tensor:
+        """Return the positions of the first of the last ``nq`` tokens and of the first key, (B, 2) int64."""
+        first = (self.lengths.long() - nq).clamp(min=0)
+        return torch.stack([first, torch.zeros_like(first)], 1)
+
     def gathered(self, x: Tensor, b: int, h: int) -> Tensor:
         """Copy one head of one batch element out of its pages, (capacity, D); rows after its last token are arbitrary.
 

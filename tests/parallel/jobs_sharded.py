@@ -114,6 +114,7 @@ def refused() -> list[str]:
         ((spread(Shard(1), 2),) * 3, rw.Causal(), {"terms": rw.ALiBi(torch.ones(1))}),
         ((heads, heads, spread(Shard(1), 3)), rw.Causal(), {}),
         ((heads,) * 3, rw.Causal(), {"terms": lambda s, b, h, q, k: s * 2}),
+        ((batch,) * 3, rw.PerHead([rw.Causal()] * 3 + [rw.from_mask_mod(lambda b, h, q, k: q > k + b)]), {}),
     ]
     texts = []
     for (q, k, v), pattern, options in calls:

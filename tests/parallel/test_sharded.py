@@ -36,6 +36,7 @@ def test_refusals(pool2: Pool) -> None:
         assert "slopes" in texts[9]
         assert "v heads: got 3; wanted 4, as k" in texts[10]
         assert "terms: got the function <lambda>; wanted Softcap" in texts[11]
+        assert "wanted one pattern for all batch elements if ranks share the batch" in texts[12]
 
 
 def test_dropout_on_one_rank(pool2: Pool) -> None:
@@ -66,7 +67,9 @@ def test_shards_by_head() -> None:
         assert torch.equal(torch.cat(parts, 1), pattern.to_dense(128, heads=heads)), pattern
     with pytest.raises(rw.PatternError, match="tables of 2 heads; wanted a multiple of 4"):
         grouped.shard(0, 4, heads=4)
-    for pattern in (table, batched, each, ~table & rw.Causal() | each, function, each.within(rw.Documents([28, 100]))):
+    nested = rw.PerHead([each, ~each, table, function]), rw.PerHead([batched] * 4)
+    inside = each.within(rw.Documents([28, 100]))
+    for pattern in (table, batched, each, ~table & rw.Causal() | each, function, inside, *nested):
         batch = pattern.extents()[0] or 1
         whole = pattern.to_dense(128, heads=4, batch=batch)
         parts = [pattern.shard(rank, 2, heads=4).to_dense(128, heads=2, batch=batch) for rank in range(2)]

@@ -102,6 +102,8 @@ def test_density_of_a_mixture_counts_branches() -> None:
         (lambda: rw.BlockTable(torch.ones(3, 3).bool(), 16).plan(64), r"BlockTable: got a table of \(3, 3\) blocks"),
         (lambda: rw.BlockTable(torch.ones(2, 3, 3).bool(), 16).plan(48, heads=3), "heads = 2, which the pattern is made"),
         (lambda: rw.PerHead([rw.Causal()] * 2).plan(64, heads=3), "Pass tensors with 2 query heads"),
+        (lambda: rw.PerHead([rw.PerHead([rw.Causal()]), rw.Causal()]).plan(64, heads=2), "parts made for heads = 2 and 1; wanted one number"),
+        (lambda: rw.PerHead([rw.Sinks(torch.ones(b, 4).bool()) for b in (2, 3)]).plan(4, heads=2, batch=2), "parts made for batch = 2 and 3"),
         (lambda: rw.PerHead([]), "patterns: got .*; wanted a list of relations"),
         (lambda: rw.LongNet([8, 9], [1, 2]), "segment 9 with rate 2; wanted segments divisible by their rates. Use segment 8 or 10"),
         (lambda: rw.LongNet([8], [1, 2]), "got 1 segments and 2 rates"),

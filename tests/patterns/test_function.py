@@ -775,6 +775,24 @@ def test_threads_that_wrap_and_call() -> None:
     assert not wrong
 
 
+def test_each_head_reads_its_own_number_inside_of_other_patterns() -> None:
+    near, band = (
+        rw.TokenMask(lambda b, h, q, k: q - k <= h),
+        rw.TokenMask(lambda b, h, q, k: (q >= k) & (q - k <= h)),
+    )
+    inner = rw.PerHead([near, band])
+    for pattern in (
+        rw.PerHead([inner, inner]),
+        rw.PerHead([rw.Causal(), rw.Causal() & inner]),
+        rw.PerHead([inner, rw.PerHead([band, inner]) | rw.Sinks(1)]),
+    ):
+        dense = pattern.to_dense(N, heads=2)
+        assert torch.equal(rw.plan(pattern, N, heads=2).to_dense(), dense)
+        q = torch.randn(1, 2, N, 8)
+        want = torch.nn.functional.scaled_dot_product_attention(q, q, q, dense)
+        torch.testing.assert_close(rw.attention(q, q, q, pattern), want)
+
+
 # ---- copies -----------------------------------------------------------------------------------------------------------
 
 

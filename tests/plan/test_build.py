@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import time
 from itertools import pairwise
@@ -185,6 +186,63 @@ def test_equal_heads_share_their_rows() -> None:
     assert many.row_ptr.shape[0] == 2
     assert many.row_set.tolist() == [[0, 0, 1, 0]]
     assert many.nnz == one.nnz + rw.SlidingWindow(9).plan(1000).nnz
+
+
+MASKS = [torch.tensor(mask, dtype=torch.bool) for mask in ([[1], [0]], [1], [[1, 0]], [[1, 0], [0, 0]])]
+LENGTHS = [torch.tensor(stop, dtype=dtype) for stop, dtype in (([3, 0], torch.int32), ([3], torch.int64))]
+
+
+@pytest.mark.parametrize(
+    ("heads", "nq", "nk"),
+    [
+        ([rw.Sinks(MASKS[0]), rw.Sinks(MASKS[1])], 1, 1),
+        ([rw.Global(MASKS[0]) & rw.Causal(), rw.Global(MASKS[1]) & rw.Causal()], 1, 1),
+        ([~rw.Sinks(MASKS[3]), ~rw.Sinks(MASKS[2])], 2, 2),
+        ([rw.KeyPadding(LENGTHS[0]), rw.KeyPadding(LENGTHS[1])], 3, 3),
+        ([rw.Causal().within(rw.KeyPadding(LENGTHS[0])), rw.Causal().within(rw.KeyPadding(LENGTHS[1]))], 3, 3),
+        # a table of one row is that of a step at any position
+        ([rw.BlockTable(MASKS[2], 16), rw.BlockTable(MASKS[3], 16)], 16, 32),
+        ([rw.BlockTable(MASKS[2].expand(2, 1, 1, 2), 16), rw.BlockTable(MASKS[3].expand(2, 1, 2, 2), 16)], 16, 32),
+    ],
+)
+def test_heads_with_equal_bytes_of_other_shapes_or_dtypes_have_rows_of_their_own(
+    heads: list[Pattern], nq: int, nk: int
+) -> None:
+    spells_out(rw.PerHead(heads), nq, nk, 2, 2, (16, 16), nk - nq)
+    spells_out(rw.PerHead(heads[::-1]), nq, nk, 2, 2, (16, 16), nk - nq)
+
+
+@st.composite
+def of_tensor(draw: st.DrawFn, kind: int, n: int, batch: int) -> Pattern:
+    lead = draw(st.sampled_from([(), (1,), (batch,)]))
+
+    def numbers(shape: tuple[int, ...], most: int) -> torch.Tensor:
+        dtype = draw(st.sampled_from([torch.uint8, torch.int32, torch.int64]))
+        size = math.prod(shape)
+        return torch.tensor(draw(st.lists(st.integers(0, most), min_size=size, max_size=size)), dtype=dtype).view(shape)
+
+    match kind:
+        case 0:
+            return rw.Sinks(numbers((*lead, n), 1).bool())
+        case 1:
+            return rw.Global(numbers((*lead, n), 1).bool())
+        case 2:
+            return rw.KeyPadding(numbers(lead or (1,), n))
+        case 3:
+            return rw.Documents(ids=numbers((*lead, n), 2))
+        case _:
+            return rw.BlockTable(numbers((*lead, *((1,) * len(lead)), n, n), 1).bool(), 1)
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_any_heads_of_few_tokens(data: st.DataObject) -> None:
+    """Few tokens have many tensors of equal bytes."""
+    kind, n, batch = (data.draw(st.integers(*ends)) for ends in ((0, 4), (1, 3), (2, 4)))
+    one, other, third = (data.draw(of_tensor(kind, n, batch)) for _ in range(3))
+    pattern = rw.PerHead([one, other, third, one & rw.Causal(), other & rw.Causal(), one | ~other, other | ~one])
+    dense = pattern.to_dense(n, heads=7, batch=batch)
+    assert torch.equal(build(pattern, n, n, heads=7, batch=batch, tile=(16, 16)).to_dense(), dense)
 
 
 def test_many_tables_are_told_apart_quickly() -> None:

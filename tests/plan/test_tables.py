@@ -187,6 +187,15 @@ def test_which_combinations_are_planned_around_a_table() -> None:
     assert split(table | rw.Causal(), (128, 128)) is None
 
 
+def test_a_table_and_that_of_its_first_head_are_two_tables() -> None:
+    """They begin at one address."""
+    table = of_indices()
+    for first in (table.select(0, 0), rw.BlockTable.of(table.blocks.some(slice(0, 1)), table.block_size)):
+        for pattern in (table & ~first, first | ~table):
+            spells = pattern.to_dense(N, heads=4, batch=2)
+            assert torch.equal(build(pattern, N, N, heads=4, batch=2, tile=(SIDE, SIDE)).to_dense(), spells)
+
+
 class NothingRead(TorchDispatchMode):
     """Fail on operators that make a result's shape or the host's next step depend on values."""
 

@@ -158,5 +158,6 @@ def scratch(call: Call, branch: Branch) -> int:
 
 
 BACKEND = Backend(
-    "flash_attn_4", forward, backward, unsupported_reason, scratch, planned=False, checked=True, before="gather"
-)
+    "flash_attn_4", forward, backward, unsupported_reason, scratch, planned=False, checked=True, before="gather",
+    own_delta=True,
+)  # fmt: skip

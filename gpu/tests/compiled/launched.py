@@ -6,12 +6,15 @@ They test the compiled kernels, the arguments that compile again, and the launch
 from __future__ import annotations
 
 import dataclasses
+import gc
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -20,11 +23,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import ringweave as rw
+from ringweave import call as described_call
+from ringweave import kv_cache, torch_ops
+from ringweave.backends import BACKENDS
+from ringweave.call import Operands
 from ringweave.patterns import Pattern
-from ringweave_gpu.triton import arguments, kernels, launch
+from ringweave.plan import branches
+from ringweave.plan.from_pattern import build
+from ringweave_gpu.triton import BACKEND, arguments, kernels, launch
+from ringweave_gpu.triton.launch import ForwardLayout
 
 from .stand_in import DEVICES, NAMES, Cuda, Hip, Notes
-from .stand_in_calls import ALL, CALLS, HALF, STREAMING, Call, launched
+from .stand_in_calls import ALL, CALLS, HALF, PAIRS, STREAMING, Call, launched
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from kernel_resources import SPILLED, of_cubin, of_rocm, spare
@@ -212,10 +222,16 @@ class Watched(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.called: set[str] = set()
+        #: Those that copied a tensor to another device.
+        self.moved: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.called.add(func._schema.name)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        tensors = [x for x in (*args, result) if isinstance(x, Tensor)]
+        if len({x.device for x in tensors if x.ndim}) > 1:
+            self.moved.add(func._schema.name)
+        return result
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -229,6 +245,82 @@ def test_a_second_call_allocates_and_launches_and_nothing_else(name: str, device
     assert watched.called <= {"aten::empty", "aten::new_empty"}
 
 
+@pytest.mark.parametrize("pattern", [rw.Causal(), PAIRS & rw.Causal()], ids=["rows", "pairs"])
+def test_a_layout_is_that_of_its_tensors_and_holds_no_plan(pattern: Pattern, device: Notes) -> None:
+    plan = build(pattern, 1024, 1024, heads=4, tile=(64, 64) if pattern.tables else (128, 128))
+    x = torch.empty(1, 4, 1024, 64, dtype=HALF)
+    others = {
+        "contiguous": x,
+        "heads last": torch.empty(1, 1024, 4, 64, dtype=HALF).transpose(1, 2),
+        "address of two bytes": torch.empty(x.numel() + 1, dtype=HALF)[1:].view(x.shape),
+        "float32": x.float(),
+        "narrow": x[..., :40],
+    }
+    found = {}
+    for _ in range(2):
+        for name, other in others.items():
+            of = Operands(other, other, other, 0.125)
+            layout, made = (each(of, plan, launch._of_driver()) for each in (ForwardLayout.of, ForwardLayout._made))
+            assert found.setdefault(name, layout) is layout
+            assert layout.constants == made.constants
+            assert layout.numbers == made.numbers
+            assert layout.described == made.described
+            assert layout.queue is made.queue
+    device.index = 1
+    assert ForwardLayout.of(of, plan, launch._of_driver()) is not layout
+    gone = weakref.ref(plan)
+    del plan
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_repeated_launch_has_the_arguments_of_the_first(device: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repeated launch skips Triton's look-up, and another alignment, type or sign of the scale does not use its kernel."""
+    passed: list[tuple[Any, ...]] = []
+    launcher = device.launcher_cls
+
+    def recorded(source: Any, metadata: Any) -> Callable[..., None]:
+        launch_it = launcher(source, metadata)
+        return lambda *args: (passed.append(args), launch_it(*args))[1]
+
+    monkeypatch.setattr(device, "launcher_cls", recorded)
+    # sizes that no other test compiles
+    x, n = torch.empty(1, 2, 192, 24, dtype=HALF), 2 * 192 * 24
+    odd = torch.empty(n + 1, dtype=HALF)[1:].view(x.shape)
+    (branch,) = branches(rw.SlidingWindow(70), 192, 192, heads=2)
+    for q, k, v, scale, dtype in (
+        (x, x, x, 0.1, HALF), (odd, x, x, 0.1, HALF), (x, odd, x, 0.1, HALF), (x, x, odd, 0.1, HALF),
+        (x, x, x, -0.1, HALF), (x, x, x, 0.1, torch.float32),
+    ):  # fmt: skip
+        looked: list[int] = []
+        run = type(kernels.forward).run
+
+        def noted(kernel: Any, *args: Any, run: Any = run, looked: list[int] = looked, **options: Any) -> Any:
+            looked.append(1)
+            return run(kernel, *args, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(type(kernels.forward), "run", noted)
+            calls = []
+            for _ in range(3):
+                passed.clear()
+                launch.forward(Operands(q, k, v, scale), branch, dtype)
+                calls.append(list(map(plain, passed[-1])))
+        assert looked == [1]
+        assert calls[0] == calls[1] == calls[2]
+    assert len({each.metadata.hash for each in device.compiled().values() if each.metadata.name == "forward"}) >= 6
+
+
+def plain(argument: Any) -> object:
+    """Return what a launch reads of an argument; results are new tensors at other addresses."""
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.data_ptr(), *map(tuple, (argument.shape, argument.strides, argument.block_shape))
+    if isinstance(argument, Tensor):
+        return argument.shape, argument.stride(), argument.dtype
+    # what a hook is told is made for each launch
+    return type(argument) if type(argument).__name__ == "LazyDict" else argument
+
+
 @pytest.mark.parametrize("inside", [None, rw.Causal()], ids=["alone", "within causal"])
 def test_a_table_on_a_gpu_is_planned_and_computed_without_a_look_at_it(inside: Pattern | None, device: Notes) -> None:
     """A table on a GPU is planned and computed without reading it; the tensors are fake, so reading one would raise."""
@@ -237,6 +329,32 @@ def test_a_table_on_a_gpu_is_planned_and_computed_without_a_look_at_it(inside: P
     launches = launched(Call(pattern, 1024, kv_heads=2, batch=2, device="meta"), device)
     assert [kernel.metadata.name for kernel, _ in launches] == ALL
     assert [each.grid[0] for kernel, each in launches if kernel.metadata.name in STREAMING] == [128, 128, 64]
+
+
+@pytest.mark.parametrize("terms", ["", "Softcap(9.0)"], ids=["alone", "with a term"])
+def test_a_step_over_pages_copies_nothing(terms: str, device: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with lengths that the host knows copies nothing between devices; the tensors are fake, so reading one would raise."""
+    runnable = dataclasses.replace(BACKEND, unsupported_reason=lambda call, branch: None)
+    monkeypatch.setitem(BACKENDS, "triton", runnable)
+    q, pool = (torch.empty(n, 2, side, 64, dtype=HALF, device="meta") for n, side in ((2, 1), (40, 64)))
+    table, lengths = (torch.empty(*of, dtype=torch.int32, device="meta") for of in ((2, 20), (2,)))
+    # whole tiles, since masks are read once for each plan
+    kv_cache._note_lengths(lengths, np.array([1024, 1152], np.int32), kept=True)
+    call = described_call.Call.of(
+        q, pool, pool, rw.Causal(), page_table=table, backend="triton", terms=terms,
+        features=described_call.features_of(terms, 0),
+    )  # fmt: skip
+
+    def step() -> None:
+        torch_ops.attention(q, pool, pool, [table, lengths], call.text, *call.numbers)
+
+    step()
+    device.taken()
+    with Watched() as watched:
+        step()
+    (launch,) = device.taken()
+    assert device.compiled()[launch.function].metadata.name == "forward"
+    assert not watched.moved
 
 
 PRODUCTS = """

@@ -290,3 +290,18 @@ def test_inputs_that_are_strided_views(dtype: torch.dtype) -> None:
     views = Sample(*(x[:, :, ::2] for x in dataclasses.replace(problem, tokens=600).inputs()))
     for each in compare(problem, peers("ringweave", "sdpa+mask"), inputs=views, rounds=1, memory=False):
         assert each.timing is not None, each.reason
+
+
+def test_a_compiled_mask_has_no_numbers_beyond_int32() -> None:
+    """FlexAttention's kernels have positions of 32 bits, and a larger number wraps there."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    # the package's function hides its module of the same name
+    masks = importlib.import_module("ringweave_lab.bench.peers")
+    for pattern in (rw.Causal(), rw.SlidingWindow(20, 0), rw.Documents([3, 97]) & rw.Causal()):
+        mask_mod = masks._mask_mod(pattern, "cpu")
+        q, k = torch.arange(100, dtype=torch.int32)[:, None], torch.arange(100, dtype=torch.int32)[None]
+        traced = make_fx(mask_mod)(q, q, q, k)
+        numbers = [x for node in traced.graph.nodes for x in node.args if isinstance(x, int)]
+        assert all(abs(x) < 2**31 for x in numbers)
+        assert traced(q, q, q, k).equal(pattern.to_dense(100)[0, 0])

@@ -29,7 +29,8 @@ class Upstream(NamedTuple):
     Attributes:
         dout: Gradient of out, (B, Hq, Nq, Dv).
         lse: Log-sum-exp of the rows, (B, Hq, Nq).
-        delta: Result of the backend's ``delta``, (B, Hq, Nq).
+        delta: Result of the backend's ``delta``, (B, Hq, Nq); empty, if ``out`` is given, for a backend with
+            ``own_delta``.
         out: Output, (B, Hq, Nq, Dv), if ``delta`` equals rowsum(dout * out), so that a kernel may compute delta
             itself; else None.
     """
@@ -293,11 +294,12 @@ class Backend:
         branched: Whether it takes compiled branches. The reference takes the pattern itself.
         planned: Whether it computes a plan's tiles. Dense kernels need no plan.
         delta: Function that computes ``Upstream.delta`` for ``backward``.
+        own_delta: Whether ``backward`` does not read ``Upstream.delta`` if ``Upstream.out`` is given.
         checked: Whether auto chooses it only after a check on the current GPU: see ``device_check`` and ``Trials``.
         before: Name of the backend before which auto considers it on a device that is not a CPU; None if auto has a
             place for it already, or does not use it without a measurement.
-        trials: Function that returns the trials which decide where auto uses it: only where it was right and faster;
-            None if auto uses it without trials.
+        trials: Function that returns the trials which decide where auto uses it; None if it has none.
+        untried: Function that says why auto does not use it for a branch without a trial; None if auto does.
         least_queries: Smallest number of queries of calls that auto gives it.
         terms: Function from a device type to the kinds of score terms that it computes there.
         dropout: Whether it supports dropout of weights.
@@ -323,9 +325,11 @@ class Backend:
     branched: bool = True
     planned: bool = True
     delta: Delta = delta_in_chunks
+    own_delta: bool = False
     checked: bool = False
     before: str | None = None
     trials: Callable[[], Trials] | None = None
+    untried: Callable[[Call, Branch], str | None] | None = None
     least_queries: int = 1
     tiled: bool = False
     terms: Callable[[str], Iterable[str]] = no_terms

@@ -174,4 +174,4 @@ def scratch(call: Call, branch: Branch) -> int:
     return rows * width * 4 + 3 * rows * width * size + 4 * keys * width * size
 
 
-BACKEND = Backend("flash", forward, backward, unsupported_reason, scratch, planned=False, checked=True)
+BACKEND = Backend("flash", forward, backward, unsupported_reason, scratch, planned=False, checked=True, own_delta=True)

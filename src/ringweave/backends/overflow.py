@@ -11,6 +11,9 @@ elements, or to a flag that the native kernel returns.
 
 Backward multiplies sums of keys (for dq) and of queries (for dk) by the scale last. Where a small scale meets large
 keys or queries, powers of two are moved between them first, so that a sum is in range if the gradient is.
+
+Processors take products of bfloat16 below 1.2e-38 as 0. A large scale makes them visible, so backends that multiply
+bfloat16 without widening it to float32 first do widen it for such a scale.
 """
 
 from __future__ import annotations
@@ -44,6 +47,11 @@ def sides(scale: float) -> tuple[float, float]:
 def is_small(scale: float) -> bool:
     """Return whether backward has to look for large queries and keys, since the scale may bring them into range."""
     return 0 < abs(scale) < _SMALL
+
+
+def is_large(scale: float) -> bool:
+    """Return whether products of bfloat16 that processors take as 0 count, since the scale may make them large."""
+    return abs(scale) > 1 / _SMALL
 
 
 def balanced(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor, float, float, float]:

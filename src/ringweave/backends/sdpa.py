@@ -12,7 +12,7 @@ from ..plan import Branch
 from ..torch_compat import aten
 from ..types import acc_dtype
 from .backend import Backend, Upstream, delta_as_channels, per_key_head, per_query_head, with_sign
-from .overflow import may_overflow, nan_rows_out_of_range, sums_in_range
+from .overflow import is_large, may_overflow, nan_rows_out_of_range, sums_in_range
 
 _forward, _backward = aten("flash_attention_for_cpu"), aten("flash_attention_for_cpu_backward")
 
@@ -39,11 +39,17 @@ def _in_range(operands: Operands) -> tuple[Operands, float]:
     return operands._replace(q=operands.q * power, scale=operands.scale / power), power
 
 
+def _widens(dtype: torch.dtype, scale: float) -> bool:
+    """Return whether inputs are widened to float32, since PyTorch's kernel multiplies bfloat16 without widening it."""
+    return dtype == torch.bfloat16 and is_large(scale)
+
+
 def _attended(operands: Operands, branch: Branch) -> Operands:
-    """Drop keys and values that no query may attend, since a NaN in them must not be read."""
+    """Drop keys and values that no query may attend, since a NaN in them must not be read; widen the others if due."""
     q, k, v = operands[:3]
     count = q.shape[2] if branch.dense_kind == "causal" else k.shape[2]
-    return operands._replace(k=k[:, :, :count], v=v[:, :, :count])
+    attended = operands._replace(k=k[:, :, :count], v=v[:, :, :count])
+    return attended.map(Tensor.float) if _widens(q.dtype, operands.scale) else attended
 
 
 def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -87,6 +93,8 @@ def backward(
     dout, queries = dout.to(q.dtype), q
     if out is None:
         dout, queries, keys, values, out = delta_as_channels(dout, q, keys, values, delta)
+    else:
+        out = out.to(q.dtype)
     causal, broken = branch.dense_kind == "causal", lse.isnan()
     some = bool(broken.any())
     if some:
@@ -127,10 +135,13 @@ def unsupported_reason(call: Call, branch: Branch) -> str | None:
 
 
 def scratch(call: Call, branch: Branch) -> int:
-    """Count the key heads repeated for grouped queries; the kernel's internal blocks are small."""
-    if call.heads == call.kv_heads:
-        return 0
-    return call.batch * call.heads * call.nk * (call.head_dim + call.value_dim) * call.dtype.itemsize
+    """Count the key heads repeated for grouped queries, and widened inputs; the kernel's internal blocks are small."""
+    size, rows = call.dtype.itemsize, 0 if call.heads == call.kv_heads else call.heads * call.nk
+    if _widens(call.dtype, call.scale):
+        # queries, keys, values and output; in backward their gradients for each query head, and copies of these
+        size, rows = 4, rows + call.heads * call.nq + call.kv_heads * call.nk
+        rows += call.needs_grad * 2 * call.heads * (call.nq + call.nk)
+    return call.batch * rows * (call.head_dim + call.value_dim) * size
 
 
-BACKEND = Backend("sdpa", forward, backward, unsupported_reason, scratch, planned=False)
+BACKEND = Backend("sdpa", forward, backward, unsupported_reason, scratch, planned=False, own_delta=True)

@@ -26,7 +26,7 @@ from ..environment import CPU_VARIANT
 from ..errors import RingweaveError
 from ..patterns import Causal, SlidingWindow
 from ..plan import branches
-from ..program import possible, trials
+from ..program import preference, trials
 from ..units import nbytes
 from . import terminal
 
@@ -145,7 +145,7 @@ def _gpu(findings: dict[str, dict[str, Any]], backends: dict[str, Any]) -> str:
     kinds = [kind for kind in findings["devices"] if kind != "cpu"]
     if not kinds:
         return "no GPU"
-    able = [name for name in possible(kinds[0]) if _runs(backends, name, kinds[0])]
+    able = [name for name in preference(kinds[0]) if _runs(backends, name, kinds[0])]
     return f"{kinds[0]} runs {', '.join(able)}" if able else f"{kinds[0]} found, but no backend for it"
 
 

@@ -69,7 +69,7 @@ def attend_sharded(attend: Callable[[Arguments], tuple[Tensor, Any]], given: Arg
         # Ranks that replicate a part would drop different pairs of it.
         remedy = "Call attention on local tensors, .to_local(), with a generator for each rank."
         raise UnsupportedError("dropout", given.dropout, "0 with DTensors on several ranks", remedy)
-    if parts.count(BATCH) > 1 and (pattern.extents()[0] is not None or pattern.select(0, 0) != pattern.select(1, 0)):
+    if parts.count(BATCH) > 1 and _by_batch(pattern, q.shape[1]):
         wanted = "one pattern for all batch elements if ranks share the batch"
         remedy = "Call attention on local tensors, .to_local(), with the pattern of this rank's elements."
         raise PatternError("pattern", repr(pattern), wanted, remedy)
@@ -87,6 +87,14 @@ def attend_sharded(attend: Callable[[Arguments], tuple[Tensor, Any]], given: Arg
     out, lse = attend(local)
     whole = [DTensor.from_local(x, mesh, placements, run_check=False) for x in (out, lse)]
     return whole[0], whole[1]
+
+
+def _by_batch(pattern: Pattern, heads: int) -> bool:
+    """Return whether a pattern may differ between batch elements in one of its heads."""
+    if pattern.extents()[0] is not None:
+        return True
+    # extents do not say whether a function uses the batch index
+    return pattern.has_function and any(pattern.select(0, h) != pattern.select(1, h) for h in range(heads))
 
 
 class _Parts:

@@ -10,7 +10,7 @@ from ..checks import whole
 from ..errors import PatternError, shown
 from ..relation import node as relation
 from ..relation.node import Node
-from .base import Composite, Pattern
+from .base import Composite, Pattern, agree
 from .declared import declare
 from .fitting import called, nest, refuse
 
@@ -217,7 +217,8 @@ class PerHead(_Operator):
     Args:
         patterns: One pattern per query head.
     Raises:
-        PatternError: The list is empty or contains a mixture; at use, the number of heads is another one.
+        PatternError: The list is empty or contains a mixture; at use, the number of heads is another one, or patterns
+            are made for different numbers of batch elements.
     Example:
         >>> rw.PerHead([rw.Causal(), rw.SlidingWindow(1)]).to_dense(3, heads=2)[0].sum((1, 2))
         tensor([6, 5])
@@ -240,14 +241,21 @@ class PerHead(_Operator):
         return self.patterns
 
     def _recognised(self, place: Place) -> Pattern:
-        heads = enumerate(self.patterns, place.h0)
+        # the place has one head inside of another PerHead, but part h is that of head h there, too
+        heads = enumerate(self.patterns)
         return self.with_parts([part._recognised(place._replace(heads=1, h0=h)) for h, part in heads])
 
     def __repr__(self) -> str:
         return f"PerHead([{', '.join(map(repr, self.patterns))}])"
 
     def extents(self) -> tuple[int | None, int | None]:
-        return next((b for b, _ in (p.extents() for p in self.patterns) if b is not None), None), len(self.patterns)
+        batch, heads = None, len(self.patterns)
+        for part in self.patterns:
+            # the number of query heads is known here, also to tables per key head
+            of_batch, of_heads = part.bound(heads).extents()
+            batch = agree("batch", batch, of_batch)
+            agree("heads", heads, of_heads)
+        return batch, heads
 
     def remade(self, parts: Sequence[Pattern]) -> Pattern:
         return PerHead(list(parts))
@@ -256,7 +264,9 @@ class PerHead(_Operator):
         if ranks == 1:
             return super().bound(heads, kv_heads)
         count = len(self.patterns) // ranks
-        return PerHead(self.patterns[rank * count : (rank + 1) * count])
+        mine = self.patterns[rank * count : (rank + 1) * count]
+        # a part that differs between heads is asked for those of its rank, too
+        return PerHead([part.bound(len(self.patterns), kv_heads, rank, ranks) for part in mine])
 
     def select(self, b: int, h: int) -> Pattern:
         return self.patterns[h].select(b, h)

@@ -207,8 +207,7 @@ class Pattern(ABC):
         """Return a hashable value, the text and the tables' contents; this copies the tables."""
         if parts := self.parts_within():
             return self.spec, tuple(part.value() for part in parts)
-        arrays = (table.cpu().numpy() for table in self.tables)
-        return self.spec, tuple((np.packbits(a) if a.dtype == np.bool_ else a).tobytes() for a in arrays)
+        return self.spec, tuple(map(_contents, self.tables))
 
     def key(self) -> CacheKey:
         """Return a cache key: the text, and the tables by storage and version."""
@@ -480,6 +479,13 @@ class Pattern(ABC):
         return self.plot(heads=heads or 1) if batch is None else ""
 
 
+def _contents(table: Tensor) -> Hashable:
+    array = table.cpu().numpy()
+    packed = np.packbits(array) if array.dtype == np.bool_ else array
+    # equal bytes are other values in another shape or dtype
+    return array.shape, array.dtype, packed.tobytes()
+
+
 def names_in(spec: str) -> set[str]:
     """Return the names of the patterns in a text, without building them."""
     return set(_CALLED.findall(spec))
@@ -512,7 +518,7 @@ class Composite(Pattern):
         batch = heads = None
         for part in self.parts_within():
             b, h = part.extents()
-            batch, heads = _agree("batch", batch, b), _agree("heads", heads, h)
+            batch, heads = agree("batch", batch, b), agree("heads", heads, h)
         return batch, heads
 
     def select(self, b: int, h: int) -> Pattern:
@@ -534,7 +540,8 @@ class Composite(Pattern):
         return self if same else self.remade(parts)
 
 
-def _agree(name: str, a: int | None, b: int | None) -> int | None:
+def agree(name: str, a: int | None, b: int | None) -> int | None:
+    """Return the number of batch elements or heads that two parts are made for; raise PatternError for two numbers."""
     if a is None or b is None or a == b:
         return b if a is None else a
     raise PatternError(

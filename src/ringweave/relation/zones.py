@@ -11,6 +11,8 @@ Yi 2004, section 4).
 
 from __future__ import annotations
 
+import functools
+import operator
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -404,7 +406,15 @@ class Zones(Node):
     ) -> Tensor:
         """Evaluate pairs by the bounds of their zones."""
         distance = k - q
-        allowed = (q >= q0) & (q < q1) & (k >= k0) & (k < k1) & (distance >= d0) & (distance < d1)
+        # A bound of the first or last position of an only element says nothing, and compiled code for int32 positions
+        # cannot hold it.
+        conditions = []
+        for x, low, high, far in ((q, q0, q1, FAR), (k, k0, k1, FAR), (distance, d0, d1, 2 * FAR)):
+            if self.each or isinstance(low, Tensor) or low > -far:
+                conditions.append(x >= low)
+            if self.each or isinstance(high, Tensor) or high < far:
+                conditions.append(x < high)
+        allowed = functools.reduce(operator.and_, conditions, torch.ones_like(distance, dtype=torch.bool))
         if self.residue is not None:
             axis, m, width = self.residue
             # a new tensor: compiled code may not write to one here

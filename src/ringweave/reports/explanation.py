@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import plugins, program
 from ..backends import BACKENDS
-from ..backends.backend import Backend, Verdict
+from ..backends.backend import Backend
 from ..call import Call
 from ..checks import flag, named_device, whole
 from ..errors import ShapeError, shown
@@ -362,9 +362,6 @@ def _others(steps: Sequence[tuple[Branch, Backend]], call: Call, named: str) -> 
                 continue
             if name in refused:
                 reason = refused[name] or f"could run it; {chosen.name} {why}"
-            elif backend.trials is not None and call.device != "cpu":
-                verdict = program.verdict_on(call, branch)
-                reason = _of_trial(verdict, name) or program.unsupported_reason(backend, call, branch) or _NO_TRIAL
             else:
                 reason = _used_when_named(backend, call)
             if reason not in reasons.setdefault(name, []):
@@ -374,20 +371,11 @@ def _others(steps: Sequence[tuple[Branch, Backend]], call: Call, named: str) -> 
     return reasons
 
 
-_NO_TRIAL = "used only when named, or where a trial finds it right and faster: ringweave tune --gpu"
-
-
 def _used_when_named(backend: Backend, call: Call) -> str:
-    if backend.trials is not None or backend.before is not None:
+    if backend.before is not None:
         return "on a CPU it is used only when named"
     may = ", or where measured to be fastest" if backend.branched and not backend.experimental else ""
     return f"used only when named{may}"
-
-
-def _of_trial(verdict: Verdict | None, name: str) -> str | None:
-    """Return what a trial found against a backend; None without a trial of it."""
-    outcome = None if verdict is None else verdict.outcomes.get(name)
-    return None if outcome is None else outcome.reason or "the trial on this machine found it no faster"
 
 
 def _memory(call: Call, work: Sequence[BranchWork]) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """Triton kernels over a plan's tiles, forward and backward, for CUDA and ROCm. Triton is imported at the first call.
 
-**Everything in this folder is unproved**: it is tested in Triton's interpreter, in an emulator of compiled code and
-with drivers that run nothing, and has not run on a GPU. So ``auto`` never takes it by itself: a call names it, or a
-trial on the user's machine found it right and faster (``trial.py``).
+On an H200 the kernels were right, and faster than FlexAttention over the same plans: ``auto`` takes them on that
+generation, for the kinds of calls that were measured, once a check on the user's machine passed. Elsewhere a call names
+them, or a trial on the user's machine found them right and faster (``trial.py``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ringweave.backends.backend import Backend, Trials, Upstream
 from ringweave.cache import process_cache
 from ringweave.call import Call, Operands
 from ringweave.plan import Branch
+from ringweave.plan.from_lists import listed
 from ringweave.precision import STORED
 from ringweave.terms import KINDS
 
@@ -102,6 +103,18 @@ def unsupported_reason(call: Call, branch: Branch) -> str | None:
     return None
 
 
+def untried(call: Call, branch: Branch) -> str | None:
+    """Return why auto does not take the kernels without a trial; None for the kinds of calls measured on Hopper."""
+    wanted = "used only when named, or where a trial finds it right and faster: ringweave tune --gpu"
+    if not torch.cuda.is_available() or torch.version.hip is not None or torch.cuda.get_device_capability()[0] != 9:
+        return wanted
+    widths = {1 << (dim - 1).bit_length() for dim in (call.head_dim, call.value_dim)}
+    plain = not (call.features or call.paged or call.kv_dtype)
+    measured = plain and call.dtype in (torch.bfloat16, torch.float16) and widths <= {64, 128}
+    tiles = branch.dense_kind == "sparse" and listed(branch.pattern) is None
+    return None if measured and tiles else wanted
+
+
 def scratch(call: Call, branch: Branch) -> int:
     """Count the row and column queues, the transposed masks, and the partial sums of long lists."""
     from . import queues
@@ -133,10 +146,13 @@ BACKEND = Backend(
     unsupported_reason,
     scratch,
     delta=delta,
+    checked=True,
+    before="flex",
     tiled=True,
     terms=terms,
     dropout=True,
     paged=True,
     kv_dtypes=tuple(STORED),
     trials=trials,
+    untried=untried,
 )

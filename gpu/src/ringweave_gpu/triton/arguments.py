@@ -81,9 +81,10 @@ class TermArguments(NamedTuple):
     @property
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments that every kernel takes."""
-        given: dict[str, Any] = {"places": self.places, "tables": self.tables}
-        given |= {"numbers": self.numbers, "drop": self.drop}
-        return given | {"TERMS": self.terms, "SCORED": self.places is not None}
+        return {
+            "places": self.places, "tables": self.tables, "numbers": self.numbers, "drop": self.drop,
+            "TERMS": self.terms, "SCORED": self.places is not None,
+        }  # fmt: skip
 
 
 def of(terms: TermOperands | None, device: torch.device) -> TermArguments:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +14,11 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from ringweave.backends.backend import Upstream
-from ringweave.cache import process_cache
+from ringweave.cache import derived_values, process_cache
 from ringweave.call import Operands
 from ringweave.errors import UnsupportedError
 from ringweave.plan import BlockPlan, Branch
+from ringweave.plan.cuda_sync import capturing, wait_for_stream
 from ringweave.precision import Scales
 from ringweave.types import Pages
 
@@ -46,34 +47,131 @@ def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Ten
         # the compiler does not support this type on ampere, so the kernel converts bytes
         k, v = k.view(torch.uint8), v.view(torch.uint8)
     batch, heads, nq, _ = q.shape
-    nk, dim = operands.nk, v.shape[3]
+    dim = v.shape[3]
     out = torch.empty(batch, heads, nq, dim, dtype=dtype, device=q.device)
     lse = torch.empty(batch, heads, nq, dtype=torch.float32, device=q.device)
-    ratio = heads // k.shape[1]
-    few = nq <= _FEW
-    as_they_are = pages is None and scales is None
-    describable = not few and as_they_are and arguments.describable(k, v)
-    lists, config, packing, queue = by_rows = cut("forward", q, k, v, plan, terms is not None, describable)
-    described = config.described and describable
-    dead = described and queues.masks(plan).dead_keys
-    plan, channels = lists.plan, max(padded(q.shape[3]), padded(dim))
-    keys, values = (arguments.described(x, config.n) if described else x for x in (k, v))
     term_args = arguments.of(terms, q.device)
-    sums, tops = _partial(queue, config.m * packing.parts, dim, out), _partial(queue, config.m * packing.parts, 1, lse)
-    step, steps = arguments.strides(q, k, v)
-    sizes = _sizes(q, v, plan, config, queue, few)
+    known = ForwardLayout.of(operands._replace(k=k, v=v), plan, device)
+    packing, queue, rows = known.packing, known.queue, plan if known.pairs is None else known.pairs.plan
+    keys, values = (arguments.described(x, known.block) if known.described else x for x in (k, v))
+    held = known.held * packing.parts
+    sums, tops = _partial(queue, held, dim, out), _partial(queue, held, 1, lse)
+    given = (
+        q, keys, values, out, lse, sums, tops, queue.records, rows.col, rows.mask_id, rows.mask_words,
+        known.live, *known.numbers, scale * _LOG2_E if term_args.terms is None else scale,
+    )  # fmt: skip
+    folded = scale > 0 and term_args.terms is None
+    # the function, which tests replace, and everything that the layout leaves out and the kernel is compiled for
+    kind = kernels.forward, folded, dtype, q.data_ptr() % 16 == 0
+    bound = known.bound.get(kind)
     with torch.cuda.device_of(q):
-        kernels.forward[(queue.items * packing.parts,)](
-            q, keys, values, out, lse, sums, tops, queue.records, plan.col, plan.mask_id, plan.mask_words,
-            lists.live, *steps,
-            heads, ratio, nq, nk, scale * _LOG2_E if term_args.terms is None else scale,
-            **sizes, **_of_rows(packing), **term_args.arguments, **_paged(pages), **_scaled(scales), TILES=lists.tiles,
-            BLOCK_N=config.n, FOLDED=scale > 0 and term_args.terms is None, WIDE=arguments.wide(plan, q, k, v),
-            STEP=step, RAGGED=sizes["MASKED"] or pages is not None or nk % plan.kv_tile > 0, DESCRIBED=described,
-            BRANCHED=goes_past_masks("forward", config, channels, device, described), DEAD=dead,
-        )  # fmt: skip
-        _join(queue, sums, out, (tops, lse), ratio, by_rows.span, packing)
+        if bound is not None:
+            bound.launch(*given, *bound.rest)
+        else:
+            named = {**known.constants, **term_args.arguments, **_paged(pages), **_scaled(scales), "FOLDED": folded}
+            kernel = kernels.forward[known.grid](*given, **named)
+            if terms is None and pages is None and scales is None and device.generation != "cdna":
+                known.bind(kind, kernel, named, len(given))
+        _join(queue, sums, out, (tops, lse), heads // k.shape[1], known.span, packing)
     return out, lse
+
+
+class BoundKernel(NamedTuple):
+    """A compiled kernel with its grid, and the values of its last parameters."""
+
+    launch: Callable[..., None]
+    rest: tuple[Any, ...]
+
+
+class ForwardLayout(NamedTuple):
+    """Everything about a forward launch except its tensors, cached with the plan.
+
+    Attributes:
+        pairs: Paired rows; None if the rows are the plan's. A reference to the plan would keep it alive forever.
+        live: Bits of the keys that some query of a mask attends.
+        packing: The rows of a program.
+        queue: The work items.
+        held: Number of queries in a block.
+        block: Number of keys in a block.
+        span: Number of queries in a row of tiles.
+        described: Whether keys and values are loaded by descriptors.
+        grid: Number of programs.
+        numbers: Strides, divided by their common divisor; H, query heads per key head, Nq and Nk.
+        constants: The constants that the kernel is compiled for, except those of the scale, terms and pages.
+        made: Objects with tensors that may have been made on another stream.
+        bound: Compiled kernels by the rest of the properties that they are compiled for.
+    """
+
+    pairs: Rows | None
+    live: Tensor
+    packing: Packing
+    queue: queues.Queue
+    held: int
+    block: int
+    span: int
+    described: bool
+    grid: tuple[int]
+    numbers: tuple[int, ...]
+    constants: dict[str, Any]
+    made: tuple[object, ...]
+    bound: dict[tuple[object, ...], BoundKernel]
+
+    def bind(self, kind: tuple[object, ...], kernel: Any, named: dict[str, Any], positional: int) -> None:
+        """Keep a compiled kernel, so that further launches skip the look-up by its 60 arguments.
+
+        Its launch takes the values of all parameters by position. The interpreter returns no kernel.
+        """
+        if kernel is not None:
+            rest = tuple(named[name] for name in kernels.forward.arg_names[positional:])
+            self.bound[kind] = BoundKernel(kernel[(*self.grid, 1, 1)], rest)
+
+    @staticmethod
+    def of(operands: Operands, plan: BlockPlan, device: Device) -> ForwardLayout:
+        """Return the layout of a call, made at the first call with these sizes, strides and alignments."""
+        q, k, v, _, terms, pages, scales = operands
+        tensors = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype
+        # each pointer's alignment is compiled for
+        aligned = k.data_ptr() % 16 == 0, v.data_ptr() % 16 == 0
+        about = operands.nk, aligned, terms is None, pages is None, scales is None
+        # with the function and the limit that choose the blocks, which tests replace
+        key = "forward", tensors, about, device, launch_config_for, queues.LEAST
+        known = derived_values(plan)
+        layout: ForwardLayout | None = known.get(key)
+        if layout is not None:
+            for thing in layout.made:
+                wait_for_stream(thing, plan.device)
+            return layout
+        layout = ForwardLayout._made(operands, plan, device)
+        # masks and queues that a captured graph makes are not cached either
+        if not capturing(plan.device):
+            known[key] = layout
+        return layout
+
+    @staticmethod
+    def _made(operands: Operands, plan: BlockPlan, device: Device) -> ForwardLayout:
+        q, k, v, _, terms, pages, scales = operands
+        heads, nq, nk = q.shape[1], q.shape[2], operands.nk
+        few = nq <= _FEW
+        as_they_are = pages is None and scales is None
+        describable = not few and as_they_are and arguments.describable(k, v)
+        lists, config, packing, queue = by_rows = cut("forward", q, k, v, plan, terms is not None, describable)
+        described, masks = config.described and describable, queues.masks(plan)
+        rows, channels = lists.plan, max(padded(q.shape[3]), padded(v.shape[3]))
+        step, steps = arguments.strides(q, k, v)
+        sizes = _sizes(q, v, rows, config, queue, few)
+        constants = {
+            **sizes, **_of_rows(packing), "TILES": lists.tiles, "BLOCK_N": config.n,
+            "WIDE": arguments.wide(rows, q, k, v), "STEP": step, "DESCRIBED": described,
+            "RAGGED": sizes["MASKED"] or pages is not None or nk % rows.kv_tile > 0,
+            "BRANCHED": goes_past_masks("forward", config, channels, device, described),
+            "DEAD": described and masks.dead_keys,
+        }  # fmt: skip
+        pairs = None if rows is plan else lists
+        return ForwardLayout(
+            pairs, lists.live, packing, queue, config.m, config.n, by_rows.span, described,
+            (queue.items * packing.parts,), (*steps, heads, heads // k.shape[1], nq, nk), constants,
+            (masks, queue) if pairs is None else (masks, queue, pairs, rows), {},
+        )  # fmt: skip
 
 
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:

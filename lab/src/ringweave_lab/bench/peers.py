@@ -208,8 +208,12 @@ def _flex(problem: Problem, inputs: Sample, **options: bool) -> Built:
     torch.compiler.reset()
     # in one graph: where the compiler gives up, FlexAttention computes all pairs, which is no measure of it
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    # its backward is timed again and again over one graph
+    torch._functorch.config.donated_buffer = False
     grouped = problem.key_heads != problem.heads
-    kernel_options: Any = options or None
+    # FlexAttention's own blocks of 128 do not fit smaller tiles
+    blocks = {name: side for name, side in (("BLOCK_M", plan.q_tile), ("BLOCK_N", plan.kv_tile)) if side < 128}
+    kernel_options: Any = options | blocks or None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = compiled(q, k, v, block_mask=block_mask, enable_gqa=grouped, kernel_options=kernel_options)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import math
 import os
 import subprocess
@@ -142,9 +143,13 @@ def tests(job: Job) -> Iterator[Target]:
     files = [file for file in found if "mark.gpu" in file.read_text("utf-8")]
 
     until = time.monotonic() + _TESTS
+    # Compiling takes most of the time. The plugin of another package, where it is installed, breaks off runs of several
+    # processes, since it warns of them.
+    spread = importlib.util.find_spec("xdist") is not None
+    several = ("-n", str(max(1, (os.cpu_count() or 1) // 4)), "-p", "no:benchmark") if spread else ()
 
     def run(file: Path) -> tuple[float | None, str]:
-        words = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(file))
+        words = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *several, str(file))
         try:
             ended = subprocess.run(
                 words, cwd=root, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
