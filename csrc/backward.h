@@ -30,17 +30,17 @@ inline Dead broken_rows(const float *lse, int n, Dead dead, uint8_t *to) {
   return some ? to : dead;
 }
 
-inline void write_query_tile(const Problem &pb, int64_t b, int64_t h, int64_t first, int n, const float *dq,
-                             char *memory) {
+inline void write_query_tile(const Problem &pb, const Lanes &queries, const float *dq, char *memory) {
+  const View to = of_tile(pb.dq, queries.tile);
   const int width = pad_lanes(pb.d);
   float *row = (float *)memory;
-  for (int r = 0; r < n; ++r) {
+  for (int r = 0; r < queries.rows; ++r) {
     for (int ch = 0; ch < pb.d; ch += panel_width(ch, width)) {
       const int pw = panel_width(ch, width), filled = (int)smaller(pw, pb.d - ch);
       const float *from = dq + (ptrdiff_t)ch * pb.plan.q_tile + (ptrdiff_t)r * pw;
       for (int i = 0; i < filled; ++i) row[ch + i] = from[i] * pb.scale;
     }
-    narrow(row_at(pb.dq, b, h, first + r), row, pb.dq.dtype, pb.d);
+    narrow(row_at(to, queries.batch, queries.head, queries.first + r), row, to.dtype, pb.d);
   }
 }
 
@@ -69,7 +69,7 @@ inline void add_broken_gradients(const Problem &pb, const Lanes &queries, Live l
                                  const Lanes &keys, float *dv, char *memory) {
   for (int r = live.first; r < live.last; ++r) {
     if (dead && dead[r - live.first]) continue;
-    widen((float *)memory, row_at(pb.dout, queries.batch, queries.head, queries.first + r), pb.dout.dtype, pb.dv_dim);
+    widen((float *)memory, lane_row(pb.dout, queries, r), pb.dout.dtype, pb.dv_dim);
     add_broken((float *)memory, pb.dv_dim, mask, r, keys.rows, keys.count, dv);
   }
 }
@@ -127,7 +127,8 @@ inline void backward_piece(const Problem &pb, const Unit &u, const Piece &piece,
     for (int64_t e = begin; e < end; ++e) {
       const int64_t i = plan.row[e], first = i * plan.q_tile;
       const int rows = (int)smaller(plan.q_tile, pb.nq - first);
-      const Lanes queries{u.batch, h, first, 1, rows, rows};
+      const Lanes queries{u.batch, h, first, 1, rows, rows, i};
+      const View q = of_tile(pb.q, i), dout = of_tile(pb.dout, i);
       if constexpr (Scored) {
         pairs.head = h;
         pairs.set_rows(first, rows);
@@ -143,7 +144,8 @@ inline void backward_piece(const Problem &pb, const Unit &u, const Piece &piece,
       t.rows = rows, t.key_count = keys.rows;
       if (e + 1 < end) {
         const int64_t then = (int64_t)plan.row[e + 1] * plan.q_tile;
-        t.ahead = Ahead(pb.q, pb.dout, u.batch, h, then, (int)smaller(plan.q_tile, pb.nq - then), pb.d, pb.dv_dim);
+        t.ahead = Ahead(of_tile(pb.q, plan.row[e + 1]), of_tile(pb.dout, plan.row[e + 1]), u.batch, h, then,
+                        (int)smaller(plan.q_tile, pb.nq - then), pb.d, pb.dv_dim);
       }
       gather(pb.lse, queries, -kInf, m.low);
       Dead dead = t.mask.dead;
@@ -154,12 +156,12 @@ inline void backward_piece(const Problem &pb, const Unit &u, const Piece &piece,
       if (broken == m.broken) dead = broken + live.first;
       const int64_t start = first + live.first;
       const int count = live.count(), pair = live.first / Op::depth;
-      t.a = tile_rows<Op>(pb.q, u.batch, h, start, count, pb.d, dead, m.a).from(live.first);
-      t.b = tile_rows<Op>(pb.dout, u.batch, h, start, count, pb.dv_dim, dead, m.b).from(live.first);
+      t.a = tile_rows<Op>(q, u.batch, h, start, count, pb.d, dead, m.a).from(live.first);
+      t.b = tile_rows<Op>(dout, u.batch, h, start, count, pb.dv_dim, dead, m.b).from(live.first);
       t.a_columns = t.a, t.b_columns = t.b;
       if (Op::depth == 2) {
-        t.a_columns = tile_columns<Op>(pb.q, u.batch, h, start, count, pb.d, dead, m.a_columns).from(pair);
-        t.b_columns = tile_columns<Op>(pb.dout, u.batch, h, start, count, pb.dv_dim, dead, m.b_columns).from(pair);
+        t.a_columns = tile_columns<Op>(q, u.batch, h, start, count, pb.d, dead, m.a_columns).from(pair);
+        t.b_columns = tile_columns<Op>(dout, u.batch, h, start, count, pb.dv_dim, dead, m.b_columns).from(pair);
       }
       const int64_t at =
           ((int64_t)(piece.unit - turns.unit) * u.heads + (h - u.head)) * turns.tiles + (i - turns.first);
@@ -169,7 +171,7 @@ inline void backward_piece(const Problem &pb, const Unit &u, const Piece &piece,
       const bool finite = finite_deltas(m.delta, rows);
       if (!finite) {
         const Dead copied = dead ? dead : (Dead)memset(m.broken, 0, (size_t)count);  // not read in place
-        t.b_columns = tile_columns<Op>(pb.dout, u.batch, h, start, count, pb.dv_dim, copied, m.b_columns).from(pair);
+        t.b_columns = tile_columns<Op>(dout, u.batch, h, start, count, pb.dv_dim, copied, m.b_columns).from(pair);
         keep_finite(m.b_columns, column_elements<Op>(count, pb.dv_dim), Op());
       }
       for (int lane = 0; lane < keys.count; lane += panel_width(lane, keys.count)) {
@@ -184,7 +186,7 @@ inline void backward_piece(const Problem &pb, const Unit &u, const Piece &piece,
       if (!finite) add_broken_gradients(pb, queries, live, dead, t.mask, keys, value_sums, m.rows);
       if (few) add_few(lanes, places, pb.d, sums, dk), add_few(lanes, places, pb.dv_dim, value_sums, dv);
       if (Scored) pairs.end_rows();
-      if (turn + 1 == turns.total[g * plan.q_tiles + i]) write_query_tile(pb, u.batch, h, first, rows, t.dq, m.rows);
+      if (turn + 1 == turns.total[g * plan.q_tiles + i]) write_query_tile(pb, queries, t.dq, m.rows);
       __atomic_store_n(done, turn + 1, __ATOMIC_RELEASE);
     }
   }

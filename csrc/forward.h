@@ -188,7 +188,7 @@ struct Blocks {
 inline Lanes query_lanes(const Problem &pb, const Unit &u, int tile) {
   const int64_t first = (int64_t)tile * pb.plan.q_tile;
   const int rows = (int)smaller(pb.plan.q_tile, pb.nq - first);
-  return {u.batch, u.head, first, u.heads, rows, pad_lanes((int64_t)u.heads * rows)};
+  return {u.batch, u.head, first, u.heads, rows, pad_lanes((int64_t)u.heads * rows), tile};
 }
 
 // Factors of one panel's weights: Every keeps all weights; Kept applies dropout's bits and the scales of the values.
@@ -484,10 +484,10 @@ inline Ahead keys_ahead(const Problem &pb, const Unit &u, int64_t entry) {
 
 // Prefetches the rows of out that head h of a task writes, and the queries of the next task.
 inline Ahead rows_ahead(const Problem &pb, const Lanes &lanes, const Next &next, int h) {
-  Ahead rows(pb.out, lanes.batch, lanes.head + h, lanes.first, lanes.rows, pb.dv_dim);
+  Ahead rows(of_tile(pb.out, lanes.tile), lanes.batch, lanes.head + h, lanes.first, lanes.rows, pb.dv_dim);
   if (!next.piece || h >= next.unit->heads) return rows;
   const Lanes then = query_lanes(pb, *next.unit, next.piece->tile);
-  const Ahead queries(pb.q, then.batch, then.head + h, then.first, then.rows, pb.d);
+  const Ahead queries(of_tile(pb.q, then.tile), then.batch, then.head + h, then.first, then.rows, pb.d);
   rows.y = queries.x, rows.y_step = queries.x_step, rows.y_bytes = queries.x_bytes;
   return rows;
 }

@@ -15,6 +15,7 @@ constexpr int kWide = kRegisters == 32 ? 4 : 2;  // vectors in the widest panel
 struct Lanes {
   int64_t batch, head, first;  // batch element, first head and first token in the tensor
   int heads, rows, count;      // count: number of lanes, padded
+  int64_t tile = 0;            // of queries; 0 for keys
 };
 
 RW_INLINE int panel_width(int lane, int count) {
@@ -24,7 +25,8 @@ RW_INLINE int panel_width(int lane, int count) {
 
 RW_INLINE const char *lane_row(const View &t, const Lanes &lanes, int lane) {
   const int s = lane < lanes.rows ? 0 : lane / lanes.rows;  // avoids the slow division for the first head
-  return s < lanes.heads ? row_at(t, lanes.batch, lanes.head + s, lanes.first + lane - s * lanes.rows) : nullptr;
+  if (s >= lanes.heads) return nullptr;
+  return row_at(t, lanes.batch, lanes.head + s, lanes.first + lane - s * lanes.rows) + lanes.tile * t.skip;
 }
 
 // Multiplies elements of Op by 0 or a power of two, of either sign. This is exact, so pairs need no rounding.

@@ -113,8 +113,24 @@ Pages pages_of(const Array &table, const Array &lengths, int64_t batch, int64_t 
   return pages;
 }
 
+// Makes the heads of each group the rows of a query's tile, in a view of (batch, head, query).
+void heads_as_rows(View &v, int group) {
+  if (group == 1) return;
+  const int64_t head = v.head, query = v.token;
+  v.head = group * head, v.token = head, v.skip = query - group * head;
+}
+
+// A tensor of queries, (batch, heads, queries[, width]).
+View queries_of(const char *name, const Array &a, const Problem &pb, int64_t width, bool written) {
+  const int64_t heads = pb.q_heads * pb.group, queries = pb.nq / pb.group;
+  View v = width ? view_of(name, a, {pb.batch, heads, queries, width}, written)
+                 : view_of(name, a, {pb.batch, heads, queries}, written);
+  heads_as_rows(v, pb.group);
+  return v;
+}
+
 // A problem with q, k, v, scale and sizes. With a table, k and v are pages; with scales, they may have 8-bit types.
-Problem inputs(Arguments &given, const char *values = "v", bool scaled = false) {
+Problem inputs(Arguments &given, const char *values = "v", bool scaled = false, int group = 1) {
   const Array q = given.array("q"), k = given.array("k"), v = given.array(values);
   const Maybe table = given.maybe("table");
   const float scale = given.get<float>("scale");
@@ -129,8 +145,10 @@ Problem inputs(Arguments &given, const char *values = "v", bool scaled = false) 
   if (table) pb.nk *= (int64_t)table->shape(1);
   if (!pb.batch || !pb.q_heads || !pb.nq) refuse("q", "has no elements");
   if (!pb.kv_heads || !pb.nk) refuse("k", "has no elements");
-  if (pb.q_heads % pb.kv_heads) refuse("k", "its number of heads must divide that of q");
-  pb.q = view_of("q", q, {pb.batch, pb.q_heads, pb.nq, pb.d}, false);
+  if (group < 1 || pb.q_heads % group || pb.q_heads / group % pb.kv_heads)
+    refuse("k", "its number of heads must divide that of q");
+  pb.group = group, pb.q_heads /= group, pb.nq *= group;
+  pb.q = queries_of("q", q, pb, pb.d, false);
   pb.k = view_of("k", k, {outer, pb.kv_heads, tokens, pb.d}, false, scaled);
   pb.v = view_of(values, v, {outer, pb.kv_heads, tokens, pb.dv_dim}, false, scaled);
   if (scaled) {
@@ -146,7 +164,7 @@ Problem inputs(Arguments &given, const char *values = "v", bool scaled = false) 
 }
 
 View floats(const char *name, const Array &a, const Problem &pb, bool written) {
-  View v = view_of(name, a, {pb.batch, pb.q_heads, pb.nq}, written);
+  View v = queries_of(name, a, pb, 0, written);
   if (v.dtype != F32) refuse(name, "wanted float32");
   return v;
 }
@@ -157,6 +175,7 @@ void rows_of_plan(Problem &pb, Arguments &given) {
   if (q_tile < 1 || q_tile > kMostTile) refuse("q_tile", "wanted 1 to 256, got " + std::to_string(q_tile));
   if (kv_tile < 16 || kv_tile > kMostTile || kv_tile % 16)
     refuse("kv_tile", "wanted 16, 32, ... 256, got " + std::to_string(kv_tile));
+  if (pb.group > 1 && q_tile != pb.group) refuse("group", "wanted the rows of a query tile, " + std::to_string(q_tile));
   Plan &p = pb.plan;
   p.q_tile = q_tile, p.kv_tile = kv_tile, p.words = (kv_tile + 31) / 32;
   p.q_tiles = (pb.nq + q_tile - 1) / q_tile, p.k_tiles = (pb.nk + kv_tile - 1) / kv_tile;
@@ -348,6 +367,7 @@ void read_score_terms(Problem &pb, Arguments &given, std::vector<Term> &found) {
       check_range("columns", s.columns, pb.nk, 0, (int64_t)table->shape(3));
     }
     if (table_grads.empty() || !table_grads[i]) continue;
+    if (pb.group > 1) refuse("group", "wanted 1 with gradients of tables");
     if (found[i].kind == Term::pointwise || found[i].kind == Term::alibi)
       refuse("table_grads", "a term of kind \"" + std::get<0>(terms[i]) + "\" has none");
     gradient_of(found[i], pb, *table, *table_grads[i]);
@@ -361,8 +381,8 @@ bool bind_forward(const nb::kwargs &named) {
   const Maybe table = given.maybe("table"), lengths = given.maybe("lengths");
   const Maybe k_scale = given.maybe("k_scale"), v_scale = given.maybe("v_scale");
   const bool scaled = k_scale && v_scale;
-  Problem pb = inputs(given, "v", scaled);
-  pb.out = view_of("out", given.array("out"), {pb.batch, pb.q_heads, pb.nq, pb.dv_dim}, true);
+  Problem pb = inputs(given, "v", scaled, given.get<int>("group", 1));
+  pb.out = queries_of("out", given.array("out"), pb, pb.dv_dim, true);
   if (pb.out.dtype != pb.q.dtype && pb.out.dtype != F32) refuse("out", "wanted the dtype of q, or float32");
   pb.lse = floats("lse", given.array("lse"), pb, true);
   choose(pb, given);
@@ -444,24 +464,23 @@ void bind_choose(const nb::kwargs &named) {
   choose(pb, choice, kernel, threads);
 }
 
-View gradient(const char *name, const Array &a, std::initializer_list<int64_t> shape, Dtype input) {
-  View v = view_of(name, a, shape, true);
-  if (v.dtype != input && v.dtype != F32) refuse(name, "wanted the dtype of q, or float32");
-  return v;
+void check_gradient(const char *name, const View &v, const Problem &pb) {
+  if (v.dtype != pb.q.dtype && v.dtype != F32) refuse(name, "wanted the dtype of q, or float32");
 }
 
 void bind_backward(const nb::kwargs &named) {
   Arguments given(named);
   const Kernel &kernel = pick(given);
   const int threads = threads_of(given);
-  Problem pb = inputs(given);
-  pb.dout = view_of("dout", given.array("dout"), {pb.batch, pb.q_heads, pb.nq, pb.dv_dim}, false);
+  Problem pb = inputs(given, "v", false, given.get<int>("group", 1));
+  pb.dout = queries_of("dout", given.array("dout"), pb, pb.dv_dim, false);
   same_dtype("dout", pb.dout.dtype, pb.q.dtype);
   pb.lse = floats("lse", given.array("lse"), pb, false);
   pb.delta = floats("delta", given.array("delta"), pb, false);
-  pb.dq = gradient("dq", given.array("dq"), {pb.batch, pb.q_heads, pb.nq, pb.d}, pb.q.dtype);
-  pb.dk = gradient("dk", given.array("dk"), {pb.batch, pb.kv_heads, pb.nk, pb.d}, pb.q.dtype);
-  pb.dv = gradient("dv", given.array("dv"), {pb.batch, pb.kv_heads, pb.nk, pb.dv_dim}, pb.q.dtype);
+  pb.dq = queries_of("dq", given.array("dq"), pb, pb.d, true);
+  pb.dk = view_of("dk", given.array("dk"), {pb.batch, pb.kv_heads, pb.nk, pb.d}, true);
+  pb.dv = view_of("dv", given.array("dv"), {pb.batch, pb.kv_heads, pb.nk, pb.dv_dim}, true);
+  check_gradient("dq", pb.dq, pb), check_gradient("dk", pb.dk, pb), check_gradient("dv", pb.dv, pb);
   rows_of_plan(pb, given);
   columns_of_plan(pb, given);
   std::vector<Term> found;
@@ -514,10 +533,12 @@ void compact(View &v, int64_t heads, int64_t tokens, int64_t width) {
 void results_of(Problem &pb, Arguments &given) {
   pb.dout.dtype = pb.dq.dtype = pb.dk.dtype = pb.dv.dtype = pb.q.dtype;
   pb.out.dtype = given.get<bool>("wide", false) ? F32 : pb.q.dtype;
-  compact(pb.out, pb.q_heads, pb.nq, pb.dv_dim), compact(pb.dq, pb.q_heads, pb.nq, pb.d);
+  pb.lse.dtype = pb.delta.dtype = F32;
+  const int64_t heads = pb.q_heads * pb.group, queries = pb.nq / pb.group;
+  compact(pb.out, heads, queries, pb.dv_dim), compact(pb.dq, heads, queries, pb.d);
+  compact(pb.lse, heads, queries, 1), compact(pb.delta, heads, queries, 1);
+  for (View *of_queries : {&pb.out, &pb.dq, &pb.lse, &pb.delta}) heads_as_rows(*of_queries, pb.group);
   compact(pb.dk, pb.kv_heads, pb.nk, pb.d), compact(pb.dv, pb.kv_heads, pb.nk, pb.dv_dim);
-  for (View *of_rows : {&pb.lse, &pb.delta}) of_rows->dtype = F32, of_rows->token = 4;
-  for (View *of_rows : {&pb.lse, &pb.delta}) of_rows->head = pb.nq * 4, of_rows->batch = pb.q_heads * pb.nq * 4;
 }
 
 // Sets the address and the strides of a tensor.
@@ -600,16 +621,18 @@ class Prepared {
 
 // A decoding step, of one query at the last key of each batch element. The constructor checks types and sizes, of the
 // keys only those of a head, and the trees of the heads' relations. Later calls have any number of keys, in tensors or
-// in pages; the caller guarantees that types, batch elements and heads are those of the constructor's tensors.
+// in pages; the caller guarantees that types, batch elements and heads are those of the constructor's tensors. With lists
+// of keys, one relation filters them, and the heads of a group, which share them, are rows.
 class Step {
  public:
   explicit Step(const nb::kwargs &named) : Step(Arguments(named)) {}
   // With `side` > 0 the relation is one by residue, and its sums are cut at tiles of `side` tokens. With `rate` > 1 its
   // keys are those of a strided view. With pages, `table` and `lengths` are addresses, and no sequence has more than
-  // `keys` tokens. Pages of 8 bits have contiguous scales.
+  // `keys` tokens. Pages of 8 bits have contiguous scales. `lists` is the address of contiguous lists.
   bool forward(uintptr_t q, const nb::tuple &qs, uintptr_t k, const nb::tuple &ks, uintptr_t v, const nb::tuple &vs,
                uintptr_t out, uintptr_t lse, int64_t keys, int64_t first, int64_t rate, int64_t tile, int64_t side,
-               int threads, uintptr_t table, uintptr_t lengths, uintptr_t k_scale, uintptr_t v_scale) const {
+               int threads, uintptr_t table, uintptr_t lengths, uintptr_t k_scale, uintptr_t v_scale,
+               uintptr_t lists) const {
     check_threads(threads);
     check_tile(tile);
     if (keys < 1 || keys > INT32_MAX) refuse("keys", "wanted 1 to 2147483647, got " + std::to_string(keys));
@@ -617,6 +640,7 @@ class Step {
     Problem call = pb;
     if (side) check_tile(side), call.spacing = {first % side, rate, side};
     place("q", call.q, q, qs), place("k", call.k, k, ks), place("v", call.v, v, vs);
+    if (chosen.most) return of_lists(call, (const int32_t *)lists, out, lse, keys, tile, threads);
     std::vector<int64_t> of_element(pb.batch, keys);
     Pages pages;
     if (stored) {
@@ -648,14 +672,30 @@ class Step {
   }
 
  private:
+  bool of_lists(Problem &call, const int32_t *blocks, uintptr_t out, uintptr_t lse, int64_t keys, int64_t tile,
+                int threads) const {
+    Lists lists = chosen;
+    lists.blocks = blocks;
+    const int64_t count = lists.batch * lists.heads, number = (keys + lists.size - 1) / lists.size;
+    if (!blocks || call.spacing.step) refuse("lists", "wanted memory, and no relation by residue");
+    if (!lists.packs && lists.size % tile) refuse("tile", "wanted a divisor of the blocks");
+    if (count * (keys + tile) > INT32_MAX) refuse("lists", "they are for too many keys");
+    check_range("lists", blocks, count * lists.most, -1, number);
+    heads_as_rows(call.q, call.group);
+    nb::gil_scoped_release release;
+    const StepPlan rows(trees[0], lists, call, keys, tile);
+    call.plan = rows.plan(), call.nk = lists.packs ? (int64_t)rows.chosen.size() : keys;
+    if (lists.packs) call.k.chosen = call.v.chosen = rows.chosen.data();
+    return run_forward(call, row_work(call), kernel, out, lse, threads);
+  }
   static void check_tile(int64_t tile) {
     if (tile < 16 || tile > kMostTile || tile % 16) refuse("tile", "wanted 16, 32, ... 256, got " + std::to_string(tile));
   }
   explicit Step(Arguments given) : kernel(pick(given)) {
     const bool scaled = given.get<bool>("scaled", false);
     const Maybe table = given.maybe("table");
-    pb = inputs(given, "v", scaled);
-    if (pb.nq != 1) refuse("q", "wanted one query");
+    pb = inputs(given, "v", scaled, given.get<int>("group", 1));
+    if (pb.nq != pb.group) refuse("q", "wanted one query");
     if (scaled && !table) refuse("scaled", "wanted with a table");
     if (table) {
       const Array k = given.array("k");
@@ -680,6 +720,17 @@ class Step {
     of_head = given.get<std::vector<int32_t>>("of_head");
     if ((int64_t)of_head.size() != pb.q_heads) refuse("of_head", "wanted a tree for each head");
     check_range("of_head", of_head.data(), pb.q_heads, 0, (int64_t)trees.size());
+    if (const Maybe lists = given.maybe("lists")) {
+      ints("lists", *lists, {-1, -1, -1});
+      chosen.batch = lists->shape(0), chosen.heads = lists->shape(1), chosen.most = lists->shape(2);
+      chosen.size = given.get<int64_t>("block_size"), chosen.packs = given.get<bool>("packs");
+      const bool fits = (chosen.batch == 1 || chosen.batch == pb.batch) && chosen.heads && pb.q_heads % chosen.heads == 0;
+      if (!fits || !chosen.most) refuse("lists", "wanted keys for every batch element and group of heads");
+      if (chosen.size < 1 || chosen.size > INT32_MAX) refuse("block_size", "wanted 1 to 2147483647");
+      if (table || trees.size() > 1) refuse("lists", "wanted without pages, and with one relation of all heads");
+    } else if (pb.group > 1) {
+      refuse("group", "wanted with lists");
+    }
     results_of(pb, given);
     given.end();
   }
@@ -688,6 +739,7 @@ class Step {
   std::vector<std::tuple<std::vector<nb::object>, std::string>> held;
   std::vector<Tree> trees;
   std::vector<int32_t> of_head;
+  Lists chosen;
   int64_t stored = 0, size = 0, columns_of_table = 0;  // number of pages, tokens per page, and columns of the table
 };
 
@@ -832,7 +884,7 @@ NB_MODULE(_cpu, m) {
       .def(nb::init<const nb::kwargs &>())
       .def("forward", &Step::forward, "q"_a, "q_strides"_a, "k"_a, "k_strides"_a, "v"_a, "v_strides"_a, "out"_a, "lse"_a,
            "keys"_a, "first"_a, "rate"_a, "tile"_a, "side"_a, "threads"_a, "table"_a = 0, "lengths"_a = 0,
-           "k_scale"_a = 0, "v_scale"_a = 0);
+           "k_scale"_a = 0, "v_scale"_a = 0, "lists"_a = 0);
   nb::class_<Zones>(m, "Zones", "Zones of a pattern, checked and copied (see csrc/paint.h).")
       .def("__init__",
            [](Zones *zones, const nb::kwargs &named) {

@@ -23,10 +23,12 @@ struct Pages {
 
 // A (batch, head, token, channel) tensor with strides in bytes and adjacent channels. With pages, its dimensions are
 // (page, head, token in the page, channel), and `batch` is the stride over pages. With scales, a row is the stored
-// codes times its scale; the scales are float32 (batch, head, token) in the same layout.
+// codes times its scale; the scales are float32 (batch, head, token) in the same layout. The rows of query tile n are
+// `skip` n bytes further than the strides say: where heads are the rows of a tile, `token` is the stride over these heads,
+// and the tiles are a query apart.
 struct View {
   char *data = nullptr;
-  int64_t batch = 0, head = 0, token = 0;
+  int64_t batch = 0, head = 0, token = 0, skip = 0;
   Dtype dtype = F32;
   const Pages *pages = nullptr;
   const View *scales = nullptr;
@@ -100,6 +102,9 @@ struct ScoreTerms {
 };
 
 struct Problem {
+  // Outputs and inputs of queries are tensors of `group` times as many heads: each query tile has the rows of one query, a
+  // row for each head of a group.
+  int group = 1;
   View q, k, v, out, dout, dq, dk, dv;
   View lse, delta, dlse;  // (batch, head, token), float32; dlse.data may be null
   Plan plan;

@@ -109,6 +109,12 @@ RW_INLINE char *row_at(const View &v, int64_t b, int64_t h, int64_t n) {
   return v.data + b * v.batch + h * v.head + n * v.token;
 }
 
+// A tensor of queries, for the rows of one query tile.
+RW_INLINE View of_tile(View v, int64_t tile) {
+  v.data += tile * v.skip;
+  return v;
+}
+
 // Transposes a 4x4 block of 4-byte elements.
 RW_INLINE void turn4(const char *r0, const char *r1, const char *r2, const char *r3, char *to, ptrdiff_t ld) {
   I4 a = *(const I4U *)r0, b = *(const I4U *)r1, c = *(const I4U *)r2, d = *(const I4U *)r3;

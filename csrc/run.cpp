@@ -293,7 +293,7 @@ void backward(const Problem &given, const Work &work, const Kernel &kernel, int 
       if (work.total[plan.row_set[row] * plan.q_tiles + tile]) continue;
       const View &dq = pb.dq;
       for (int64_t n = first; n < smaller(first + plan.q_tile, pb.nq); ++n)
-        std::memset(dq.data + row / pb.q_heads * dq.batch + row % pb.q_heads * dq.head + n * dq.token, 0,
+        std::memset(dq.data + row / pb.q_heads * dq.batch + row % pb.q_heads * dq.head + n * dq.token + tile * dq.skip, 0,
                     (size_t)pb.d * bytes_of(dq.dtype));
     }
   }

@@ -15,7 +15,7 @@ export CXX
 # ninja cannot read what make hands to its jobs
 unset MAKEFLAGS
 build=build-sanitize
-tests="(tiles or grouped or strides or nan or few_rows or windows_of or delta or corrupt or on_every or uneven or over_views or side_by_side or packed_keys or no_query_attends or test_paint or test_step or wide and few_queries) and not 1.0 and not [5-"
+tests="(tiles or grouped or strides or nan or few_rows or windows_of or delta or corrupt or on_every or uneven or over_views or side_by_side or packed_keys or copied_rows or no_query_attends or test_paint or test_step or wide and few_queries) and not 1.0 and not [5-"
 
 cmake -S . -B $build -G Ninja -DRINGWEAVE_SANITIZE=ON -DCMAKE_BUILD_TYPE=None -DPython_EXECUTABLE="$python" \
   -Dnanobind_DIR="$("$python" -m nanobind --cmake_dir)" >/dev/null
@@ -29,4 +29,4 @@ ASAN_OPTIONS=detect_leaks=0:halt_on_error=1:max_malloc_fill_size=1073741824:mall
   "$python" scripts/pytest_with.py $build -p no:cacheprovider tests/native/test_kernel.py tests/native/test_rows.py \
   tests/native/test_checks.py tests/native/test_terms.py tests/native/test_lanes.py \
   tests/native/test_pages.py tests/native/test_wide_heads.py tests/native/test_chosen.py tests/native/test_dead_keys.py \
-  tests/native/test_unattended.py tests/native/test_paint.py tests/native/test_step.py -k "$tests" "$@"
+  tests/native/test_unattended.py tests/native/test_paint.py tests/native/test_step.py tests/native/test_groups.py -k "$tests" "$@"

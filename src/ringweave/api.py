@@ -193,6 +193,14 @@ def attention_with_lse(
     return AttentionOutput(*_attend(given))
 
 
+def _with_sinks(given: Arguments, out: Tensor, lse: Any) -> tuple[Tensor, Any]:
+    """Join learned sinks, if a call has them, to its result."""
+    if given.sink_logits is None:
+        return out, lse
+    check_sinks(given.sink_logits, given.q)
+    return with_sinks(out, lse, given.sink_logits)
+
+
 def _attend(given: Arguments, with_lse: bool = True) -> tuple[Tensor, Any]:
     """Compute (out, lse) by the program of an equal earlier call, or check the call first.
 
@@ -200,16 +208,18 @@ def _attend(given: Arguments, with_lse: bool = True) -> tuple[Tensor, Any]:
     """
     key = None
     if not torch.compiler.is_dynamo_compiling():
-        key, program = find(given)
-        if program is not None:
+        key, program, lists = find(given)
+        if program is not None and program.over_lists is not None:
+            needs_lse = with_lse or given.sink_logits is not None
+            found = program.over_lists.forward(*given[:3], needs_lse, lists=lists)
+            if found is not None:
+                return _with_sinks(given, *found)
+        elif program is not None:
             q, k, v = given[:3]
             call, tables = program.call, program.tables
             if call.features and program.terms is None:
                 tables = tuple(pack(call.pattern, as_terms(given.terms), call.dropout)[1])
-            if given.sink_logits is None:
-                return run(program, q, k, v, tables, with_lse)
-            check_sinks(given.sink_logits, q)
-            return with_sinks(*run(program, q, k, v, tables), given.sink_logits)
+            return _with_sinks(given, *run(program, q, k, v, tables, with_lse or given.sink_logits is not None))
     sharded = any(map(_is_sharded, given[:3]))
     check_on_oom(given.on_oom, given.context, sharded)
     if given.on_oom == "sparsify":
@@ -402,7 +412,7 @@ def attend_pages(
     given = Arguments(q, cache.k, cache.v, pattern, scale, most, backend, terms=terms, sink_logits=sink_logits)
     key = None
     if not traced:
-        key, program = find(given, cache, fewest)
+        key, program, _ = find(given, cache, fewest)
         if program is not None and program.over_pages is not None:
             pages = Pages(cache.table, cache.lengths, cache.page)
             needs_lse = with_lse or sink_logits is not None

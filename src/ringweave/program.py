@@ -289,6 +289,8 @@ class Program:
         self.fits = 0, 0
         #: Kernel arguments of decoding steps over pages; None if the general path computes them.
         self.over_pages: PreparedStep | None = None
+        #: Kernel arguments of decoding steps over lists of keys; None if the general path computes them.
+        self.over_lists: PreparedStep | None = None
 
     def for_call(self, call: Call) -> Program:
         """Return a program of the same class for another call, such as a piece of this one."""
@@ -409,13 +411,16 @@ class Program:
     def prepare_steps(self, operands: Operands) -> None:
         """Prepare the decoding steps of this kind, if one backend computes every part of them."""
         call = self.call
-        backends = {each.backend.name: each.backend for each in compiled(call, step=not call.paged)}
+        general = call.paged or bool(call.pattern.tables)
+        backends = {each.backend.name: each.backend for each in compiled(call, step=not general)}
         step = backends.popitem()[1].step if len(backends) == 1 else None
         if step is None or call.batch * call.heads > _MOST_ROWS:
             return
         found = step(call, operands)
         if call.paged:
             self.over_pages = found
+        elif call.pattern.tables:
+            self.over_lists = found
         else:
             self.prepared = found
 

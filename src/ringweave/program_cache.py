@@ -95,10 +95,12 @@ class Found(NamedTuple):
         key: Key of a new call, to be passed to :func:`keep`; None for a known call, or if a key cannot hold it.
         program: Program of a known call. A step over pages takes the general path if its program has no prepared
             arguments.
+        lists: Lists of keys that the program's ``over_lists`` reads; None if it reads none.
     """
 
     key: Hashable | None
     program: Program | None
+    lists: Tensor | None = None
 
 
 _NOTHING = Found(None, None)
@@ -214,8 +216,10 @@ def _of_object(pattern: Pattern, key: CallKey, version: object) -> Found:
     A program is kept from the second call on, since a model that makes a pattern for each step may call it once.
     """
     # a step has a plan for each length, calls over pages read their lengths, and lists of keys have plans of their own
-    if key.pages is not None or key.q[2] == 1 or "Selected" in names_in(pattern._spec):
+    if key.pages is not None:
         return _NOTHING
+    if key.q[2] == 1 or "Selected" in names_in(pattern._spec):
+        return _of_lists(pattern, key, version)
     of_object = _Object(pattern), key
     program: Program | None = PROGRAMS.get(of_object)
     if program is not None and program.tuning_version is version:
@@ -228,13 +232,36 @@ def _of_object(pattern: Pattern, key: CallKey, version: object) -> Found:
     return _NOTHING
 
 
+def _of_lists(pattern: Pattern, key: CallKey, version: Any) -> Found:
+    """Look up the decoding steps of a pattern with lists of keys by everything but their contents, which each reads."""
+    tables = pattern.tables
+    if len(tables) != 1 or len(key.means.options) > 1 or "Selected(_" not in pattern._spec:
+        return _NOTHING
+    (table,) = tables
+    if not is_plain_cpu(table, table, table) or table.shape[-2] != 1 or not table.is_contiguous():
+        return _NOTHING
+    step = _step_key(pattern._spec, key, version.answers)
+    if step is None:
+        return _NOTHING
+    step = StepKey((*step.kind, table.shape, table.dtype), step.keys)
+    program: Program | None = PROGRAMS.get(step.kind)
+    if program is None or program.tuning_version is not version:
+        return Found(step, None)
+    return _NOTHING if program.over_lists is None else Found(None, program, table)
+
+
 def keep(key: Hashable, call: Call, operands: Operands) -> Program:
     """Compile a checked call of a constant pattern and cache its program by its key.
 
-    A step over pages is cached as the kind of further steps, and keeps no plan.
+    A step over pages or over lists of keys is cached as the kind of further steps, and keeps no plan.
     """
     # before any copy, since a forked process may lack the threads that a copy needs
     forks.check(operands.q.device)
+    if isinstance(key, StepKey) and call.pattern.tables:
+        program = Program(call)
+        program.prepare_steps(operands)
+        PROGRAMS.put(key.kind, program, _PROGRAM_BYTES + sum(table.nbytes for table in call.pattern.tables))
+        return program
     program = Program(call, constant=True)
     if call.backend == "auto" and capturing(operands.q.device):
         # no backend can be checked in a graph, so that further calls may have a better one

@@ -12,11 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringweave as rw
 from ringweave.backends import cpu
+from ringweave.backends.backend import Upstream
+from ringweave.call import Operands
 from ringweave.errors import PatternError
 from ringweave.patterns import Pattern
+from ringweave.plan import Branch
 from ringweave.terms import Term
 
 from ..oracle import Expected, Inputs, results
@@ -476,3 +480,41 @@ def grown() -> int:
 def test_peak_memory() -> None:
     # a float for each pair of one head would take 1.07 GB; the lists 34 MB, inputs and gradients of 16 heads 140 MB
     assert forked(grown) < 0.9 * 4 * 2**28
+
+
+class Allocated(TorchDispatchMode):
+    """Record the bytes of each tensor that an operation allocates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = list[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        held = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+        if isinstance(found, Tensor) and found.untyped_storage().data_ptr() not in held:
+            self.nbytes.append(found.nbytes)
+        return found
+
+
+@needs_kernel
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_heads_that_share_lists_are_not_copied(block_size: int, kv_heads: int) -> None:
+    """Forward allocates its output alone of that size, and backward the gradient of q, whatever the strides are."""
+    x = Inputs.random(256, 256, batch=1, heads=16, kv_heads=kv_heads, dim=64, value_dim=64)
+    lists = rw.Selected(chosen(256, 3, nk=256, block_size=block_size), block_size) & rw.Causal()
+    branch = Branch.whole(lists, 256, 256, heads=16, batch=1, q_offset=0)
+    for q in (x.q, x.q.transpose(1, 2).contiguous().transpose(1, 2)):
+        operands, dout = Operands(q, x.k, x.v, 0.125), torch.randn_like(q)
+        out, lse = cpu.forward(operands, branch, q.dtype)
+        upstream = Upstream(dout, lse, (dout * out).sum(-1))
+        with Allocated() as allocated:
+            cpu.forward(operands, branch, q.dtype)
+        assert sum(n >= q.nbytes for n in allocated.nbytes) == 1
+        if block_size == 1:
+            # backward of packed lists runs in other tiles
+            continue
+        with Allocated() as allocated:
+            cpu.backward(upstream, operands, branch, q.dtype)
+        assert sum(n >= q.nbytes for n in allocated.nbytes) == 1

@@ -177,3 +177,89 @@ def test_zones_live_as_long_as_the_step() -> None:
         got = stepped(q, k, k, 64, [rw.Segments(7)])
         assert all(map(torch.equal, got, want))
         np.random.default_rng(0).integers(0, 9, 10_000)
+
+
+# ---- lists of keys ---------------------------------------------------------------------------------------------------
+
+
+def listed(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, keys: int, size: int, variant: str = "", **given: Any
+) -> tuple[Tensor, Tensor]:
+    """Run a native step over lists (batch, heads, most); blocks of a multiple of 16 keys are tiles, and others packed."""
+    group = q.shape[1] // k.shape[1]
+    made: dict[str, Any] = {"trees": [tree(given.pop("pattern", rw.Causal()), 1000)], "of_head": [0] * k.shape[1]}
+    made |= {"q": q, "k": k, "v": v, "scale": 0.3, "scaled": False, "variant": variant, "wide": False, "group": group}
+    made |= {"lists": table, "block_size": size, "packs": size % 16 > 0}
+    called: dict[str, Any] = {"keys": keys, "first": 0, "rate": 1, "tile": 16, "side": 0, "threads": 1}
+    called["lists"] = table.data_ptr()
+    made |= {name[5:]: x for name, x in given.items() if name.startswith("made_")}
+    called |= {name: x for name, x in given.items() if not name.startswith("made_")}
+    step = _cpu.Step(**{name: x for name, x in made.items() if x is not None})
+    out, lse = torch.full((*q.shape[:3], v.shape[3]), torch.nan, dtype=q.dtype), torch.full(q.shape[:3], torch.nan)
+    tensors = {}
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        tensors |= {name: x.data_ptr(), f"{name}_strides": x.stride()}
+    step.forward(**tensors, out=out.data_ptr(), lse=lse.data_ptr(), **called)
+    return out, lse
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("size", [1, 5, 16, 48])
+def test_listed_keys_have_the_bits_of_planned_rows(size: int, variant: str) -> None:
+    """Of blocks that are tiles, and to rounding of packed keys; any numbers of keys, and lists of any heads."""
+    q, k, v = (torch.randn(2, heads, n, 16) for heads, n in ((10, 1), (2, 300), (2, 300)))
+    pattern = rw.SlidingWindow(200) & ~rw.SlidingWindow(30)
+    for n in (1, 15, 16, 17, 47, 64, 129, 300):
+        for shape in ((1, 1), (2, 1), (1, 2), (2, 2)):
+            lists = torch.randint(-1, -(-n // size), (*shape, 7), dtype=torch.int32)
+            got = listed(q, k[:, :, :n], v[:, :, :n], lists, n, size, variant, pattern=pattern)
+            mask = torch.zeros(*shape, n + size, dtype=torch.bool)
+            for place in np.ndindex(shape):
+                for block in lists[place].tolist():
+                    mask[place][max(block, 0) * size : (block + 1) * size] = True
+            allowed = pattern.to_dense(1, n, q_offset=n - 1)[0, 0, 0].bool()
+            mask = (mask[..., :n] & allowed).expand(2, 2, n).repeat_interleave(5, 1)
+            want = planned(q, k, v, [n, n], mask, 16, variant)
+            for one, other in zip(got, want, strict=True):
+                if size % 16 == 0:
+                    assert torch.equal(one, other), (n, shape)
+                else:
+                    torch.testing.assert_close(one, other)
+
+
+LISTS: dict[str, dict[str, Any]] = {
+    "lists: wanted 3 dimensions": {"made_lists": torch.zeros(1, 5, dtype=torch.int32)},
+    "lists: wanted int32": {"made_lists": torch.zeros(1, 1, 5, dtype=torch.int64)},
+    "lists: wanted keys for every batch element": {"made_lists": torch.zeros(3, 1, 5, dtype=torch.int32)},
+    "lists: wanted keys for every batch element and": {"made_lists": torch.zeros(1, 3, 5, dtype=torch.int32)},
+    "lists: wanted keys": {"made_lists": torch.zeros(1, 1, 0, dtype=torch.int32)},
+    "lists: wanted without pages": {"made_trees": [tree(rw.Causal(), 9)] * 2},
+    "lists: wanted memory, and": {"lists": 0},
+    "lists: wanted memory, and no relation by residue": {"side": 16},
+    "block_size: wanted 1": {"made_block_size": 0},
+    "block_size: is missing": {"made_block_size": None},
+    "packs: is missing": {"made_packs": None},
+    "group: wanted with lists": {"made_lists": None, "made_block_size": None, "made_packs": None},
+    "of_head: wanted a tree": {"made_group": None},
+    "k: its number of heads": {"made_group": 8},
+    "tile: wanted a divisor of the blocks": {"made_packs": False},
+    "tile: wanted 16": {"tile": 8},
+}
+
+
+@pytest.mark.parametrize("wanted", LISTS)
+def test_arguments_of_lists_are_checked(wanted: str) -> None:
+    q, k = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 40, 16)
+    lists = torch.tensor([[[3, -1, 39, 3, 0]]], dtype=torch.int32)
+    assert listed(q, k, k, lists, 40, 1)[0].isfinite().all()
+    with pytest.raises(ShapeError, match=wanted):
+        listed(q, k, k, lists, 40, 1, **LISTS[wanted])
+
+
+@pytest.mark.parametrize("wrong", [-2, 40, -(2**31), 2**31 - 1])
+@pytest.mark.parametrize("size", [1, 16])
+def test_listed_keys_are_in_range(size: int, wrong: int) -> None:
+    q, k = torch.randn(1, 4, 1, 16), torch.randn(1, 1, 40 * size, 16)
+    lists = torch.tensor([[[0, 1, wrong]]], dtype=torch.int32)
+    with pytest.raises(ShapeError, match="lists: has values in"):
+        listed(q, k, k, lists, 40 * size, size)

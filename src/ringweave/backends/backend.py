@@ -107,10 +107,12 @@ class PreparedStep(Prepared, Protocol):
         pages: Pages | None = None,
         keys: int = 0,
         scales: Scales | None = None,
+        lists: Tensor | None = None,
     ) -> tuple[Tensor, Any] | None:
         """Compute (out, lse) as :meth:`Prepared.forward` does, also over pages.
 
         With ``pages`` no sequence has more than ``keys`` tokens; ``scales`` are those of a pool of 8 bits, contiguous.
+        ``lists`` is the table of a pattern with lists of keys, contiguous.
         """
         ...
 

@@ -55,63 +55,41 @@ def forward(
 
     ``longest_first=False`` starts rows in plan order; only a benchmark uses it, to measure the gain of the default.
     """
+    native = module()
+    assert native is not None
     shared = _shared(operands, branch)
-    if shared is not None:
-        return _of_shared(shared, operands, branch, dtype)
-    out, lse, overflows = _forward(operands, branch, dtype, longest_first=longest_first)
-    if overflows:
+    plan, terms = (branch.plan("cpu"), operands.terms) if shared is None else (shared.plan, shared.terms)
+    q, k, v = operands[:3]
+    out = torch.empty(*q.shape[:3], v.shape[3], dtype=dtype, device="cpu")
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device="cpu")
+    given, pages = _term_arguments(terms), operands.pages
+    stored: dict[str, object] = {} if pages is None else {"table": pages.table, "lengths": pages.lengths}
+    if shared is None:
+        stored["spacing"] = branch.spacing
+    else:
+        # only a PackedPlan has chosen keys
+        stored |= {"group": shared.group, "chosen": getattr(plan, "chosen", None)}
+    if operands.scales is not None:
+        stored |= {"k_scale": operands.scales.k, "v_scale": operands.scales.v}
+        k, v = as_codes(k), as_codes(v)
+    below = native.forward(
+        q=q, k=k, v=v, scale=operands.scale, out=out, lse=lse, **_plan(plan), **_processor(), **given, **stored,
+        longest_first=longest_first,
+    )  # fmt: skip
+    # a term may hide a score that is out of range, or move a score out of range, so the kernel's flag does not suffice
+    if may_overflow(operands, branch) if given else below:
         nan_rows_out_of_range(out, lse, operands, branch)
     return out, lse
 
 
 def _shared(operands: Operands, branch: Branch, backward: bool = False) -> SharedLists | None:
-    """Return the rows of a call in which query heads share lists of keys, or None."""
+    """Return the plan of a call in which query heads share lists of keys, or None."""
     if operands.q.shape[1] == operands.k.shape[1] or not branch.pattern.tables:
         return None
     # imported with the first list of keys
     from .shared_lists import shared_lists
 
     return shared_lists(operands, branch, backward)
-
-
-def _of_shared(shared: SharedLists, operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute a call in which query heads share lists, with these heads as rows."""
-    out, lse, overflows = _forward(shared.operands, shared.branch, dtype)
-    out, lse = shared.heads(out), shared.heads(lse)
-    if overflows:
-        nan_rows_out_of_range(out, lse, operands, branch)
-    return out, lse
-
-
-def _forward(
-    operands: Operands,
-    branch: Branch,
-    dtype: torch.dtype,
-    *,
-    longest_first: bool = True,
-) -> tuple[Tensor, Tensor, bool]:
-    """Compute (out, lse) in one kernel call, and whether a score may be out of range."""
-    native = module()
-    assert native is not None
-    plan = branch.plan("cpu")
-    q, k, v = operands[:3]
-    out = torch.empty(*q.shape[:3], v.shape[3], dtype=dtype, device="cpu")
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device="cpu")
-    given, pages = _term_arguments(operands.terms), operands.pages
-    stored = {} if pages is None else {"table": pages.table, "lengths": pages.lengths}
-    chosen = getattr(plan, "chosen", None)
-    if chosen is not None:
-        # a PackedPlan, of a module that is imported with the first list of keys
-        stored["chosen"] = chosen
-    if operands.scales is not None:
-        stored |= {"k_scale": operands.scales.k, "v_scale": operands.scales.v}
-        k, v = as_codes(k), as_codes(v)
-    below = native.forward(
-        q=q, k=k, v=v, scale=operands.scale, out=out, lse=lse, **_plan(plan), **_processor(), **given, **stored,
-        spacing=branch.spacing, longest_first=longest_first,
-    )  # fmt: skip
-    # a term may hide a score that is out of range, or move a score out of range, so the kernel's flag does not suffice
-    return out, lse, may_overflow(operands, branch) if given else below
 
 
 def as_codes(x: Tensor) -> Tensor:
@@ -148,24 +126,21 @@ def backward(
     dK and dV are computed by columns, and dQ is summed in a fixed order, so the bits do not depend on the number of
     threads.
     """
-    shared = _shared(operands, branch, backward=True)
-    if shared is not None:
-        rows = Upstream(*map(shared.rows, (upstream.dout, upstream.lse, upstream.delta)))
-        dq, dk, dv = backward(rows, shared.operands, shared.branch, dtype)
-        return shared.heads(dq), dk, dv
     native = module()
     assert native is not None
-    plan = branch.plan("cpu")
+    shared = _shared(operands, branch, backward=True)
+    plan, terms = (branch.plan("cpu"), operands.terms) if shared is None else (shared.plan, shared.terms)
+    group = 1 if shared is None else shared.group
     q, k, v, scale = operands[:4]
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device="cpu") for x in (q, k, v))
-    grads = _grads(operands.terms)
+    grads = _grads(terms)
     native.backward(
         dout=readable(upstream.dout.to(q.dtype)), q=q, k=k, v=v, scale=scale, lse=upstream.lse,
         delta=upstream.delta.float(), dq=dq, dk=dk, dv=dv, table_grads=grads,
-        **_plan(plan, True), **_processor(), **_term_arguments(operands.terms),
+        group=group, **_plan(plan, True), **_processor(), **_term_arguments(terms),
     )  # fmt: skip
-    if operands.terms is not None:
-        _add(operands.terms, grads)
+    if terms is not None:
+        _add(terms, grads)
     return dq, dk, dv
 
 

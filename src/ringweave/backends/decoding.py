@@ -1,18 +1,19 @@
 """Decoding steps on the native kernel: one query at the last key, in each call over other numbers of keys.
 
 The kernel paints the row of keys that a query attends from the pattern's zones, in each call, so a step needs no plan.
-A relation by residue is computed in the strided view of the last key, if that changes no bits.
+A relation by residue is computed in the strided view of the last key, if that changes no bits. Lists of keys that query
+heads share are checked and planned by the kernel, too, which filters them by the painted row.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..call import Call, Operands
-from ..errors import ShapeError
+from ..errors import PatternError, ShapeError
 from ..patterns.located import located
 from ..plan import summands, view_of_step
 from ..plan.tile_size import default_tile_size
@@ -22,6 +23,9 @@ from ..types import Pages
 from . import forks
 from .backend import PreparedStep
 from .cpu import as_codes, merge_into, module, variant
+
+if TYPE_CHECKING:
+    from .shared_lists import StepLists
 
 # the positions for which a pattern gives its zones, at least; twice as many as there are keys
 _POSITIONS = 2**12
@@ -42,21 +46,34 @@ class _Made(NamedTuple):
 
 
 class Steps:
-    """The checked kernel arguments of decoding steps that differ in their number of keys."""
+    """The checked kernel arguments of decoding steps that differ in their number of keys, and in what lists name."""
 
     plans = ()
 
-    def __init__(self, call: Call, operands: Operands):
+    def __init__(self, call: Call, operands: Operands, lists: StepLists | None = None):
         q, k, v, scale = operands[:4]
-        self._call, self._threads, self._several = call, torch.get_num_threads(), len(summands(call.pattern)) > 1
+        self._call, self._threads = call, torch.get_num_threads()
+        self._pattern = call.pattern if lists is None else lists.relation
+        self._several = len(summands(self._pattern)) > 1
         # the kernel takes types and sizes from these; tensors of one token do not keep the caller's alive
         pages = operands.pages
         stored: dict[str, Any] = {"scaled": operands.scales is not None}
         if pages is not None:
             stored["table"] = torch.empty_like(pages.table)
-        self._like = {"q": _like(q), "k": as_codes(_like(k)), "v": as_codes(_like(v)), "scale": scale, **stored}
-        # the tiles of pages do not depend on the lengths
+        self._like: dict[str, Any] = {
+            "q": _like(q),
+            "k": as_codes(_like(k)),
+            "v": as_codes(_like(v)),
+            "scale": scale,
+            **stored,
+        }
+        # the tiles of pages and of lists do not depend on the lengths
         self._tile = 0 if pages is None else default_tile_size(pages.capacity)
+        if lists is not None:
+            self._like |= lists.arguments
+            self._tile = lists.tile
+        # the number of keys for which the relation of lists was checked
+        self._fits = 0
         # one assignment, since threads share a step
         self._made = _Made(0, None)
         # templates of one element: empty_like of an expanded tensor takes half the time of empty with sizes
@@ -75,7 +92,7 @@ class Steps:
     def _compiled(self, until: int) -> list[_Part] | None:
         parts, kernel = list[_Part](), module()
         assert kernel is not None
-        for part in summands(self._call.pattern):
+        for part in summands(self._pattern):
             numbers: dict[str, int] = {}
             trees: list[tuple[list[Any], str]] = []
             of_head = []
@@ -89,8 +106,9 @@ class Steps:
                     numbers[each.spec] = len(trees)
                     trees.append((tree.compiled, tree.text))
                 of_head.append(numbers[each.spec])
-            native = kernel.Step(**self._like, trees=trees, of_head=of_head, variant=variant(), wide=self._several)
-            parts.append(_Part(native, part.residue_rate))
+            of_rows = of_head[:: self._like.get("group", 1)]
+            native = kernel.Step(**self._like, trees=trees, of_head=of_rows, variant=variant(), wide=self._several)
+            parts.append(_Part(native, part.residue_rate if self._pattern is self._call.pattern else 1))
         return parts
 
     def forward(
@@ -102,22 +120,31 @@ class Steps:
         pages: Pages | None = None,
         keys: int = 0,
         scales: Scales | None = None,
+        lists: Tensor | None = None,
     ) -> tuple[Tensor, Any] | None:
         """Compute (out, lse); see :class:`~ringweave.backends.backend.PreparedStep`.
 
-        The general path handles channels that are not adjacent, invalid page tables, and scores out of range.
+        The general path handles channels that are not adjacent, invalid page tables and lists, and scores out of range.
         """
         of_q, of_k, of_v = q.stride(), k.stride(), v.stride()
         keys = keys or k.shape[2]
         parts, alone = self.parts(keys), not self._several
         if of_q[3] != 1 or of_k[3] != 1 or of_v[3] != 1 or parts is None:
             return None
+        if lists is not None and keys != self._fits:
+            try:
+                self._pattern.check(1, keys, keys - 1)
+            except PatternError:
+                return None
+            self._fits = keys
         if self._threads > 1:
             forks.check(q.device)
         tensors = q.data_ptr(), of_q, k.data_ptr(), of_k, v.data_ptr(), of_v
-        stored = () if pages is None else (pages.table.data_ptr(), pages.lengths.data_ptr())
+        stored: tuple[int, ...] = () if pages is None else (pages.table.data_ptr(), pages.lengths.data_ptr())
         if scales is not None:
             stored = *stored, scales.k.data_ptr(), scales.v.data_ptr()
+        if lists is not None:
+            stored = 0, 0, 0, 0, lists.data_ptr()
         whole: tuple[Tensor, Any] | None = None
         for native, rate in parts:
             out = torch.empty_like(self._out)
@@ -127,9 +154,9 @@ class Steps:
                     *tensors, out.data_ptr(), 0 if lse is None else lse.data_ptr(), keys, *self._view(keys, rate),
                     self._threads, *stored,
                 )  # fmt: skip
-            except ShapeError:
-                # the general path checks a page table anew, and names the row and the column
-                if pages is None:
+            except (ShapeError, MemoryError):
+                # the general path names the wrong entry of a page table or of a list, and may compute in pieces
+                if pages is None and lists is None:
                     raise
                 return None
             if below:
@@ -162,8 +189,16 @@ def _like(x: Tensor) -> Tensor:
 
 def prepare_step(call: Call, operands: Operands) -> PreparedStep | None:
     """Prepare the decoding steps of a checked call, for any number of keys; None if the general path computes them."""
-    pattern = call.pattern
+    pattern, lists = call.pattern, None
+    if pattern.tables:
+        # imported with the first list of keys
+        from .shared_lists import lists_of_step
+
+        lists = lists_of_step(call)
+        if lists is None:
+            return None
+        pattern = lists.relation
     if call.features or pattern.tile_size is not None or not pattern.fixed or not pattern.combinable:
         return None
-    steps = Steps(call, operands._replace(scale=call.scale))
+    steps = Steps(call, operands._replace(scale=call.scale), lists)
     return None if steps.parts(call.nk) is None else steps

@@ -1,57 +1,46 @@
 """Calls in which all query heads of a key head share the lists of keys that they attend.
 
 For each query, such heads attend the same keys. So they are rows that are computed together, against the listed keys
-only: query i of head h becomes row ``i * group + h`` of its key head. Blocks of a multiple of 16 keys are the key tiles
-of the plan, forward and backward. Other lists, such as those of single keys, are packed: the kernel reads key n of the
-plan at ``chosen[n]``. Backward of packed lists runs in tiles of many queries, since it goes by columns of keys.
+only: query i of head h is row ``i * group + h`` of its key head. The kernel reads and writes these rows in place.
+Blocks of a multiple of 16 keys are the key tiles of the plan, forward and backward. Other lists, such as those of
+single keys, are packed: the kernel reads key n of the plan at ``chosen[n]``. Backward of packed lists runs in tiles of
+many queries, since it goes by columns of keys.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from ..call import Operands
+from ..call import Call, Operands
 from ..patterns import Full, Pattern
 from ..patterns.within import by_head
-from ..plan import BlockPlan, Branch, plan_cache
+from ..plan import BlockPlan, Branch, branches, plan_cache
+from ..plan.cached_plans import PACKED
 from ..plan.from_lists import PackedPlan, listed, serves
 from ..plan.subplan import CutBranch
 from ..terms import KINDS
+from ..terms.operands import TermOperands
 
 # most rows of a tile in the kernel
 _MOST = 256
 
 
 class SharedLists(NamedTuple):
-    """The rows of a call in which query heads share lists.
+    """A call in which query heads share lists.
 
     Attributes:
-        operands: The call's operands, with the heads that share keys as rows of q.
-        branch: Its branch, which holds the plan.
+        plan: Its plan, with a row for each head of a group.
         group: Number of query heads that share keys.
+        terms: Its score terms, for these rows.
     """
 
-    operands: Operands
-    branch: Branch
+    plan: BlockPlan
     group: int
-
-    def rows(self, x: Tensor) -> Tensor:
-        """Convert heads that share keys to rows: (B, Hq, N, ...) to (B, Hkv, N * group, ...)."""
-        batch, heads, queries, *rest = x.shape
-        split = x.view(batch, heads // self.group, self.group, queries, *rest)
-        return split.transpose(2, 3).reshape(batch, heads // self.group, queries * self.group, *rest)
-
-    def heads(self, x: Tensor) -> Tensor:
-        """Undo :meth:`rows`."""
-        batch, kv_heads, rows, *rest = x.shape
-        split = x.view(batch, kv_heads, rows // self.group, self.group, *rest)
-        return split.transpose(2, 3).reshape(batch, kv_heads * self.group, rows // self.group, *rest)
+    terms: TermOperands | None
 
 
 def shared_lists(operands: Operands, branch: Branch, backward: bool = False) -> SharedLists | None:
-    """Return the rows of a call in which query heads share lists, or None if it is computed in other tiles.
+    """Return the plan of a call in which query heads share lists, or None if it is computed in other tiles.
 
     The pattern, the heads and the terms decide, and no length does, so that a row has the same bits in every chunk and
     step.
@@ -63,16 +52,11 @@ def shared_lists(operands: Operands, branch: Branch, backward: bool = False) -> 
     if backward and _side(branch.pattern) is None:
         return None
     plan = plan_of(branch, group)
-    rows = Branch(
-        pattern=branch.pattern, heads=(0, operands.k.shape[1], 1), rate=1, q_first=0, k_first=0, nq=plan.nq,
-        nk=plan.nk, q_offset=0, batch=branch.batch, cached_plan=plan,
-    )  # fmt: skip
-    found = SharedLists(operands, rows, group)
     if terms is not None:
         columns = terms.columns[plan.chosen.long()] if isinstance(plan, PackedPlan) else terms.columns
         queries = terms.rows.repeat_interleave(group)
         terms = terms._replace(heads=terms.heads[::group], rows=queries, columns=columns)
-    return found._replace(operands=operands._replace(q=found.rows(operands.q), terms=terms))
+    return SharedLists(plan, group, terms)
 
 
 def plan_of(branch: Branch, group: int) -> BlockPlan:
@@ -91,6 +75,38 @@ def shares(branch: Branch, group: int, features: frozenset[str]) -> bool:
     if not isinstance(found[1], Full) and by_head(found[1]):
         return False
     return all(name in KINDS and not KINDS[name].axes and not KINDS[name].distances for name in features)
+
+
+class StepLists(NamedTuple):
+    """The lists of decoding steps of one kind, which differ in their contents.
+
+    Attributes:
+        relation: The pattern that filters them.
+        tile: Keys in a tile of the plan.
+        arguments: Keyword arguments of the kernel's ``Step``.
+    """
+
+    relation: Pattern
+    tile: int
+    arguments: dict[str, Any]
+
+
+def lists_of_step(call: Call) -> StepLists | None:
+    """Return the lists of a decoding step's kind; None if its query heads do not share them."""
+    split = branches(call.pattern, 1, call.nk, heads=call.heads, batch=call.batch, q_offset=call.q_offset)
+    group, found = call.heads // call.kv_heads, listed(call.pattern)
+    if found is None or len(split) > 1 or not shares(split[0], group, call.features):
+        return None
+    (lists, relation), side = found, _side(call.pattern)
+    if lists.counted:
+        # the number of blocks that the caller states belongs to one length
+        return None
+    table = lists.blocks.table
+    arguments = {
+        "lists": table.view(*(1, 1, *table.shape[:-2])[-2:], table.shape[-1]), "block_size": lists.block_size[1],
+        "packs": side is None, "group": group,
+    }  # fmt: skip
+    return StepLists(relation, side or PACKED, arguments)
 
 
 def _side(pattern: Pattern) -> int | None:

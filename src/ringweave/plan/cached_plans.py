@@ -20,7 +20,7 @@ from .tile_size import check_tile_size
 # bytes of a plan besides its elements, for nine tensors in one piece and the cache entry; measured
 _PLAN_BYTES = 8 * 2**10
 # keys in a tile of packed lists
-_PACKED = 128
+PACKED = 128
 
 
 class CacheStatistics(NamedTuple):
@@ -124,7 +124,7 @@ class PlanCache:
 
         found = listed(pattern)
         assert found is not None
-        extent = Extent(nq, nk, heads, batch, (1, side or _PACKED), q_offset, "cpu")
+        extent = Extent(nq, nk, heads, batch, (1, side or PACKED), q_offset, "cpu")
 
         def make() -> BlockPlan:
             return (packed if side is None else by_query)(*found, extent, group)
