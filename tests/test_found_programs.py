@@ -680,14 +680,14 @@ def test_programs_are_found_by_identity_and_by_equal_patterns(name: str) -> None
     given = options(name)
     fresh()
     rw.attention(q, k, v, PATTERN, **given)
-    _, first = program_cache.find(Arguments(q, k, v, PATTERN, **given))
+    first = program_cache.find(Arguments(q, k, v, PATTERN, **given)).program
     equal = (rw.SlidingWindow(9) | rw.Sinks(2)) & rw.Causal()
     for pattern in (PATTERN, equal, PATTERN):
-        _, found = program_cache.find(Arguments(q, k, v, pattern, **given))
+        found = program_cache.find(Arguments(q, k, v, pattern, **given)).program
         assert found is first is not None
     # the owner may write to tables, and functions may change
     table = rw.BlockTable(torch.ones(1, 1, dtype=torch.bool), 64)
-    assert program_cache.find(Arguments(q, k, v, table, **given)) == (None, None)
+    assert program_cache.find(Arguments(q, k, v, table, **given)) == program_cache.Found(None, None)
 
 
 # values of each argument that change the key of a call; a new option needs an entry here and in VALUES
@@ -718,7 +718,7 @@ def test_no_program_serves_another_call() -> None:
     usual = Arguments(q, k, v, PATTERN)
     fresh()
     rw.attention(q, k, v, PATTERN)
-    _, kept = program_cache.find(usual)
+    kept = program_cache.find(usual).program
     assert kept is not None
     keys: list[object] = []
     for name in Arguments._fields:
@@ -726,7 +726,7 @@ def test_no_program_serves_another_call() -> None:
             continue
         for value in OTHERS[name] if name in OTHERS else [VALUES[name](50)]:
             try:
-                key, found = program_cache.find(usual._replace(**{name: value}))
+                key, found, _ = program_cache.find(usual._replace(**{name: value}))
             except rw.RingweaveError:
                 # a dropout rate that is out of range
                 continue
@@ -737,7 +737,7 @@ def test_no_program_serves_another_call() -> None:
             keys += [key] if key is not None and not of_another else []
     assert len(keys) == len(set(keys)) > 20
     sinks = torch.zeros(4)
-    assert program_cache.find(usual._replace(sink_logits=sinks)) == (None, kept)
+    assert program_cache.find(usual._replace(sink_logits=sinks)) == program_cache.Found(None, kept)
     assert torch.equal(rw.attention(q, k, v, PATTERN, sink_logits=sinks), _with_sinks(q, k, v, sinks))
 
 
@@ -749,7 +749,7 @@ def test_a_table_learns_only_where_gradients_are_enabled() -> None:
         rw.attention(q, k, v, PATTERN, terms=given.terms)
     assert program_cache.find(given)[1] is None
     rw.attention(q, k, v, PATTERN, terms=given.terms)
-    _, found = program_cache.find(given)
+    found = program_cache.find(given).program
     assert found is not None
     assert found.call.needs_grad
 

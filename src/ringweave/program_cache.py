@@ -234,8 +234,9 @@ def _of_object(pattern: Pattern, key: CallKey, version: object) -> Found:
 
 def _of_lists(pattern: Pattern, key: CallKey, version: Any) -> Found:
     """Look up the decoding steps of a pattern with lists of keys by everything but their contents, which each reads."""
-    tables = pattern.tables
-    if len(tables) != 1 or len(key.means.options) > 1 or "Selected(_" not in pattern._spec:
+    tables, means = pattern.tables, key.means
+    # on a GPU no step is prepared
+    if len(tables) != 1 or type(means.place) is not int or len(means.options) > 1 or "Selected(_" not in pattern._spec:
         return _NOTHING
     (table,) = tables
     if not is_plain_cpu(table, table, table) or table.shape[-2] != 1 or not table.is_contiguous():

@@ -271,8 +271,12 @@ def test_other_patterns_and_calls(name: str, taken: list[bool]) -> None:
 def test_a_function_that_is_a_pattern(first: bool, taken: list[bool]) -> None:
     """A mask function is recognised in each call; the tensor that it captures is not taken for the lists."""
     x, back = inputs(4, 2, 64, batch=2), torch.tensor([20], dtype=torch.int32)
+
+    def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k >= q - back[0]) & (k <= q)
+
     for seed in range(4):
-        function = rw.from_mask_mod(lambda b, h, q, k: (k >= q - back[0]) & (k <= q))
+        function = rw.from_mask_mod(near)
         lists = rw.Selected(chosen(2, 1, most=9, keys=64, seed=seed))
         for _ in range(2):
             pattern = function & lists if first else lists & function
