@@ -7,7 +7,7 @@ heads share are checked and planned by the kernel, too, which filters them by th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +23,7 @@ from ..types import Pages
 from . import forks
 from .backend import PreparedStep
 from .cpu import as_codes, merge_into, module, variant
-
-if TYPE_CHECKING:
-    from .shared_lists import StepLists
+from .shared_lists import StepLists, lists_of_step
 
 # the positions for which a pattern gives its zones, at least; twice as many as there are keys
 _POSITIONS = 2**12
@@ -191,9 +189,6 @@ def prepare_step(call: Call, operands: Operands) -> PreparedStep | None:
     """Prepare the decoding steps of a checked call, for any number of keys; None if the general path computes them."""
     pattern, lists = call.pattern, None
     if pattern.tables:
-        # imported with the first list of keys
-        from .shared_lists import lists_of_step
-
         lists = lists_of_step(call)
         if lists is None:
             return None
