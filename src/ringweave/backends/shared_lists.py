@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ..call import Call, Operands
 from ..patterns import Full, Pattern
+from ..patterns.selected import has_number
 from ..patterns.within import by_head
 from ..plan import BlockPlan, Branch, branches, plan_cache
 from ..plan.cached_plans import PACKED
@@ -98,7 +99,7 @@ def lists_of_step(call: Call) -> StepLists | None:
     if found is None or len(split) > 1 or not shares(split[0], group, call.features):
         return None
     (lists, relation), side = found, _side(call.pattern)
-    if lists.counted:
+    if has_number(lists):
         # the number of blocks that the caller states belongs to one length
         return None
     table = lists.blocks.table

@@ -91,7 +91,7 @@ class Selected(BlockTable):
         return cls.of(ChosenBlocks(table, key_blocks or _MANY), (1, block_size), group or None)
 
     def _text(self) -> str:
-        number = f", key_blocks={self.blocks.key_blocks}" if self.counted else ""
+        number = f", key_blocks={self.blocks.key_blocks}" if has_number(self) else ""
         group = "" if self.group == 1 else f", group={self.group or 0}"
         return f"Selected(_, {self.block_size[1]}{number}{group})"
 
@@ -101,11 +101,6 @@ class Selected(BlockTable):
         what = "keys" if size == 1 else f"blocks of {size} keys"
         of = "".join(f"{n}x" for n in lead)
         return f"Selected(<{of}{queries} queries, at most {most} {what} each>)"
-
-    @property
-    def counted(self) -> bool:
-        """Whether the caller stated the number of key blocks."""
-        return self.blocks.key_blocks != _MANY
 
     def check(self, nq: int, nk: int, q_offset: int) -> None:
         rows = self.blocks.table.shape[-2]
@@ -132,6 +127,11 @@ class Selected(BlockTable):
     @property
     def tile_size(self) -> None:
         return None
+
+
+def has_number(pattern: Selected) -> bool:
+    """Return whether the caller stated the number of key blocks."""
+    return pattern.blocks.key_blocks != _MANY
 
 
 def in_documents(lists: Selected, documents: Documents) -> Pattern:
