@@ -142,10 +142,9 @@ if _has_level and None not in (_keys_of, _included, _functions, _transforms, _pr
 
     def are_plain_gpu(tensors: Sequence[Tensor], /) -> bool:
         """Whether all tensors are ordinary tensors on one GPU, without autocast there."""
-        device = tensors[0].device
-        # a plain loop, since a generator expression doubles the overhead
+        # a plain loop, since a generator expression doubles the overhead; the first may be no tensor
         for x in tensors:
-            if type(x) not in _CLASSES or _keys_of(x).raw_repr() not in _PLAIN_GPU or x.device != device:
+            if type(x) not in _CLASSES or _keys_of(x).raw_repr() not in _PLAIN_GPU or x.device != tensors[0].device:
                 return False
         return not _autocast("cuda")
 
