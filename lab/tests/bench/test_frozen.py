@@ -12,6 +12,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from ringweave.cli import app as module
+from ringweave.program_cache import Found
 from ringweave_lab import bench, demo
 from ringweave_lab.bench import CASES, Options, run_case
 
@@ -148,7 +149,7 @@ def test_wrong_results_exit_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
         return out * 1.01, lse
 
     monkeypatch.setattr(program.Program, "forward", wrong)
-    monkeypatch.setattr("ringweave.api.find", lambda *call: (None, None))
+    monkeypatch.setattr("ringweave.api.find", lambda *call: Found(None, None))
     found = run("bench", "memory", "--quick", "--tokens", "256")
     assert found.exit_code == 1
     assert "ringweave is wrong on window + sinks, forward: wrong: root mean square error of out" in " ".join(

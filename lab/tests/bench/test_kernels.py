@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import ringweave as rw
 from ringweave import program
 from ringweave.backends import cpu
+from ringweave.program_cache import Found
 from ringweave_lab.bench import CaseResult, Options, Outcome, Target, run_case
 from ringweave_lab.bench.cases.kernels import TARGETS, USUAL, asked, overheads, whole_grid
 from ringweave_lab.bench.fma import fma_peak, library, why_no_peak
@@ -170,7 +171,7 @@ def test_a_wrong_result_has_no_overhead(monkeypatch: pytest.MonkeyPatch) -> None
         return out * 1.1, lse
 
     monkeypatch.setattr(program.Program, "forward", wrong)
-    monkeypatch.setattr("ringweave.api.find", lambda *call: (None, None))
+    monkeypatch.setattr("ringweave.api.find", lambda *call: Found(None, None))
     found = list(overheads(Options(quick=True, rounds=1, heads=1), [torch.bfloat16], lambda text: None))
     assert len(found) == 6
     for target in found:

@@ -60,6 +60,7 @@ def test_tune_holds_trials_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     trial._stored.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     outcomes = {"flex": Outcome(None, 0.002), "triton": Outcome(None, 0.001), "dense_batched": Outcome("it is wrong")}
     monkeypatch.setattr(trial, "_apart", lambda job: (outcomes[job.backend], True))
     options = ["SlidingWindow(9)", "-n", "256", "--gpu", "--dtype", "float16"]

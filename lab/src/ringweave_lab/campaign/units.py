@@ -344,7 +344,6 @@ def main(words: list[str] | None = None) -> int:
     device, wrong = "cpu" if job.dry else job.device, False
     head = {
         "case": "campaign",
-        "unit": given.name,
         "environment": plain(environment(device)),
         "options": plain(Options(device=device)),
     }
