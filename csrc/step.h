@@ -22,7 +22,7 @@ struct Strided {
   int64_t count(int64_t keys) const { return keys > first ? (keys - first + rate - 1) / rate : 0; }
 };
 
-// Keys, or blocks of `size` keys, that a model chose: (batch, heads, most), of which the first two may be 1. -1 is no
+// Keys, or blocks of `size` keys, that a model chose: (batch, heads, most); batch and heads may be 1, and -1 names no
 // block. With `packs`, tiles are of the keys that are attended, one after the other; else they are tiles of all keys.
 struct Lists {
   const int32_t *blocks = nullptr;

@@ -417,11 +417,8 @@ def attend_pages(
             pages = Pages(cache.table, cache.lengths, cache.page)
             needs_lse = with_lse or sink_logits is not None
             found = program.over_pages.forward(q, cache.k, cache.v, needs_lse, pages, most, cache.scales)
-            if found is not None and sink_logits is None:
-                return found
-            if found is not None and sink_logits is not None:
-                check_sinks(sink_logits, q)
-                return with_sinks(*found, sink_logits)
+            if found is not None:
+                return _with_sinks(given, *found)
     call, q, k, v, tensors, _ = paged(given, cache)
     out, lse = attend(call, q, k, v, tensors)
     if key is not None:

@@ -285,7 +285,7 @@ def test_a_function_that_is_a_pattern(first: bool, taken: list[bool]) -> None:
 
 
 def test_nothing_of_a_list_is_kept(taken: list[bool]) -> None:
-    """New lists of new lengths share one program, whose shape a list of another length does not match."""
+    """New lists of one length share one program; a list of another length has a program of its own."""
     for keys in range(200, 230):
         x = inputs(4, 1, keys)
         for most in (5, 6):

@@ -57,7 +57,7 @@ def plan(group: int) -> PlanArgs:
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("group", [1, 2, 3, 16, 40])
 def test_bits_of_copied_rows(group: int, dtype: str, variant: str) -> None:
-    """Forward and backward, in any layout of inputs and results; what is between the rows is not written."""
+    """Forward and backward, in any layout of inputs and results; memory between the rows is not written."""
     batch, kv_heads, _, nq, nk = SIZES
     kind, made, options = DTYPES[dtype], plan(group), {"scale": 0.3, "threads": 2, "variant": variant}
     sizes = (kv_heads * group, nq), (kv_heads, nk)

@@ -142,6 +142,7 @@ class Steps:
         if scales is not None:
             stored = *stored, scales.k.data_ptr(), scales.v.data_ptr()
         if lists is not None:
+            # after the addresses of pages and scales, which a step over lists does not have
             stored = 0, 0, 0, 0, lists.data_ptr()
         whole: tuple[Tensor, Any] | None = None
         for native, rate in parts:
