@@ -270,6 +270,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
         patched.setattr(encoder, "packed", counting)
         with pytest.raises(KeyboardInterrupt):
             run("embed", texts)
+    capsys.readouterr()
     left = run("embed", texts)[0]
     assert left in {f"4 files, {n} new or changed" for n in (1, 2, 3)}
     assert run("embed", texts)[0] == "4 files, 0 new or changed"
