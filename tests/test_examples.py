@@ -288,3 +288,27 @@ def test_packed_rows_are_compared_with_padded_batches(
         "packed rows, ringweave", "padded batches of 2 by length, SDPA",
     ]  # fmt: skip
     assert float(lines[-1].rpartition(" ")[2]) < 1e-5
+
+
+def test_a_sparse_model_is_trained_beside_its_dense_twin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both learn a text that repeats itself far apart, on the same excerpts."""
+    text, out = tmp_path / "text.txt", tmp_path / "metrics.jsonl"
+    text.write_text("".join(f"{n % 7} and {n % 5}; " for n in range(2000)))
+    options = ["--tokens", 192, "--steps", 24, "--layers", 2, "--width", 32, "--heads", 4, "--block", 16, "--top", 4]
+    words = [*options, "--window", 24, "--lr", 1e-2, "--text", text, "--out", out]
+    script = Path(__file__).parents[1] / "examples" / "train_nsa.py"
+    monkeypatch.setattr("sys.argv", [str(script), *map(str, words)])
+    runpy.run_path(str(script), run_name="__main__")
+    bits = {line.split()[0]: float(line.split()[1]) for line in capsys.readouterr().out.splitlines()[-2:]}
+    lines = metrics(out)
+    for name in ("dense", "sparse"):
+        own = losses([line for line in lines if line["model"] == name])
+        assert len(own) == 24
+        assert own[0] == pytest.approx(5.55, abs=0.35)
+        # the frequencies of the bytes alone cost 3.02 bits
+        assert bits[name] < 3.0
+    monkeypatch.setattr("sys.argv", [str(script), "--text", str(text), "--tokens", "30000"])
+    with pytest.raises(SystemExit, match="pass a longer one"):
+        runpy.run_path(str(script), run_name="__main__")
