@@ -174,8 +174,9 @@ def _plan(
     if not pattern.combinable:
         raise PatternError("pattern", repr(pattern), "a relation", "Call longnet_attention for a mixture.")
     size = {"heads": heads, "batch": batch, "q_offset": q_offset}
-    if why_no_lists(pattern) is None:
-        return Branch.whole(pattern, nq, nk, **size)
+    whole = Branch.whole(pattern, nq, nk, **size)
+    if why_no_lists(whole.lists) is None:
+        return whole
     q_tile, kv_tile = tile_size_of(None, pattern, nq, nk)
     while q_tile > _LEAST and q_tile * kv_tile * function.nbytes > 2 * budget(query.device):
         q_tile //= 2
