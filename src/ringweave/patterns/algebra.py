@@ -16,7 +16,6 @@ from .fitting import called, nest, refuse
 
 if TYPE_CHECKING:
     from ..trace.values import Place
-    from .lists import Lists
 
 # most operands in a row in a text
 _GROUP = 256
@@ -85,16 +84,6 @@ class And(Combined):
 
     def zones(self, n: int | None) -> Node:
         return relation.And([part.zones(n) for part in self.parts])
-
-    def _lists(self) -> Lists | None:
-        if not self.tables:
-            return None
-        for at, part in enumerate(self.parts):
-            lists = part._lists()
-            if lists is not None:
-                others = *self.parts[:at], *self.parts[at + 1 :]
-                return lists._replace(relation=others[0] if len(others) == 1 else join(And, *others))
-        return None
 
     @property
     def residue_rate(self) -> int:

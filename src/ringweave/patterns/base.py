@@ -34,7 +34,6 @@ from .declared import declare
 if TYPE_CHECKING:
     from ..plan.block_plan import BlockPlan
     from ..trace.values import Place
-    from .lists import Lists
 
 P = TypeVar("P", bound="Pattern")
 # attributes that a pattern derives from the others; they are not pickled
@@ -120,10 +119,6 @@ class Pattern(ABC):
     @property
     def tile_size(self) -> int | None:
         """The tile size that suits the pattern: the tokens in a side of the blocks that it consists of; else None."""
-        return None
-
-    def _lists(self) -> Lists | None:
-        """Return the lists of keys that the pattern filters by a relation; None if it is another pattern."""
         return None
 
     def _allowed_pairs(self, nq: int, nk: int) -> int | None:

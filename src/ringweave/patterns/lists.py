@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import PatternError
 from ..torch_compat import require, wrapped
-from .base import Pattern
-from .block_sets import ListedBlocks
+from .algebra import And, join
+from .base import Composite, Pattern
+
+if TYPE_CHECKING:
+    from .block_sets import ListedBlocks
 
 #: The number of key blocks where none is given: more than there can be.
 MANY = 2**31 - 1
@@ -61,6 +66,44 @@ class Lists(NamedTuple):
             of = "keys" if self.block == 1 else f"blocks of {self.block} keys"
             wanted = f"-1 or 0 to {number - 1}: the call has {number} {of}"
             raise PatternError("indices", f"{least} to {most}", wanted, "Correct the indices; -1 is no key.")
+
+
+class Listed(ABC):
+    """A pattern of lists of keys."""
+
+    @property
+    @abstractmethod
+    def lists(self) -> Lists:
+        """The lists, which no relation filters."""
+
+
+def lists_of(pattern: Pattern) -> Lists | None:
+    """Return the lists of keys that a pattern filters by a relation; None if it is another pattern."""
+    if isinstance(pattern, Listed):
+        return pattern.lists
+    if isinstance(pattern, And) and pattern.tables:
+        for at, part in enumerate(pattern.parts):
+            if isinstance(part, Listed):
+                others = *pattern.parts[:at], *pattern.parts[at + 1 :]
+                return part.lists._replace(relation=others[0] if len(others) == 1 else join(And, *others))
+    return None
+
+
+def lists_in(pattern: Pattern) -> list[Pattern]:
+    """Return the patterns of lists inside a pattern, itself included, in the order of the text."""
+    if not pattern.tables:
+        return []
+    parts = pattern.parts_within()
+    return [each for part in parts for each in lists_in(part)] or ([pattern] if isinstance(pattern, Listed) else [])
+
+
+def with_lists(pattern: Pattern, lists: Iterator[Pattern]) -> Pattern:
+    """Replace the patterns of :func:`lists_in` by others."""
+    if not pattern.tables:
+        return pattern
+    if isinstance(pattern, Composite):
+        return pattern.with_parts([with_lists(part, lists) for part in pattern.parts_within()])
+    return next(lists) if isinstance(pattern, Listed) else pattern
 
 
 def misfit(rows: int, queries: int) -> PatternError:

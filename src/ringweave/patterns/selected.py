@@ -12,7 +12,7 @@ from .base import Full, Pattern
 from .block_sets import ListedBlocks
 from .declared import declare
 from .documents import Documents, keys_of
-from .lists import MANY, Lists, misfit
+from .lists import MANY, Listed, Lists, misfit
 from .table import BlockTable
 
 _WHOLE = (torch.int32, torch.int64)
@@ -24,7 +24,7 @@ _WHOLE = (torch.int32, torch.int64)
     text=False,
     hostile="Selected((torch.arange(n)[:, None] - torch.tensor([0, n // 2])).clamp(min=-1))",
 )
-class Selected(BlockTable):
+class Selected(BlockTable, Listed):
     """A query attends the keys, or blocks of keys, that a list names for it: what an indexer chose, query by query.
 
     Row i belongs to query i of the call and names keys of the call, whatever ``q_offset`` and ``k_offset`` are: a chunk
@@ -101,11 +101,12 @@ class Selected(BlockTable):
         of = "".join(f"{n}x" for n in lead)
         return f"Selected(<{of}{queries} queries, at most {most} {what} each>)"
 
-    def _lists(self) -> Lists:
+    @property
+    def lists(self) -> Lists:
         return Lists(self.blocks, self.block_size[1], self.group, Full())
 
     def check(self, nq: int, nk: int, q_offset: int) -> None:
-        self._lists().check(nq, nk, q_offset)
+        self.lists.check(nq, nk, q_offset)
 
     @property
     def tile_size(self) -> None:

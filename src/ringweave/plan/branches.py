@@ -24,6 +24,7 @@ from ..cache import PROGRAMS
 from ..errors import PatternError
 from ..patterns import And, Causal, Full, Or, Pattern
 from ..patterns.dilated import StridedView
+from ..patterns.lists import Lists, lists_of
 from ..patterns.shifted import Shifted
 from ..patterns.view import in_view
 from ..patterns.within import Within
@@ -33,7 +34,6 @@ from .tile_size import default_tile_size, tile_size_of
 
 if TYPE_CHECKING:
     from ..patterns import LongNet
-    from ..patterns.lists import Lists
 
 #: Keys in a tile of packed lists.
 PACKED = 128
@@ -103,7 +103,7 @@ class Branch:
     @functools.cached_property
     def lists(self) -> Lists | None:
         """The lists of keys in the relation, and the pattern that filters them; None if it is another relation."""
-        return self.pattern._lists()
+        return lists_of(self.pattern)
 
     @property
     def head_count(self) -> int:
@@ -218,7 +218,7 @@ def _of_lists(union: Or) -> tuple[Pattern, ...]:
     seen: list[Pattern] = []
     lists: list[Pattern] = []
     for part in union.parts:
-        (seen if part._lists() is None else lists).append(part)
+        (seen if lists_of(part) is None else lists).append(part)
     if not lists:
         return ()
     found = [functools.reduce(operator.or_, seen)] if seen else []

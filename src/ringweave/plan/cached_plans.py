@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,12 +13,10 @@ from ..checks import check_sizes, named_device, whole
 from ..patterns import Pattern
 from ..patterns.cache_key import CacheKey
 from ..patterns.fitting import refuse
+from ..patterns.lists import Lists
 from .block_plan import BlockPlan, Extent
 from .cuda_sync import record_stream, wait_for_stream
 from .tile_size import check_tile_size
-
-if TYPE_CHECKING:
-    from ..patterns.lists import Lists
 
 # bytes of a plan besides its elements, for nine tensors in one piece and the cache entry; measured
 _PLAN_BYTES = 8 * 2**10

@@ -20,6 +20,7 @@ from ..checks import check_device
 from ..errors import PatternError, ShapeError
 from ..patterns import Pattern
 from ..patterns.fitting import check_extents
+from ..patterns.lists import lists_of
 from ..patterns.located import located
 from ..patterns.within import batched, by_head, check_bounds, elements
 from ..relation.arrays import Int64
@@ -71,7 +72,7 @@ def _by_table(pattern: Pattern, extent: Extent) -> BlockPlan | None:
     """Plan a pattern from the blocks of its table; None without a table, or if its blocks do not fit the tiles."""
     if not pattern.tables:
         return None
-    lists = pattern._lists()
+    lists = lists_of(pattern)
     if lists is not None and extent.device == "cpu":
         # imported with the first list of keys
         from .from_lists import from_lists
