@@ -82,7 +82,8 @@ def _largest(key: Tensor, columns: Tensor, count: int, amount: Tensor | None) ->
         found.amin(-1, keepdim=True) if amount is None else found.gather(-1, (amount - 1).expand(*found.shape[:-1], 1))
     )
     room = count if amount is None else amount
-    if are_plain_cpu((key,)) and not torch.compiler.is_compiling():
+    # first, since a trace cannot follow the other check
+    if not torch.compiler.is_compiling() and are_plain_cpu((key,)):
         tied = ((key >= last).sum(-1, keepdim=True) > room) & (last > least)
         if not tied.any():
             # reading a value costs no synchronisation on a CPU, and without ties topk has chosen already
