@@ -23,7 +23,6 @@ from .errors import UnsupportedError, in_a_line
 from .patterns import BlockTable, Causal, Full, Global, KeyPadding, Pattern, Selected, SlidingWindow
 from .plan import Branch
 from .plan.cuda_sync import require_no_capture
-from .plan.from_lists import listed
 from .precision import Scales, quantize_rows
 from .terms import KINDS
 from .terms.dropout import DROPOUT_LEVELS, Dropout
@@ -40,7 +39,7 @@ _log = logging.getLogger("ringweave")
 
 def form(branch: Branch) -> str:
     """Return the form of a branch's relation: "full", "causal", "sparse", or "selected" for lists of keys."""
-    return "selected" if listed(branch.pattern) is not None else branch.dense_kind
+    return "selected" if branch.lists is not None else branch.dense_kind
 
 
 def small(call: Call) -> Call:

@@ -30,6 +30,7 @@ from .backends.backend import (
 from .backends.tile_batches import tile_within
 from .call import Call, Operands, term_operands
 from .errors import PatternError, UnsupportedError, shown
+from .patterns.lists import lists_in, with_lists
 from .plan import BlockPlan, Branch, branches, branches_of_step, summands
 from .plan.tile_size import default_tile_size
 from .terms.function import FUNCTION
@@ -37,6 +38,7 @@ from .terms.term import tables_in
 from .types import acc_dtype
 
 if TYPE_CHECKING:
+    from .patterns import Pattern
     from .terms.operands import TermOperands
 
 # backends of this package that auto considers without a trial or measurement, best first; the last one runs every call
@@ -308,10 +310,28 @@ class Program:
         self.over_pages: PreparedStep | None = None
         #: Kernel arguments of decoding steps over lists of keys; None if the general path computes them.
         self.over_lists: PreparedStep | None = None
+        #: The program of a call over lists with other contents, which has the same branches and backends; or None.
+        self.kind: Program | None = None
 
     def for_call(self, call: Call) -> Program:
         """Return a program of the same class for another call, such as a piece of this one."""
         return type(self)(call)
+
+    def for_lists(self, pattern: Pattern) -> Program:
+        """Return the program for the lists of keys in a pattern, which differs from this one's in their contents.
+
+        Raises:
+            PatternError: An index is not a key of the call.
+        """
+        call = self.call
+        pattern = pattern.bound(call.heads, call.kv_heads)
+        if pattern.spec != call.pattern.spec:
+            # the pattern of the call has offsets beside its lists
+            pattern = with_lists(call.pattern, iter(lists_in(pattern)))
+        pattern.check(call.nq, call.nk, call.q_offset)
+        program = Program(dataclasses.replace(call, pattern=pattern), constant=True)
+        program.kind = self
+        return program
 
     def for_length(self, k: Tensor) -> Program:
         """Return the program for the length of these keys.
@@ -327,11 +347,15 @@ class Program:
     def steps(self) -> tuple[Step, ...]:
         """The steps of forward."""
         call = self.call
+        if self.kind is not None:
+            return self._of_kind(self.kind.steps)
         return self._compile(dataclasses.replace(call, needs_grad=False, learned=0) if call.needs_grad else call)
 
     @functools.cached_property
     def backward_steps(self) -> tuple[Step, ...]:
         """The steps of backward, for which auto may choose other backends."""
+        if self.kind is not None:
+            return self._of_kind(self.kind.backward_steps)
         return self._compile(self.call if self.call.needs_grad else dataclasses.replace(self.call, needs_grad=True))
 
     @functools.cached_property
@@ -355,6 +379,18 @@ class Program:
         if self.terms is not None:
             return Operands(q, k, v, self.call.scale, self.terms)
         return Operands.of(self.call, q, k, v, tensors, learns)
+
+    def _of_kind(self, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        """Return the steps of the kind, which are the whole call, with the lists of this program's pattern."""
+        pattern = self.call.pattern
+        parts = (pattern,) if len(steps) == 1 else summands(pattern)
+        if len(parts) != len(steps):
+            # lists that are equal now are one part of the union
+            return compiled(self.call)
+        return tuple(
+            Step(dataclasses.replace(branch, pattern=part), backend)
+            for (branch, backend), part in zip(steps, parts, strict=True)
+        )
 
     def _compile(self, call: Call, *, step: bool = False) -> tuple[Step, ...]:
         """Compile a call; the steps of a small call of a constant pattern hold their plans."""

@@ -24,12 +24,13 @@ from .errors import PatternError
 from .patterns import Pattern
 from .patterns.alignment import END
 from .patterns.base import names_in
+from .patterns.lists import Listed
 from .plan.cuda_sync import capturing
 from .precision import NATIVE, Precision
-from .program import Program
+from .program import Program, is_whole
 from .terms import Term
 from .terms.dropout import threshold_of
-from .torch_compat import are_plain_gpu, is_plain_cpu, no_interception
+from .torch_compat import are_plain_cpu, are_plain_gpu, is_plain_cpu, no_interception
 from .types import NotGiven
 
 if TYPE_CHECKING:
@@ -86,6 +87,20 @@ class StepKey(NamedTuple):
 
     kind: tuple[Hashable, ...]
     keys: tuple[int, int]
+
+
+class ListsKey(NamedTuple):
+    """The key of a call over lists of keys, which has everything about it except what the lists contain.
+
+    Attributes:
+        spec: Text of the pattern.
+        call: The other arguments.
+        tables: Shapes of the lists, and the identities of other patterns with tensors.
+    """
+
+    spec: str
+    call: CallKey
+    tables: tuple[Hashable, ...]
 
 
 class Found(NamedTuple):
@@ -233,22 +248,42 @@ def _of_object(pattern: Pattern, key: CallKey, version: object) -> Found:
 
 
 def _of_lists(pattern: Pattern, key: CallKey, version: Any) -> Found:
-    """Look up the decoding steps of a pattern with lists of keys by everything but their contents, which each reads."""
-    tables, means = pattern.tables, key.means
-    # on a GPU no step is prepared
-    if len(tables) != 1 or type(means.place) is not int or len(means.options) > 1 or "Selected(_" not in pattern._spec:
+    """Look up a call over lists of keys by everything but their contents, which each call reads."""
+    options, given = key.means.options, pattern.tables
+    # measurements may prefer another backend for other lists, and k_offset changes the pattern
+    if type(key.means.place) is not int or version.answers or (len(options) > 1 and options[1]):
         return _NOTHING
-    (table,) = tables
-    if not is_plain_cpu(table, table, table) or table.shape[-2] != 1 or not table.is_contiguous():
+    tables = _layout(pattern) if are_plain_cpu(given) else None
+    if tables is None:
         return _NOTHING
-    step = _step_key(pattern._spec, key, version.answers)
-    if step is None:
-        return _NOTHING
-    step = StepKey((*step.kind, table.shape, table.dtype), step.keys)
-    program: Program | None = PROGRAMS.get(step.kind)
+    alone = len(given) == len(options) == 1 and given[0].shape[-2] == 1 and given[0].is_contiguous()
+    step = _step_key(pattern._spec, key, version.answers) if alone else None
+    if step is not None:
+        step = StepKey((*step.kind, tables), step.keys)
+    kind = ListsKey(pattern._spec, key, tables) if step is None else step.kind
+    program: Program | None = PROGRAMS.get(kind)
     if program is None or program.tuning_version is not version:
-        return Found(step, None)
-    return _NOTHING if program.over_lists is None else Found(None, program, table)
+        return Found(step or kind, None)
+    if step is None:
+        return Found(None, program.for_lists(pattern))
+    return _NOTHING if program.over_lists is None else Found(None, program, given[0])
+
+
+def _layout(pattern: Pattern) -> tuple[Hashable, ...] | None:
+    """Return the shapes of a pattern's lists and the keys of its other parts; None if one of these may change."""
+    parts = pattern.parts_within()
+    if not parts:
+        if not pattern._constant:
+            return None
+        return (pattern.tables[0].shape if isinstance(pattern, Listed) else pattern.key().value,)
+    found: list[Hashable] = []
+    for part in parts:
+        if part.tables:
+            of_part = _layout(part)
+            if of_part is None:
+                return None
+            found += of_part
+    return tuple(found)
 
 
 def keep(key: Hashable, call: Call, operands: Operands) -> Program:
@@ -263,6 +298,12 @@ def keep(key: Hashable, call: Call, operands: Operands) -> Program:
         program.prepare_steps(operands)
         PROGRAMS.put(key.kind, program, _PROGRAM_BYTES + sum(table.nbytes for table in call.pattern.tables))
         return program
+    if isinstance(key, ListsKey):
+        program = Program(call)
+        if not all(is_whole(each.branch, call) for each in program.steps):
+            return program
+        PROGRAMS.put(key, program, _PROGRAM_BYTES + sum(table.nbytes for table in call.pattern.tables))
+        return program.for_lists(call.pattern)
     program = Program(call, constant=True)
     if call.backend == "auto" and capturing(operands.q.device):
         # no backend can be checked in a graph, so that further calls may have a better one

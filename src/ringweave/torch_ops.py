@@ -246,14 +246,14 @@ def can_bypass_operator(program: Program, tensors: Sequence[Tensor]) -> bool:
     """Whether a program may run without its operator, with no difference that anything could observe.
 
     This needs plain tensors in main memory, the native kernel, and no mode, transform, trace, profiler or autocast,
-    which watch or change operators. It also needs a pattern without tables, which a transform may have wrapped. On a
-    GPU it needs plain tensors, and a program that was looked up because nothing watched the call.
+    which watch or change operators. It also needs a pattern without tables, which a transform may have wrapped, or a
+    program that was looked up because nothing watched the call. On a GPU it needs plain tensors and such a program.
     """
     # first, since a trace cannot follow the other checks
     if torch.compiler.is_compiling() or not no_interception():
         return False
     if are_plain_cpu(tensors):
-        return not program.call.pattern.tables and program.native
+        return (program.constant or not program.call.pattern.tables) and program.native
     return program.constant and are_plain_gpu(tensors)
 
 

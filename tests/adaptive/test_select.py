@@ -256,6 +256,34 @@ def test_a_row_of_blocks_depends_on_no_later_token(amount: str, heads: str, loca
         assert torch.equal(step, want[:, :, n, : step.shape[-1]]), n
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("heads", ["query", "kv", "shared"])
+@pytest.mark.parametrize("amount", [{"top_k": 4}, {"density": 0.3}], ids=str)
+def test_of_equal_scores_the_earlier_block_is_chosen(amount: dict[str, float], heads: str, dtype: torch.dtype) -> None:
+    """Every block scores 0, so a row has its own block, the first, and those after it."""
+    q, k = torch.randn(1, 4, 200, 8, dtype=dtype), torch.zeros(1, 2, 200, 8, dtype=dtype)
+    how: dict[str, Any] = {"block_size": (1, 8), "heads": heads, **amount}
+    for method in ("mean", "bounds"):
+        mask = select(q, k, method=method, **how).mask
+        for n in range(200):
+            own, count = n // 8, int(mask[0, 0, n].sum())
+            want = sorted({own, *range(count - (own >= count))})
+            assert all(row.nonzero().flatten().tolist() == want for row in mask[0, :, n])
+
+
+@pytest.mark.parametrize("method", ["mean", "bounds"])
+def test_steps_choose_as_the_whole_sequence_where_scores_are_equal(method: str) -> None:
+    """The number of keys does not decide between blocks of equal scores, which few distinct numbers have."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 4, 400, 8, generator=generator).round().clamp(-1, 1) for _ in range(2))
+    # without a scale every product is exact
+    how: dict[str, Any] = {"method": method, "top_k": 5, "block_size": (1, 8), "scale": 1.0}
+    whole = select(q, k, **how).mask
+    for n in range(0, 400, 7):
+        step = select(q[:, :, n : n + 1], k[:, :, : n + 1], q_offset=n, **how).mask
+        assert torch.equal(step[:, :, 0], whole[:, :, n, : step.shape[-1]]), n
+
+
 def test_attention_that_does_not_look_ahead() -> None:
     """With blocks of one query the choice is bit-identical; with larger ones it depends on later queries."""
     x = Inputs.random(192, heads=2, dim=16)

@@ -21,7 +21,6 @@ from ringweave.backends.chosen_keys import ChosenKeys
 from ringweave.cache import process_cache
 from ringweave.call import Call, Operands
 from ringweave.plan import Branch
-from ringweave.plan.from_lists import listed, serves
 from ringweave.torch_compat import AUTOGRAD_WITHIN, autograd_within
 
 _WANTED = ("kv_indices", "sliding_window_size", "scale", "return_aux")
@@ -131,9 +130,8 @@ def backward(
 
 def unsupported_reason(call: Call, branch: Branch) -> str | None:
     """Return a reason unless the pattern is lists that query heads share, on CUDA, and attn-gym is installed."""
-    found = listed(branch.pattern)
-    reason = chosen_keys.unsupported_reason(call, branch)
-    if reason is not None or found is None:
+    lists, reason = branch.lists, chosen_keys.unsupported_reason(call, branch)
+    if reason is not None or lists is None:
         return reason
     if call.device != "cuda":
         return f"it calls kernels for CUDA tensors, and these are on {call.device}"
@@ -142,7 +140,7 @@ def unsupported_reason(call: Call, branch: Branch) -> str | None:
     channels = call.head_dim + max(call.head_dim, call.value_dim)
     if channels > _MOST_CHANNELS:
         return f"keys and values have at most {_MOST_CHANNELS} channels together, and got {channels}"
-    if not serves(found[0], call.heads // call.kv_heads):
+    if not lists.serve(call.heads // call.kv_heads):
         return "query heads of one key head have lists of their own"
     if call.needs_grad and not AUTOGRAD_WITHIN:
         return f"its gradients need private names that torch {torch.__version__} does not have"

@@ -27,7 +27,7 @@ from ..torch_compat import mapped
 from ..torch_ops import differentiate, operators, refuse_forward_mode
 from ..types import DTYPES, acc_dtype
 from ..validate import checked_scale
-from .ranking import best, ordered
+from .ranking import Scored, best
 
 # bytes of one chunk of scores, and of one block of products before the sum over heads
 _CHUNK, _CHUNK_ELSEWHERE = 2**22, 2**28
@@ -163,9 +163,8 @@ def _chosen(q: Tensor, k: Tensor, weights: Tensor, pattern: Pattern, scale: floa
         return index
     with torch.autocast(q.device.type, enabled=False):
         for chunk in _chunks(planned, q.device):
-            key = ordered(_scores(q, k, weights, scale, chunk))
-            chunk.forbid(key)
-            index[chunk.members, chunk.queries, : min(top_k, key.shape[-1])] = best(key, chunk.tokens(), top_k)
+            scored = Scored(_scores(q, k, weights, scale, chunk), chunk.allowed(), columns=chunk.tokens())
+            index[chunk.members, chunk.queries] = best(scored, top_k)
     return index
 
 
@@ -210,20 +209,20 @@ class _Chunk:
         tokens = self.columns[:, None] * side + torch.arange(side, device="cpu")
         return tokens.flatten().int().to(self.device)
 
-    def forbid(self, key: Tensor) -> None:
-        """Overwrite ``key``, (M, queries, U * kv_tile), where the pattern does not allow a pair."""
-        least, side = torch.iinfo(key.dtype).min, self.plan.kv_tile
-        if int(self.columns[-1]) == self.plan.kv_tiles - 1 and self.plan.nk % side:
-            key[..., self.plan.nk % side - side :] = least
-        for i in (self.code != -1).any(1).nonzero()[:, 0].tolist():
-            begin = i * self.plan.q_tile
-            line = key[:, begin : begin + self.plan.q_tile].unflatten(-1, (-1, side))
+    def allowed(self) -> Tensor:
+        """Return the pairs that the pattern allows, bool (queries, U * kv_tile)."""
+        side, number = self.plan.kv_tile, self.queries.stop - self.queries.start
+        pairs = (self.code != -2).to(self.device).repeat_interleave(self.plan.q_tile, 0)[:number, :, None]
+        allowed = pairs.repeat(1, 1, side)
+        for i in (self.code >= 0).any(1).nonzero()[:, 0].tolist():
+            line = allowed[i * self.plan.q_tile : (i + 1) * self.plan.q_tile]
             partial = (self.code[i] >= 0).nonzero()[:, 0]
             masks = unpack_masks(self.plan.mask_words[self.code[i, partial].long()], side).to(self.device)
-            place = partial.to(self.device)
-            allowed = masks[:, : line.shape[1]].transpose(0, 1)
-            line[:, :, place] = torch.where(allowed, line[:, :, place], least)
-            line[:, :, (self.code[i] == -2).to(self.device)] = least
+            line[:, partial.to(self.device)] = masks[:, : len(line)].transpose(0, 1)
+        allowed = allowed.flatten(1)
+        if int(self.columns[-1]) == self.plan.kv_tiles - 1 and self.plan.nk % side:
+            allowed[:, self.plan.nk % side - side :] = False
+        return allowed
 
 
 def _chunks(planned: BlockPlan, device: torch.device) -> Iterator[_Chunk]:

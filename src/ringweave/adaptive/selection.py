@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from ..relation.node import ELEMENT, ELEMENT_BITS
 from ..types import acc_dtype
 from ..validate import check_tensors
 from .pooling import KeyBounds, block_means, by_block, largest, least
+from .ranking import Scored, choose
 
 METHODS = ("mean", "antidiagonal", "top_p", "bounds")
 _POOLED = ("mean", "top_p")
@@ -156,7 +156,7 @@ def select(
     ``select(...) & rw.Causal()`` as the pattern. All queries of a block share one choice, so the choice for an early
     query depends on later tokens of its block. Those tokens are known in training and teacher forcing, but not in
     decoding. With blocks of one query, ``block_size=(1, n)``, no choice depends on a later token, and training and
-    decoding choose the same blocks.
+    decoding choose the same blocks. Of blocks with equal scores the earlier is chosen.
 
     Each method scores a query block against a key block:
 
@@ -216,21 +216,18 @@ def select(
     one_of("method", method, METHODS)
     one_of("heads", heads, HEADS)
     q, k = q.detach(), k.detach()
-    choose = partial(
-        _table, method=method, top_k=top_k, mass=mass, density=density, block_size=block_size, causal=causal,
-        local=local, sinks=sinks, heads=heads, scale=scale, stride=stride, pool=pool,
-    )  # fmt: skip
+    choice = _Choice(method, top_k, mass, density, block_size, causal, local, sinks, heads, scale, stride, pool)
     if documents is None:
-        return choose(q, k, q_offset=q_offset, bounds=bounds)
+        return choice.table(q, k, q_offset, bounds)
     if bounds is not None or q_offset:
         got = f"bounds and q_offset={shown(q_offset)}" if bounds is not None else f"q_offset={shown(q_offset)}"
         raise PatternError(
             "documents", f"documents with {got}", "whole documents", "Choose for one document at a time."
         )
-    return _in_documents(choose, q, k, documents, heads)
+    return _in_documents(choice, q, k, documents)
 
 
-def _in_documents(choose: Callable[..., BlockTable], q: Tensor, k: Tensor, documents: Documents, heads: str) -> Pattern:
+def _in_documents(choice: _Choice, q: Tensor, k: Tensor, documents: Documents) -> Pattern:
     """Choose blocks in each document alone, and list them for each of its queries."""
     if not isinstance(documents, Documents):
         raise PatternError("documents", shown(documents), "rw.Documents", "Pass rw.Documents(lengths).")
@@ -247,7 +244,7 @@ def _in_documents(choose: Callable[..., BlockTable], q: Tensor, k: Tensor, docum
         if not count:
             continue  # a document without queries
         rows, places = slice(None) if spans.one else slice(b, b + 1), slice(begin, begin + count)
-        table = choose(q[rows, :, places], k[rows, :, keys : keys + length], q_offset=length - count)
+        table = choice.table(q[rows, :, places], k[rows, :, keys : keys + length], length - count)
         sides, listed = table.block_size, table.blocks.listed()
         of_query = (torch.arange(count, device=q.device) + (length - count)) // sides[0]
         listed = (
@@ -259,44 +256,44 @@ def _in_documents(choose: Callable[..., BlockTable], q: Tensor, k: Tensor, docum
     lists = torch.full((q.shape[0], tables, q.shape[2], most), -1, dtype=torch.int32, device=q.device)
     for rows, places, each in found:
         lists[rows, :, places, : each.shape[-1]] = each
-    return Selected(lists, sides[1], heads="kv" if heads == "kv" else "query").within(documents)
+    return Selected(lists, sides[1], heads="kv" if choice.heads == "kv" else "query").within(documents)
 
 
-def _table(
-    q: Tensor,
-    k: Tensor,
-    *,
-    method: str,
-    top_k: int | None,
-    mass: float | None,
-    density: float | None,
-    block_size: int | tuple[int, int],
-    causal: bool,
-    local: int,
-    sinks: int,
-    heads: str,
-    q_offset: int,
-    scale: float | None,
-    stride: int,
-    pool: int | None,
-    bounds: KeyBounds | None = None,
-) -> BlockTable:
-    """Choose blocks of one sequence; see :func:`select`."""
-    grid = grid_of(q, k, block_size, q_offset, causal, local, sinks)
-    amount = amount_of(method, top_k, mass, density, grid)
-    scale = q.shape[3] ** -0.5 if scale is None else number("scale", scale)
-    if pool is not None and method not in _POOLED:
-        raise PatternError("pool", shown(pool), f"no pool with method {method!r}", f"Use one of {_POOLED}.")
-    with torch.no_grad():
-        if method == "antidiagonal":
-            score, width = _antidiagonals(q, k, grid, scale, stride)
-        elif method == "bounds":
-            score, width = _bounds(q, k, grid, scale, bounds)
-        else:
-            score, width = _means(q, k, grid, scale, pool)
-        groups = {"query": 0, "kv": k.shape[1], "shared": 1}[heads]
-        is_mass = method == "antidiagonal" or pool is not None
-        return top_blocks(score, grid, amount, chunk_rows(q, width), groups, q.shape[1], is_mass, q.device)
+@dataclass(frozen=True)
+class _Choice:
+    """The arguments of :func:`select` besides tensors and positions."""
+
+    method: str
+    top_k: int | None
+    mass: float | None
+    density: float | None
+    block_size: int | tuple[int, int]
+    causal: bool
+    local: int
+    sinks: int
+    heads: str
+    scale: float | None
+    stride: int
+    pool: int | None
+
+    def table(self, q: Tensor, k: Tensor, q_offset: int, bounds: KeyBounds | None = None) -> BlockTable:
+        """Choose blocks of one sequence."""
+        grid = grid_of(q, k, self.block_size, q_offset, self.causal, self.local, self.sinks)
+        amount = amount_of(self.method, self.top_k, self.mass, self.density, grid)
+        scale = q.shape[3] ** -0.5 if self.scale is None else number("scale", self.scale)
+        if self.pool is not None and self.method not in _POOLED:
+            wanted = f"no pool with method {self.method!r}"
+            raise PatternError("pool", shown(self.pool), wanted, f"Use one of {_POOLED}.")
+        with torch.no_grad():
+            if self.method == "antidiagonal":
+                score, width = _antidiagonals(q, k, grid, scale, self.stride)
+            elif self.method == "bounds":
+                score, width = _bounds(q, k, grid, scale, bounds)
+            else:
+                score, width = _means(q, k, grid, scale, self.pool)
+            groups = {"query": 0, "kv": k.shape[1], "shared": 1}[self.heads]
+            is_mass = self.method == "antidiagonal" or self.pool is not None
+            return top_blocks(score, grid, amount, chunk_rows(q, width), groups, q.shape[1], is_mass, q.device)
 
 
 def top_blocks(
@@ -314,12 +311,9 @@ def top_blocks(
     Each of ``groups`` groups of heads shares a table; 0 gives every query head a separate table. With ``is_mass``, the
     scores are already shares of attention.
     """
-    places, width = amount.places(grid), grid.columns
-    # reading a value costs no synchronisation on a CPU, so its lists can be cut to the longest
-    short = amount.mass is not None and device.type == "cpu" and not torch.compiler.is_compiling()
-    chunks = []
-    for begin in range(0, grid.rows, step):
-        rows = range(begin, min(begin + step, grid.rows))
+    places, width = min(amount.places(grid), grid.reach(range(grid.rows))), grid.columns
+
+    def scored(rows: range) -> Scored:
         columns = grid.reach(rows)
         may, forced, later = grid.marks(rows, columns, device)
         scores = score(rows, columns)
@@ -330,24 +324,21 @@ def top_blocks(
                 scores = scores.softmax(-1)
         if groups:
             scores = scores.unflatten(1, (groups, -1)).mean(2)
-        value = _cleaned(scores).masked_fill(forced, torch.inf).masked_fill(~may, -torch.inf)
-        index = value.topk(min(places, columns), -1).indices
-        most, fewest = may.sum(-1), forced.sum(-1)
+        value, count, (most, fewest) = _cleaned(scores), None, (may.sum(-1), forced.sum(-1))
         if amount.mass is not None:
-            reached = scores.gather(-1, index).cumsum(-1)
+            order = value.masked_fill(forced, torch.inf).masked_fill(~may, -torch.inf)
+            reached = scores.gather(-1, order.topk(min(places, columns), -1).indices).cumsum(-1)
             count = 1 + (reached[..., :-1] < amount.mass).sum(-1)
             count = torch.minimum(torch.maximum(count, fewest), most)
         elif amount.density is not None:
             count = torch.maximum((most * amount.density - 1e-9).ceil().long(), fewest)
-        else:
-            count = most.clamp(max=places)
-        listed = torch.where(torch.arange(index.shape[-1], device=device) < count[..., None], index, width)
-        if short:
-            listed = listed[..., : int(count.max())]
-        chunks.append(listed.int().sort(-1).values)
-    places = max(chunk.shape[-1] for chunk in chunks)
-    chunks = [torch.nn.functional.pad(chunk, (0, places - chunk.shape[-1]), value=width) for chunk in chunks]
-    listed = chunks[0] if len(chunks) == 1 else torch.cat(chunks, -2)
+        return Scored(value.to(acc_dtype(value.dtype)), may, forced, count)
+
+    listed = choose(scored, places, rows=grid.rows, step=step)
+    # reading a value costs no synchronisation on a CPU, so its lists can be cut to the longest
+    if amount.mass is not None and device.type == "cpu" and not torch.compiler.is_compiling():
+        listed = listed[..., : int((listed >= 0).sum(-1).max())]
+    listed = listed.masked_fill(listed < 0, width)
     if grid.front:
         listed = torch.nn.functional.pad(listed, (0, 0, grid.front, 0), value=width)
     group = heads // groups if groups > 1 else 1

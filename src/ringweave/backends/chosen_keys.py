@@ -7,10 +7,10 @@ from torch import Tensor
 
 from ..call import Call
 from ..patterns import Pattern
+from ..patterns.lists import Lists
 from ..patterns.located import located
 from ..patterns.within import by_head
 from ..plan import Branch
-from ..plan.from_lists import listed, serves
 from ..plan.subplan import CutBranch
 
 
@@ -24,16 +24,15 @@ class ChosenKeys:
     """
 
     def __init__(self, branch: Branch, batch: int, heads: int, kv_heads: int, device: torch.device):
-        found = listed(branch.pattern)
-        assert found is not None
-        lists, self.relation = found
-        self.branch, self.batch, self.size = branch, batch, lists.block_size[1]
+        lists = branch.lists
+        assert lists is not None
+        self.branch, self.batch, self.size, self.relation = branch, batch, lists.block, lists.relation
         table = lists.blocks.to(device).listed()
         table = table.view((1,) * (4 - table.ndim) + table.shape)
         group = heads // kv_heads
         if table.shape[1] > 1:
             by_key_head = table.repeat_interleave(heads // table.shape[1], 1).unflatten(1, (kv_heads, group))
-            table = by_key_head[:, :, :1] if serves(lists, group) else by_key_head
+            table = by_key_head[:, :, :1] if lists.serve(group) else by_key_head
         else:
             table = table[:, :, None]
         self.table = table
@@ -67,19 +66,18 @@ class ChosenKeys:
         return here.allows(at, flat).expand(flat.shape).reshape(keys.shape)
 
 
-def why_no_lists(pattern: Pattern) -> str | None:
+def why_no_lists(lists: Lists | None) -> str | None:
     """Return a reason unless a pattern is lists of keys, filtered by a relation that is the same for all heads."""
-    found = listed(pattern)
-    if found is None:
+    if lists is None:
         return "it computes lists of keys, Selected alone or with & and a relation"
-    if by_head(found[1]):
+    if by_head(lists.relation):
         return "the relation that filters the lists differs between heads"
     return None
 
 
 def unsupported_reason(call: Call, branch: Branch) -> str | None:
     """Return a reason unless a branch is such lists, and the whole call."""
-    reason = why_no_lists(branch.pattern)
+    reason = why_no_lists(branch.lists)
     if reason is not None:
         return reason
     if isinstance(branch, CutBranch):

@@ -457,10 +457,10 @@ def by_query(call: Call, branch: Branch) -> BlockPlan | None:
     """Return the plan of a call in which query heads share lists of keys; None for other calls."""
     if call.heads == call.kv_heads or not branch.pattern.tables:
         return None
-    from .shared_lists import plan_of, shares
+    from .shared_lists import shares
 
     group = call.heads // call.kv_heads
-    return plan_of(branch, group) if shares(branch, group, call.features) else None
+    return branch.plan_by_query(group) if shares(branch, group, call.features) else None
 
 
 BACKEND = Backend(

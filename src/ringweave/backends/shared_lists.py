@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from ..call import Call, Operands
 from ..patterns import Full, Pattern
-from ..patterns.selected import has_number
+from ..patterns.lists import MANY
 from ..patterns.within import by_head
-from ..plan import BlockPlan, Branch, branches, plan_cache
-from ..plan.cached_plans import PACKED
-from ..plan.from_lists import PackedPlan, listed, serves
+from ..plan import BlockPlan, Branch, branches
+from ..plan.branches import PACKED
+from ..plan.from_lists import PackedPlan
 from ..plan.subplan import CutBranch
 from ..terms import KINDS
 from ..terms.operands import TermOperands
@@ -50,9 +50,9 @@ def shared_lists(operands: Operands, branch: Branch, backward: bool = False) -> 
     # the lists of a cut branch are those of the whole call's queries and keys
     if isinstance(branch, CutBranch) or not shares(branch, group, frozenset() if terms is None else terms.names):
         return None
-    if backward and _side(branch.pattern) is None:
+    if backward and (branch.lists is None or branch.lists.side is None):
         return None
-    plan = plan_of(branch, group)
+    plan = branch.plan_by_query(group)
     if terms is not None:
         columns = terms.columns[plan.chosen.long()] if isinstance(plan, PackedPlan) else terms.columns
         queries = terms.rows.repeat_interleave(group)
@@ -60,20 +60,12 @@ def shared_lists(operands: Operands, branch: Branch, backward: bool = False) -> 
     return SharedLists(plan, group, terms)
 
 
-def plan_of(branch: Branch, group: int) -> BlockPlan:
-    """Return the plan of the rows of a branch."""
-    return plan_cache._by_query(
-        branch.pattern, branch.nq, branch.nk, heads=branch.head_count, batch=branch.batch, q_offset=branch.q_offset,
-        group=group, side=_side(branch.pattern),
-    )  # fmt: skip
-
-
 def shares(branch: Branch, group: int, features: frozenset[str]) -> bool:
     """Return whether groups of query heads attend the same keys, with the same terms and without dropout."""
-    found = listed(branch.pattern) if 1 < group <= _MOST and branch.rate == 1 else None
-    if found is None or not serves(found[0], group):
+    lists = branch.lists if 1 < group <= _MOST and branch.rate == 1 else None
+    if lists is None or not lists.serve(group):
         return False
-    if not isinstance(found[1], Full) and by_head(found[1]):
+    if not isinstance(lists.relation, Full) and by_head(lists.relation):
         return False
     return all(name in KINDS and not KINDS[name].axes and not KINDS[name].distances for name in features)
 
@@ -95,24 +87,15 @@ class StepLists(NamedTuple):
 def lists_of_step(call: Call) -> StepLists | None:
     """Return the lists of a decoding step's kind; None if its query heads do not share them."""
     split = branches(call.pattern, 1, call.nk, heads=call.heads, batch=call.batch, q_offset=call.q_offset)
-    group, found = call.heads // call.kv_heads, listed(call.pattern)
-    if found is None or len(split) > 1 or not shares(split[0], group, call.features):
+    group, lists = call.heads // call.kv_heads, split[0].lists
+    if lists is None or len(split) > 1 or not shares(split[0], group, call.features):
         return None
-    (lists, relation), side = found, _side(call.pattern)
-    if has_number(lists):
+    if lists.blocks.key_blocks != MANY:
         # the number of blocks that the caller states belongs to one length
         return None
     table = lists.blocks.table
     arguments = {
-        "lists": table.view(*(1, 1, *table.shape[:-2])[-2:], table.shape[-1]), "block_size": lists.block_size[1],
-        "packs": side is None, "group": group,
+        "lists": table.view(*(1, 1, *table.shape[:-2])[-2:], table.shape[-1]), "block_size": lists.block,
+        "packs": lists.side is None, "group": group,
     }  # fmt: skip
-    return StepLists(relation, side or PACKED, arguments)
-
-
-def _side(pattern: Pattern) -> int | None:
-    """Return the key tile of a plan with blocks as tiles; None if they are packed."""
-    found = listed(pattern)
-    assert found is not None
-    size = found[0].block_size[1]
-    return next((side for side in range(128, 15, -16) if size % side == 0), None)
+    return StepLists(lists.relation, lists.side or PACKED, arguments)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..adaptive.pooling import block_means
-from ..adaptive.ranking import best, ordered
+from ..adaptive.ranking import Scored, choose
 from ..checks import whole
 from ..errors import ShapeError
 from ..merge import merge
@@ -171,16 +171,17 @@ class MixtureOfBlockAttention(ChoosingAttention):
         listed = own[:, None].expand(*q.shape[:3], 1)
         if self.top_k == 1 or not len(blocks):
             return listed
-        step = max(1, _AT_ONCE // (q.shape[0] * q.shape[1] * len(blocks)))
-        keys, chunks = means.mT, []
+        keys = means.mT
+
+        def scored(rows: range) -> Scored:
+            part = q[:, :, rows.start : rows.stop]
+            grouped = part.to(acc_dtype(q.dtype)).unflatten(1, (means.shape[1], -1))
+            scores = (grouped.flatten(2, 3) @ keys).view(*part.shape[:3], -1)
+            return Scored(scores, blocks < own[rows.start : rows.stop, None])
+
+        most, step = min(self.top_k - 1, len(blocks)), max(1, _AT_ONCE // (q.shape[0] * q.shape[1] * len(blocks)))
         with torch.autocast(q.device.type, enabled=False):
-            for part, at in zip(q.split(step, 2), own.split(step), strict=True):
-                grouped = part.to(acc_dtype(q.dtype)).unflatten(1, (means.shape[1], -1))
-                scores = (grouped.flatten(2, 3) @ keys).view(*part.shape[:3], -1)
-                key = ordered(scores)
-                key.masked_fill_(blocks >= at[:, None], torch.iinfo(key.dtype).min)
-                chunks.append(best(key, blocks, self.top_k - 1))
-        return torch.cat([torch.cat(chunks, 2), listed], -1)
+            return torch.cat([choose(scored, most, rows=q.shape[2], step=step), listed], -1)
 
     def extra_repr(self) -> str:
         """Return the sizes and the blocks for the module's repr."""

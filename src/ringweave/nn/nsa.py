@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, pad
 
 from ..adaptive.pooling import token_runs
-from ..adaptive.ranking import best, ordered
+from ..adaptive.ranking import Scored, choose
 from ..checks import flag, whole
 from ..errors import ShapeError
 from ..patterns import Causal, Selected, SlidingWindow
@@ -308,24 +308,23 @@ class NativeSparseAttention(ChoosingAttention):
         if not more or blocks <= self.initial_blocks:
             return fixed
         step = max(1, _AT_ONCE // (batch * q.shape[1] * max(1, keys.shape[2])))
-        chunks = []
-        with torch.autocast(q.device.type, enabled=False):
-            for part, at in zip(q.split(step, 2), positions.split(step), strict=True):
-                listed = self._best(part, keys, at, more)
-                chunks.append(pad(listed, (0, more - listed.shape[-1]), value=-1))
-        return torch.cat([fixed, torch.cat(chunks, 2)], -1)
 
-    def _best(self, q: Tensor, keys: Tensor, positions: Tensor, count: int) -> Tensor:
-        """Return the blocks with the largest importance between the initial and the local ones, for a few queries."""
+        def scored(rows: range) -> Scored:
+            some = slice(rows.start, rows.stop)
+            return self._scored(q[:, :, some], keys, positions[some])
+
+        with torch.autocast(q.device.type, enabled=False):
+            return torch.cat([fixed, choose(scored, more, rows=q.shape[2], step=step)], -1)
+
+    def _scored(self, q: Tensor, keys: Tensor, positions: Tensor) -> Scored:
+        """Return the importance of blocks for a few queries, which choose between the initial and the local ones."""
         last = int(positions.max())
         blocks = torch.arange(max(1, last // self.block_size - self.local_blocks + 1), dtype=torch.int32, device="cpu")
         reach = max(0, (last + 1 - self.compress_block) // self.compress_stride + 1)
         weights = self._weights(q, keys[:, :, :reach], positions)
-        key = ordered(self._importance(weights, len(blocks)))
         end = positions[:, None] // self.block_size - self.local_blocks
         may = (blocks >= self.initial_blocks) & (blocks <= end)
-        key.masked_fill_(~may.to(key.device), torch.iinfo(key.dtype).min)
-        return best(key, blocks.to(key.device), count)
+        return Scored(self._importance(weights, len(blocks)), may.to(q.device))
 
     def _weights(self, q: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
         """Return the weights of compressed keys, added over the query heads of a key head: (B, Hkv, queries, keys)."""

@@ -1,4 +1,4 @@
-"""The set blocks of a table, stored as a mask or as an ascending list for every row.
+"""The set blocks of a table, stored as a mask or as a list for every row.
 
 Both classes have one interface. Lists take time and memory that grow with their places; a mask takes time and memory
 that grow with its size, and is read once, in pieces. Only :meth:`BlockSet.mask` converts lists to a mask.
@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
-from typing import Any, Self
+from collections.abc import Callable, Hashable
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..torch_compat import outside_transforms, version, wrapped
 
+T = TypeVar("T")
 # places of a mask that are listed together, as int64
 _PLACES_AT_ONCE = 2**14
 
@@ -32,11 +32,11 @@ class BlockSet(ABC):
 
     def __init__(self, table: Tensor, key_blocks: int):
         self.table, self.key_blocks = table, key_blocks
-        # (version of the table, value derived from it); the version guards against a write that should not happen
-        self._made: tuple[Hashable, Any] | None = None
+        # values derived from the table, with its version, which guards against a write that should not happen
+        self._made: dict[str, tuple[Hashable, Any]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_made": None}
+        return self.__dict__ | {"_made": {}}
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -48,10 +48,13 @@ class BlockSet(ABC):
         """Upper bound on the number of set blocks in a row, known without reading the table."""
         return self.table.shape[-1]
 
+    def of(self, table: Tensor) -> Self:
+        """Return blocks of the same kind with another table, such as a part of this one."""
+        return self if table is self.table else type(self)(table, self.key_blocks)
+
     def to(self, device: torch.device | str) -> Self:
         """Move the table to a device."""
-        table = self.table.to(device)
-        return self if table is self.table else type(self)(table, self.key_blocks)
+        return self.of(self.table.to(device))
 
     def one(self, b: int, h: int) -> Self:
         """Return the table of a batch element and head; an axis of length 1, or a missing one, broadcasts."""
@@ -60,11 +63,11 @@ class BlockSet(ABC):
             return self
         if table.ndim == 4:
             table = table[b if table.shape[0] > 1 else 0]
-        return type(self)(table[h if table.shape[0] > 1 else 0], self.key_blocks)
+        return self.of(table[h if table.shape[0] > 1 else 0])
 
     def some(self, heads: slice) -> Self:
         """Return the tables of some heads; requires an axis of heads."""
-        return type(self)(self.table[..., heads, :, :].contiguous(), self.key_blocks)
+        return self.of(self.table[..., heads, :, :].contiguous())
 
     @abstractmethod
     def mask(self) -> Tensor:
@@ -88,13 +91,14 @@ class BlockSet(ABC):
     def held(self, row: Tensor, col: Tensor) -> Tensor:
         """Look up each block without reading values back; rows are numbered through all tables."""
 
-    def _once(self, make: Any) -> Any:
+    def _once(self, make: Callable[[], T]) -> T:
         # recomputed if the table's version has changed
-        now = version(self.table)
-        if self._made is None or self._made[0] != now:
+        now, made = version(self.table), self._made.get(make.__name__)
+        if made is None or made[0] != now:
             with outside_transforms(self.table):
-                self._made = (now, make())
-        return self._made[1]
+                made = self._made[make.__name__] = now, make()
+        found: T = made[1]
+        return found
 
 
 class MaskBlocks(BlockSet):
@@ -124,29 +128,42 @@ class MaskBlocks(BlockSet):
 
     def held(self, row: Tensor, col: Tensor) -> Tensor:
         here = self.table.device != row.device and row.device.type == "cpu"
-        table = torch.from_numpy(self._host()) if here else self.table.to(row.device)
+        table = self._once(self._host) if here else self.table.to(row.device)
         return table.reshape(-1, self.key_blocks)[row, col]
 
-    def _host(self) -> NDArray[np.bool_]:
-        if self.table.device.type == "cpu":
-            return self.table.numpy()
-        copy: NDArray[np.bool_] = self._once(lambda: self.table.cpu().numpy())
-        return copy
+    def _host(self) -> Tensor:
+        return self.table.cpu()
 
 
 class ListedBlocks(BlockSet):
-    """Set blocks as an int32 list for every row: ascending, each block once, then ``key_blocks`` as filler."""
+    """Set blocks as an int32 list for every row.
+
+    Lists that a model chose may be in any order, with or without repeats, and -1 is no block. They are sorted once,
+    when they are first read, so that they can be passed around in compiled code.
+
+    Args:
+        table: The lists, (..., blocks of queries, n).
+        key_blocks: Number of key blocks.
+        sorted: Whether each list has each of its blocks once, ascending, and then ``key_blocks`` as filler.
+    """
+
+    def __init__(self, table: Tensor, key_blocks: int, *, sorted: bool = True):
+        super().__init__(table, key_blocks)
+        self.sorted = sorted
+
+    def of(self, table: Tensor) -> Self:
+        return self if table is self.table else type(self)(table, self.key_blocks, sorted=self.sorted)
 
     def mask(self) -> Tensor:
         # the fillers are written to an additional column, which is cut off
         mask = torch.zeros(*self.shape[:-1], self.key_blocks + 1, dtype=torch.bool, device=self.table.device)
-        return mask.scatter_(-1, self.table.long(), True)[..., :-1].contiguous()
+        return mask.scatter_(-1, self.listed().long(), True)[..., :-1].contiguous()
 
     def listed(self) -> Tensor:
-        return self.table
+        return self.table if self.sorted else self._once(self._sort)
 
     def lines(self) -> tuple[Tensor, Tensor]:
-        listed = self.table.flatten(0, -2)
+        listed = self.listed().flatten(0, -2)
         if listed.device.type != "cpu":
             used = listed < self.key_blocks
             return used.sum(1), listed[used]
@@ -155,53 +172,29 @@ class ListedBlocks(BlockSet):
         return torch.from_numpy(real.sum(1)), torch.from_numpy(array[real])
 
     def held(self, row: Tensor, col: Tensor) -> Tensor:
-        ordered: Tensor = self._once(self._ordered).to(row.device)
+        ordered = self._once(self._numbered).to(row.device)
         if not ordered.numel():
             return torch.zeros(torch.broadcast_shapes(row.shape, col.shape), dtype=torch.bool, device=row.device)
         wanted = row * (self.key_blocks + 1) + col
         place = torch.searchsorted(ordered, wanted.contiguous()).clamp(max=ordered.numel() - 1)
         return ordered[place] == wanted
 
-    def _ordered(self) -> Tensor:
+    def limits(self) -> tuple[int, int]:
+        """Return the least and the largest number of a table on a CPU, or (-1, -1) without any."""
+        return self._once(self._limits)
+
+    def _sort(self) -> Tensor:
+        counts = torch.full(self.table.shape[:-1], self.table.shape[-1], device=self.table.device)
+        return ascending(self.table, counts, self.key_blocks)
+
+    def _limits(self) -> tuple[int, int]:
+        return (int(self.table.min()), int(self.table.max())) if self.table.numel() else (-1, -1)
+
+    def _numbered(self) -> Tensor:
         """Combine row and block to one ascending number per place; a filler has the number after its row's last."""
-        listed = self.table.reshape(math.prod(self.table.shape[:-1]), -1)
+        listed = self.listed().reshape(math.prod(self.table.shape[:-1]), -1)
         row = torch.arange(len(listed), device=listed.device)[:, None]
         return (row * (self.key_blocks + 1) + listed).reshape(-1)
-
-
-class ChosenBlocks(BlockSet):
-    """Set blocks as the list that a model chose for every row: int32, in any order, repeated or not; -1 is no block.
-
-    The lists are sorted once, when they are first read, so that they can be passed around in compiled code.
-    """
-
-    def mask(self) -> Tensor:
-        return self._sorted.mask()
-
-    def listed(self) -> Tensor:
-        return self._sorted.listed()
-
-    def lines(self) -> tuple[Tensor, Tensor]:
-        return self._sorted.lines()
-
-    def held(self, row: Tensor, col: Tensor) -> Tensor:
-        return self._sorted.held(row, col)
-
-    def limits(self) -> tuple[int, int]:
-        """Return the least and the largest listed number of a table on a CPU, or (-1, -1) without any."""
-        return self._once(self._sort)[1]  # type: ignore[no-any-return]
-
-    @property
-    def _sorted(self) -> ListedBlocks:
-        return self._once(self._sort)[0]  # type: ignore[no-any-return]
-
-    def _sort(self) -> tuple[ListedBlocks, tuple[int, int]]:
-        table = self.table
-        counts = torch.full(table.shape[:-1], table.shape[-1], device=table.device)
-        limits = (-1, -1)
-        if table.device.type == "cpu" and table.numel():
-            limits = int(table.min()), int(table.max())
-        return ListedBlocks(ascending(table, counts, self.key_blocks), self.key_blocks), limits
 
 
 def ascending(indices: Tensor, counts: Tensor, key_blocks: int) -> Tensor:

@@ -7,16 +7,15 @@ from torch import Tensor
 
 from ..checks import one_of, whole
 from ..errors import PatternError
-from ..torch_compat import require, wrapped
-from .base import Pattern
-from .block_sets import ChosenBlocks
+from ..torch_compat import wrapped
+from .base import Full, Pattern
+from .block_sets import ListedBlocks
 from .declared import declare
 from .documents import Documents, keys_of
+from .lists import MANY, Listed, Lists, misfit
 from .table import BlockTable
 
 _WHOLE = (torch.int32, torch.int64)
-# the number of key blocks where none is given: more than there can be
-_MANY = 2**31 - 1
 
 
 @declare(
@@ -25,7 +24,7 @@ _MANY = 2**31 - 1
     text=False,
     hostile="Selected((torch.arange(n)[:, None] - torch.tensor([0, n // 2])).clamp(min=-1))",
 )
-class Selected(BlockTable):
+class Selected(BlockTable, Listed):
     """A query attends the keys, or blocks of keys, that a list names for it: what an indexer chose, query by query.
 
     Row i belongs to query i of the call and names keys of the call, whatever ``q_offset`` and ``k_offset`` are: a chunk
@@ -61,7 +60,7 @@ class Selected(BlockTable):
     """
 
     by_place = True
-    blocks: ChosenBlocks
+    blocks: ListedBlocks
 
     def __init__(self, indices: Tensor, block_size: int = 1, *, key_blocks: int | None = None, heads: str = "query"):
         wanted = "int32 or int64 indices (queries, n), (heads, queries, n) or (batch, heads, queries, n)"
@@ -71,13 +70,13 @@ class Selected(BlockTable):
         fits = indices.layout == torch.strided and indices.ndim in (2, 3, 4) and 0 not in indices.shape[:-1]
         if not fits or indices.dtype not in _WHOLE:
             raise PatternError("indices", shape, wanted, "List the keys of each query; -1 is no key.")
-        number = _MANY if key_blocks is None else whole("key_blocks", key_blocks, 1, _MANY)
+        number = MANY if key_blocks is None else whole("key_blocks", key_blocks, 1, MANY)
         # numbers that int32 cannot hold stay out of range
-        chosen = indices.detach().clamp(-2, _MANY).to(torch.int32, copy=True, memory_format=torch.contiguous_format)
+        chosen = indices.detach().clamp(-2, MANY).to(torch.int32, copy=True, memory_format=torch.contiguous_format)
         if not chosen.shape[-1]:
             chosen = torch.full((*chosen.shape[:-1], 1), -1, dtype=torch.int32, device=chosen.device)
         self.block_size = 1, whole("block_size", block_size, 1)
-        self.blocks = ChosenBlocks(chosen, number)
+        self.blocks = ListedBlocks(chosen, number, sorted=False)
         several = one_of("heads", heads, ("query", "kv")) == "kv" and (1, *chosen.shape)[-3] > 1
         self.group = None if several else 1
         self.__post_init__()
@@ -88,10 +87,10 @@ class Selected(BlockTable):
     ) -> Selected:
         """Build the pattern that a text describes, around indices that are not copied."""
         assert isinstance(block_size, int)
-        return cls.of(ChosenBlocks(table, key_blocks or _MANY), (1, block_size), group or None)
+        return cls.of(ListedBlocks(table, key_blocks or MANY, sorted=False), (1, block_size), group or None)
 
     def _text(self) -> str:
-        number = f", key_blocks={self.blocks.key_blocks}" if has_number(self) else ""
+        number = "" if self.blocks.key_blocks == MANY else f", key_blocks={self.blocks.key_blocks}"
         group = "" if self.group == 1 else f", group={self.group or 0}"
         return f"Selected(_, {self.block_size[1]}{number}{group})"
 
@@ -102,36 +101,16 @@ class Selected(BlockTable):
         of = "".join(f"{n}x" for n in lead)
         return f"Selected(<{of}{queries} queries, at most {most} {what} each>)"
 
+    @property
+    def lists(self) -> Lists:
+        return Lists(self.blocks, self.block_size[1], self.group, Full())
+
     def check(self, nq: int, nk: int, q_offset: int) -> None:
-        rows = self.blocks.table.shape[-2]
-        # a piece of a call has its queries at their places in the whole call
-        if q_offset + nq > rows and not rows == nq == 1:
-            raise _misfit(rows, q_offset + nq)
-        number = -(-nk // self.block_size[1])
-        if self.blocks.key_blocks not in (number, _MANY):
-            wanted = f"{number}, for {nk} keys in blocks of {self.block_size[1]}"
-            raise PatternError("key_blocks", self.blocks.key_blocks, wanted, "Leave it out.")
-        table = self.blocks.table
-        # the operator checks the values that a transform wraps
-        if table.device.type == "meta" or wrapped(table):
-            return
-        if table.device.type != "cpu":
-            require(((table >= -1) & (table < number)).all(), f"indices: one is not in -1..{number - 1}")
-            return
-        least, most = self.blocks.limits()
-        if least < -1 or most >= number:
-            of = "keys" if self.block_size[1] == 1 else f"blocks of {self.block_size[1]} keys"
-            wanted = f"-1 or 0 to {number - 1}: the call has {number} {of}"
-            raise PatternError("indices", f"{least} to {most}", wanted, "Correct the indices; -1 is no key.")
+        self.lists.check(nq, nk, q_offset)
 
     @property
     def tile_size(self) -> None:
         return None
-
-
-def has_number(pattern: Selected) -> bool:
-    """Return whether the caller stated the number of key blocks."""
-    return pattern.blocks.key_blocks != _MANY
 
 
 def in_documents(lists: Selected, documents: Documents) -> Pattern:
@@ -149,7 +128,7 @@ def in_documents(lists: Selected, documents: Documents) -> Pattern:
         documents.spans()  # raises if a document is in several pieces
     first, stop = keys_of(documents, table.shape[-2])
     if first.shape[-1] != table.shape[-2]:
-        raise _misfit(table.shape[-2], first.shape[-1])
+        raise misfit(table.shape[-2], first.shape[-1])
     first, stop = (
         side[:, None, :, None].to(table.device) if side.ndim == 2 else side[:, None].to(table.device)
         for side in (first, stop)
@@ -167,8 +146,8 @@ def in_documents(lists: Selected, documents: Documents) -> Pattern:
         inside = (table >= 0)[..., None] & (key < (stop - first)[..., None])
         chosen = torch.where(inside, key + first[..., None], table.clamp(max=-1)[..., None])
         # an index that is past its document stays out of range
-        chosen, size = chosen.masked_fill(past[..., None], _MANY).flatten(-2), 1
-    blocks = ChosenBlocks(chosen.to(torch.int32).contiguous(), _MANY)
+        chosen, size = chosen.masked_fill(past[..., None], MANY).flatten(-2), 1
+    blocks = ListedBlocks(chosen.to(torch.int32).contiguous(), MANY, sorted=False)
     return Selected.of(blocks, (1, size), lists.group) & documents
 
 
@@ -180,12 +159,7 @@ def check_rows(pattern: Pattern, nq: int) -> None:
     if isinstance(pattern, Selected):
         rows = pattern.blocks.table.shape[-2]
         if rows != nq:
-            raise _misfit(rows, nq)
+            raise misfit(rows, nq)
     elif pattern.tables:
         for part in pattern.parts_within():
             check_rows(part, nq)
-
-
-def _misfit(rows: int, queries: int) -> PatternError:
-    remedy = "Pass one row for each query of the call: a chunk or a decoding step passes its own rows."
-    return PatternError("Selected", f"lists for {rows} queries", f"{queries}, one for each query", remedy)

@@ -24,16 +24,19 @@ from ..cache import PROGRAMS
 from ..errors import PatternError
 from ..patterns import And, Causal, Full, Or, Pattern
 from ..patterns.dilated import StridedView
+from ..patterns.lists import Lists, lists_of
 from ..patterns.shifted import Shifted
 from ..patterns.view import in_view
 from ..patterns.within import Within
-from .block_plan import BlockPlan
+from .block_plan import BlockPlan, Extent
 from .cached_plans import plan_cache
 from .tile_size import default_tile_size, tile_size_of
 
 if TYPE_CHECKING:
     from ..patterns import LongNet
 
+#: Keys in a tile of packed lists.
+PACKED = 128
 # Cost of starting another branch, and of merging one of its row tiles, in computed tiles of 128 x 128.
 _BRANCH_COST = 16
 _MERGE_COST = 0.25
@@ -97,6 +100,11 @@ class Branch:
         spacing = Spacing(0, 1, tile_size_of(None, pattern, nq, nk)[1]) if pattern.residue_rate > 1 else None
         return Branch(pattern, (0, heads, 1), 1, 0, 0, nq, nk, q_offset, batch, spacing=spacing)
 
+    @functools.cached_property
+    def lists(self) -> Lists | None:
+        """The lists of keys in the relation, and the pattern that filters them; None if it is another relation."""
+        return lists_of(self.pattern)
+
     @property
     def head_count(self) -> int:
         """Number of query heads of the branch."""
@@ -122,6 +130,13 @@ class Branch:
         square = min(self.nq, self.nk)
         causal = square * (square + 1) // 2 + (self.nq - square) * self.nk
         return (causal if self.dense_kind == "causal" else self.nq * self.nk) * self.batch * self.head_count
+
+    def plan_by_query(self, group: int) -> BlockPlan:
+        """Return the plan of lists that groups of query heads share, in tiles of one query; on a CPU, cached."""
+        assert self.lists is not None
+        tile = 1, self.lists.side or PACKED
+        extent = Extent(self.nq, self.nk, self.head_count, self.batch, tile, self.q_offset, "cpu")
+        return plan_cache._by_query(self.pattern, self.lists, extent, group)
 
     def plan(self, device: str | torch.device = "cpu", tile: int | tuple[int, int] | None = None) -> BlockPlan:
         """Return the plan of the branch, cached."""
@@ -200,12 +215,12 @@ def _of_union(union: Or) -> tuple[Pattern, ...]:
 
 def _of_lists(union: Or) -> tuple[Pattern, ...]:
     """Split a union into its relations and its lists, without the keys of the parts before; empty without lists."""
-    from .from_lists import listed
-
-    lists = [part for part in union.parts if listed(part) is not None]
+    seen: list[Pattern] = []
+    lists: list[Pattern] = []
+    for part in union.parts:
+        (seen if lists_of(part) is None else lists).append(part)
     if not lists:
         return ()
-    seen = [part for part in union.parts if listed(part) is None]
     found = [functools.reduce(operator.or_, seen)] if seen else []
     for part in lists:
         found.append(part & ~functools.reduce(operator.or_, seen) if seen else part)

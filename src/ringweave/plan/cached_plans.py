@@ -13,14 +13,13 @@ from ..checks import check_sizes, named_device, whole
 from ..patterns import Pattern
 from ..patterns.cache_key import CacheKey
 from ..patterns.fitting import refuse
+from ..patterns.lists import Lists
 from .block_plan import BlockPlan, Extent
 from .cuda_sync import record_stream, wait_for_stream
 from .tile_size import check_tile_size
 
 # bytes of a plan besides its elements, for nine tensors in one piece and the cache entry; measured
 _PLAN_BYTES = 8 * 2**10
-# keys in a tile of packed lists
-PACKED = 128
 
 
 class CacheStatistics(NamedTuple):
@@ -96,42 +95,24 @@ class PlanCache:
 
         return self._found(cache, pattern, made_of, (*sizes, str(device)), device, make)
 
-    def _by_query(
-        self,
-        pattern: Pattern,
-        nq: int,
-        nk: int,
-        *,
-        heads: int,
-        batch: int,
-        q_offset: int,
-        group: int,
-        side: int | None,
-    ) -> BlockPlan:
-        """Return the plan of lists in tiles of one query, a ``PackedPlan`` if keys are packed; see ``plan.from_lists``.
+    def _by_query(self, pattern: Pattern, lists: Lists, extent: Extent, group: int) -> BlockPlan:
+        """Return the plan of lists in tiles of one query; see :func:`~ringweave.plan.from_lists.by_query`.
 
         Args:
-            pattern: Lists of keys, filtered by other patterns.
-            nq: Number of queries.
-            nk: Number of keys.
-            heads: Number of query heads.
-            batch: Number of batch elements.
-            q_offset: Place of the first query in the lists.
+            pattern: The pattern that was split into the lists.
+            lists: The lists.
+            extent: The extent of the call; its tile is (1, keys).
             group: Number of query heads that share each list.
-            side: Keys in a tile, which divides the blocks; None packs the keys.
         """
-        from .from_lists import by_query, listed, packed
-
-        found = listed(pattern)
-        assert found is not None
-        extent = Extent(nq, nk, heads, batch, (1, side or PACKED), q_offset, "cpu")
 
         def make() -> BlockPlan:
-            return (packed if side is None else by_query)(*found, extent, group)
+            # imported with the first list of keys
+            from .from_lists import by_query
 
-        cache = self._decode_plans if nq == 1 else self._plans
-        sizes = nq, nk, heads, batch, q_offset, side, group
-        return self._found(cache, pattern, pattern.key(), sizes, torch.device("cpu"), make)
+            return by_query(lists, extent, group)
+
+        cache = self._decode_plans if extent.nq == 1 else self._plans
+        return self._found(cache, pattern, pattern.key(), (extent, group), torch.device("cpu"), make)
 
     def _found(
         self,

@@ -8,11 +8,9 @@ of one query, each listed block of keys is a tile, or the listed keys are packed
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..cache import process_cache
-from ..patterns import And, Full, Pattern
+from ..patterns import Full
+from ..patterns.lists import Lists
 from ..patterns.located import Located, located
-from ..patterns.selected import Selected
 from ..patterns.within import check_bounds
 from ..relation.arrays import Int64
 from ..relation.node import ELEMENT_BITS
@@ -50,35 +48,13 @@ class PackedPlan(BlockPlan):
         return super().nbytes + self.chosen.nbytes
 
 
-def listed(pattern: Pattern) -> tuple[Selected, Pattern] | None:
-    """Split a pattern into lists of keys and the relation that filters them; None if it is not such a pattern."""
-    if isinstance(pattern, Selected):
-        return pattern, Full()
-    if isinstance(pattern, And):
-        for at, part in enumerate(pattern.parts):
-            if isinstance(part, Selected):
-                return part, functools.reduce(operator.and_, pattern.parts[:at] + pattern.parts[at + 1 :])
-    return None
-
-
-def serves(lists: Selected, group: int) -> bool:
-    """Return whether each list serves whole groups of this many adjacent query heads."""
-    return lists.extents()[1] is None or (lists.group or 1) % group == 0
-
-
-def from_lists(lists: Selected, relation: Pattern, extent: Extent) -> BlockPlan:
-    """Plan lists in tiles of several queries, with masks of the keys that each query lists; on a CPU.
-
-    Args:
-        lists: The lists.
-        relation: The pattern that filters them; ``Full()`` keeps all listed keys.
-        extent: The extent of the plan.
-    """
-    sets, row_set = _sets(lists, relation, extent)
+def from_lists(lists: Lists, extent: Extent) -> BlockPlan:
+    """Plan lists in tiles of several queries, with masks of the keys that each query lists; on a CPU."""
+    sets, row_set = _sets(lists, extent)
     found, masks, whole = [], Masks(extent.tile), _whole_tiles(extent)
     for each in sets:
         row, col, mask_id = list[Int64](), list[Int64](), list[NDArray[np.int32]]()
-        for first, union in _unions(each, lists.block_size[1], lists.blocks.key_blocks, extent):
+        for first, union in _unions(each, lists, extent):
             part_row, part_col = np.nonzero(union.any((2, 3)))
             row.append(part_row + first)
             col.append(part_col)
@@ -94,22 +70,27 @@ def from_lists(lists: Selected, relation: Pattern, extent: Extent) -> BlockPlan:
     return assemble(found, row_set, masks.bank(), *sizes)
 
 
-def by_query(lists: Selected, relation: Pattern, extent: Extent, group: int) -> BlockPlan:
-    """Plan lists of blocks in tiles of one query and the heads that share its list; on a CPU.
+def by_query(lists: Lists, extent: Extent, group: int) -> BlockPlan:
+    """Plan lists in tiles of one query and the heads that share its list; on a CPU.
 
     Args:
-        lists: Lists of blocks; the block size is a multiple of the extent's key tile.
-        relation: The pattern that filters them.
+        lists: The lists; with ``lists.side`` as key tile their blocks are tiles, and otherwise their keys are packed.
         extent: The extent of the call; its tile is (1, keys).
         group: Number of adjacent query heads that share each list.
     Returns:
-        A plan for ``group * nq`` queries: query i of head h is row ``group * i + h`` of a key head.
+        A plan for ``group * nq`` queries: query i of head h is row ``group * i + h`` of a key head. It is a
+        :class:`PackedPlan` if keys are packed.
     """
-    sets, row_set = _sets(lists, relation, extent)
+    return _grouped(_packed(lists, extent) if lists.side is None else _in_blocks(lists, extent), group)
+
+
+def _in_blocks(lists: Lists, extent: Extent) -> BlockPlan:
+    """Plan lists in tiles of one query and a listed block, or a part of it."""
+    sets, row_set = _sets(lists, extent)
     masks, side = Masks(extent.tile), extent.tile[1]
     found = []
     for blocks, filter_ in sets:
-        parts = lists.block_size[1] // side
+        parts = lists.block // side
         row, place = (blocks < lists.blocks.key_blocks).nonzero()
         col = blocks[row, place].astype(np.int64)
         if parts > 1:
@@ -125,21 +106,12 @@ def by_query(lists: Selected, relation: Pattern, extent: Extent, group: int) -> 
             row, col, numbers = row[kept], col[kept], numbers[kept]
         found.append(RowSet(row, col, numbers))
     sizes = extent.nq, extent.nk, extent.q_offset, extent.tile, extent.device
-    return _grouped(assemble(found, row_set, masks.bank(), *sizes), group)
+    return assemble(found, row_set, masks.bank(), *sizes)
 
 
-def packed(lists: Selected, relation: Pattern, extent: Extent, group: int) -> PackedPlan:
-    """Plan lists in tiles of one query and the keys that it attends, packed together; on a CPU.
-
-    Args:
-        lists: The lists.
-        relation: The pattern that filters them.
-        extent: The extent of the call; its tile is (1, keys).
-        group: Number of adjacent query heads that share each list.
-    Returns:
-        A plan as that of :func:`by_query`, on packed keys.
-    """
-    sets, row_set = _sets(lists, relation, extent)
+def _packed(lists: Lists, extent: Extent) -> PackedPlan:
+    """Plan lists in tiles of one query and the keys that it attends, packed together."""
+    sets, row_set = _sets(lists, extent)
     nq, side = extent.nq, extent.tile[1]
     row_ptr = np.zeros((len(sets), nq + 1), np.int64)
     keys, mask_id, tiles = list[NDArray[np.int32]](), list[NDArray[np.int32]](), 0
@@ -162,13 +134,12 @@ def packed(lists: Selected, relation: Pattern, extent: Extent, group: int) -> Pa
         mask_id[-1][ends[rest > 0] - 1] = rest[rest > 0] - 1
     chosen = np.concatenate(keys) if tiles else np.zeros(side, np.int32)
     unused = torch.zeros(0, dtype=torch.int32, device="cpu")
-    plan = PackedPlan(
+    return PackedPlan(
         row_ptr=torch.from_numpy(row_ptr).int(), col=torch.arange(tiles, dtype=torch.int32, device="cpu"),
         mask_id=torch.from_numpy(np.concatenate(mask_id)), col_ptr=unused.new_zeros(len(sets), 1), row=unused,
         mask_id_t=unused, mask_words=_prefixes(side), row_set=torch.from_numpy(row_set), launch_order=unused,
         nq=nq, nk=max(tiles, 1) * side, q_tile=1, kv_tile=side, chosen=torch.from_numpy(chosen),
     )  # fmt: skip
-    return _grouped(plan, group)
 
 
 @process_cache
@@ -177,22 +148,18 @@ def _prefixes(side: int) -> Tensor:
     return pack_masks(torch.ones(side - 1, side, dtype=torch.bool, device="cpu").tril()[:, None])
 
 
-def _every_pair(each: _Set, lists: Selected, extent: Extent) -> tuple[Int64, Int64]:
+def _every_pair(each: _Set, lists: Lists, extent: Extent) -> tuple[Int64, Int64]:
     """Return all allowed pairs of a set as (query, key), by query and then by key."""
-    step = max(1, _PAIRS_AT_ONCE // (each.blocks.shape[1] * lists.block_size[1]))
-    size, filler = lists.block_size[1], lists.blocks.key_blocks
+    step = max(1, _PAIRS_AT_ONCE // (each.blocks.shape[1] * lists.block))
     parts = []
     for first in range(0, extent.nq, step):
-        row, key = _pairs(each, size, filler, extent, range(first, min(first + step, extent.nq)))
+        row, key = _pairs(each, lists, extent, range(first, min(first + step, extent.nq)))
         parts.append((row + first, key))
     rows, keys = zip(*parts, strict=True)
     return np.concatenate(rows), np.concatenate(keys)
 
 
-P = TypeVar("P", bound=BlockPlan)
-
-
-def _grouped(plan: P, group: int) -> P:
+def _grouped(plan: BlockPlan, group: int) -> BlockPlan:
     """Convert a plan in tiles of one query to one with a row for each head of ``group`` that shares its list."""
     return dataclasses.replace(
         plan,
@@ -214,12 +181,12 @@ class _Set(NamedTuple):
     relation: Located | None
 
 
-def _sets(lists: Selected, relation: Pattern, extent: Extent) -> tuple[list[_Set], NDArray[np.int32]]:
+def _sets(lists: Lists, extent: Extent) -> tuple[list[_Set], NDArray[np.int32]]:
     """Return the distinct lists with their relations, and the one that each batch element and head uses, (B, Hq)."""
     lists.check(extent.nq, extent.nk, extent.q_offset)
     table = lists.blocks.listed().numpy()
     of_lists = of_sets(table.shape[:-2], lists.group or 1, extent.batch, extent.heads, "cpu").numpy()
-    found, of_relation = distinct(relation, extent)
+    found, of_relation = distinct(lists.relation, extent)
     for each, _ in found:
         check_bounds(each, extent.nq, extent.nk, extent.q_offset)
     relations: list[Located | None] = []
@@ -233,10 +200,10 @@ def _sets(lists: Selected, relation: Pattern, extent: Extent) -> tuple[list[_Set
     return sets, row_set.reshape(of_lists.shape).astype(np.int32)
 
 
-def _pairs(each: _Set, size: int, filler: int, extent: Extent, rows: range) -> tuple[Int64, Int64]:
+def _pairs(each: _Set, lists: Lists, extent: Extent, rows: range) -> tuple[Int64, Int64]:
     """Return the allowed pairs of some rows as (row, key), rows counted from the first one."""
-    blocks = each.blocks[rows.start : rows.stop]
-    used = int((blocks < filler).sum(1).max(initial=0))
+    blocks, size = each.blocks[rows.start : rows.stop], lists.block
+    used = int((blocks < lists.blocks.key_blocks).sum(1).max(initial=0))
     keys = blocks[:, :used].astype(np.int64)
     if size > 1:
         keys = (keys[:, :, None] * size + np.arange(size)).reshape(len(keys), -1)
@@ -262,7 +229,7 @@ def _whole_tiles(extent: Extent) -> NDArray[np.int32]:
     return np.packbits(dense, axis=3, bitorder="little").view("<i4")
 
 
-def _unions(each: _Set, size: int, filler: int, extent: Extent) -> Iterator[tuple[int, NDArray[np.int32]]]:
+def _unions(each: _Set, lists: Lists, extent: Extent) -> Iterator[tuple[int, NDArray[np.int32]]]:
     """Yield masks of some rows of tiles, (tiles, key tiles, q_tile, words), with the number of the first row."""
     q_tile, kv_tile = extent.tile
     rows, columns = extent.tiles
@@ -272,7 +239,7 @@ def _unions(each: _Set, size: int, filler: int, extent: Extent) -> Iterator[tupl
         queries = range(first * q_tile, min((first + step) * q_tile, extent.nq))
         tiles = -(-len(queries) // q_tile)
         dense = np.zeros((tiles * q_tile, columns * width), np.bool_)
-        row, key = _pairs(each, size, filler, extent, queries)
+        row, key = _pairs(each, lists, extent, queries)
         dense[row, key if width == kv_tile else key // kv_tile * width + key % kv_tile] = True
         bits = np.packbits(dense, axis=1, bitorder="little").view("<i4")
         yield first, bits.reshape(tiles, q_tile, columns, width // 32).transpose(0, 2, 1, 3)

@@ -20,6 +20,7 @@ from ..checks import check_device
 from ..errors import PatternError, ShapeError
 from ..patterns import Pattern
 from ..patterns.fitting import check_extents
+from ..patterns.lists import lists_of
 from ..patterns.located import located
 from ..patterns.within import batched, by_head, check_bounds, elements
 from ..relation.arrays import Int64
@@ -71,12 +72,13 @@ def _by_table(pattern: Pattern, extent: Extent) -> BlockPlan | None:
     """Plan a pattern from the blocks of its table; None without a table, or if its blocks do not fit the tiles."""
     if not pattern.tables:
         return None
-    # imported with the first pattern that may contain a block table
-    from .from_lists import from_lists, listed
+    lists = lists_of(pattern)
+    if lists is not None and extent.device == "cpu":
+        # imported with the first list of keys
+        from .from_lists import from_lists
 
-    chosen = listed(pattern)
-    if chosen is not None and extent.device == "cpu":
-        return from_lists(*chosen, extent)
+        return from_lists(lists, extent)
+    # imported with the first pattern that may contain a block table
     from ..patterns.table import BlockTable
     from .from_table import fine, from_fine_table, from_table, split
 

@@ -18,7 +18,6 @@ from ringweave.backends.backend import Backend, Trials, Upstream
 from ringweave.cache import process_cache
 from ringweave.call import Call, Operands
 from ringweave.plan import Branch
-from ringweave.plan.from_lists import listed
 from ringweave.precision import STORED
 from ringweave.terms import KINDS
 
@@ -111,7 +110,7 @@ def untried(call: Call, branch: Branch) -> str | None:
     widths = {1 << (dim - 1).bit_length() for dim in (call.head_dim, call.value_dim)}
     plain = not (call.features or call.paged or call.kv_dtype)
     measured = plain and call.dtype in (torch.bfloat16, torch.float16) and widths <= {64, 128}
-    tiles = branch.dense_kind == "sparse" and listed(branch.pattern) is None
+    tiles = branch.dense_kind == "sparse" and branch.lists is None
     return None if measured and tiles else wanted
 
 

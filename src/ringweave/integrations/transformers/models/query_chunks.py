@@ -8,7 +8,12 @@ from collections.abc import Iterator
 _CHUNK = 2**24
 
 
+def at_once(bytes_of_one: int) -> int:
+    """Return the number of queries of a chunk with a bounded number of bytes."""
+    return max(1, _CHUNK // max(1, bytes_of_one))
+
+
 def chunks(queries: int, bytes_of_one: int) -> Iterator[slice]:
     """Iterate over ranges of queries, each with a bounded number of bytes."""
-    step = max(1, _CHUNK // max(1, bytes_of_one))
+    step = at_once(bytes_of_one)
     return (slice(first, min(first + step, queries)) for first in range(0, queries, step))

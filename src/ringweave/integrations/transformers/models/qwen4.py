@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....adaptive.ranking import Scored, choose
 from ....patterns import Causal, Full, KeyPadding, Selected
 from ....patterns.algebra import And
 from ..masks import PatternMask
-from .query_chunks import chunks
+from .query_chunks import at_once
 
 
 def choose_tokens(
@@ -50,11 +51,17 @@ def choose_tokens(
         keys = keys if cache is None else cache.update_indexer(keys, indexer.layer_idx)
         blocks = max(1, int(seen.max()) // indexer.compress_ratio)
         pooled = _pooled(indexer, keys, embeddings, first, blocks)
-        found = []
-        for part in chunks(nq, batch * q.shape[2] * blocks * 4):
+        whole, number = seen // indexer.compress_ratio, torch.arange(blocks, device=hidden.device)
+
+        def scored(rows: range) -> Scored:
+            part = slice(rows.start, rows.stop)
             scores = torch.matmul(q[:, part], pooled.mT[:, None]).relu().sum(2) / math.sqrt(q.shape[3])
-            found.append(_tokens(indexer, scores, first[:, None, None], seen[:, part, None]))
-    return Selected(torch.cat(found, 1)[:, None])
+            return Scored(scores, number < whole[:, part, None])
+
+        step = at_once(batch * q.shape[2] * blocks * 4)
+        chosen = choose(scored, min(indexer.block_topk, blocks), rows=nq, step=step)
+        tokens = _tokens(indexer, chosen, first[:, None, None], seen[..., None])
+    return Selected(tokens[:, None])
 
 
 def _rotated(indexer: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -75,20 +82,18 @@ def _pooled(indexer: Any, keys: Tensor, embeddings: tuple[Tensor, Tensor], first
     return _rotated(indexer, indexer.k_layernorm(means)[:, :, None], *rotations).squeeze(2).float()
 
 
-def _tokens(indexer: Any, scores: Tensor, first: Tensor, seen: Tensor) -> Tensor:
-    """Return the tokens of the best blocks, and those after the last whole block.
+def _tokens(indexer: Any, chosen: Tensor, first: Tensor, seen: Tensor) -> Tensor:
+    """Return the tokens of the chosen blocks, and those after the last whole block.
 
     Args:
         indexer: The indexer.
-        scores: (B, queries, blocks).
+        chosen: (B, queries, n), -1 is no block.
         first: (B, 1, 1), the first visible token of each sequence.
         seen: (B, queries, 1), the number of visible tokens.
     """
-    ratio, blocks = indexer.compress_ratio, scores.shape[2]
-    whole, inside = seen // ratio, torch.arange(ratio, device=scores.device)
-    scores = scores.masked_fill(torch.arange(blocks, device=scores.device) >= whole, -torch.inf)
-    best, index = scores.topk(min(indexer.block_topk, blocks))
-    tokens = torch.where((best > -torch.inf)[..., None], index[..., None] * ratio + inside, seen[..., None]).flatten(2)
+    ratio, whole = indexer.compress_ratio, seen // indexer.compress_ratio
+    inside, chosen = torch.arange(ratio, device=chosen.device), chosen[..., None]
+    tokens = torch.where(chosen >= 0, chosen * ratio + inside, seen[..., None]).flatten(2)
     tokens = torch.cat([tokens, whole * ratio + inside[: ratio - 1]], -1)
     return torch.where(tokens < seen, first + tokens, -1)
 
