@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..axes import Axes
 from ..checks import one_of, whole
 from ..errors import PatternError
 from ..torch_compat import require, wrapped
@@ -14,7 +15,7 @@ from .declared import declare
 from .documents import Documents, keys_of
 from .table import BlockTable
 
-_WHOLE = (torch.int32, torch.int64)
+_INDICES = Axes("indices: index[B? H? Nq n]")
 # the number of key blocks where none is given: more than there can be
 _MANY = 2**31 - 1
 
@@ -64,13 +65,8 @@ class Selected(BlockTable):
     blocks: ChosenBlocks
 
     def __init__(self, indices: Tensor, block_size: int = 1, *, key_blocks: int | None = None, heads: str = "query"):
-        wanted = "int32 or int64 indices (queries, n), (heads, queries, n) or (batch, heads, queries, n)"
-        if not isinstance(indices, Tensor):
-            raise PatternError("indices", type(indices).__name__, wanted, "List the keys of each query.")
-        shape = f"{indices.dtype} {tuple(indices.shape)}"
-        fits = indices.layout == torch.strided and indices.ndim in (2, 3, 4) and 0 not in indices.shape[:-1]
-        if not fits or indices.dtype not in _WHOLE:
-            raise PatternError("indices", shape, wanted, "List the keys of each query; -1 is no key.")
+        remedy = "List the keys of each query; -1 is no key."
+        _INDICES.fit(indices=indices, empty=("n",), error=PatternError, remedy=remedy)
         number = _MANY if key_blocks is None else whole("key_blocks", key_blocks, 1, _MANY)
         # numbers that int32 cannot hold stay out of range
         chosen = indices.detach().clamp(-2, _MANY).to(torch.int32, copy=True, memory_format=torch.contiguous_format)

@@ -7,10 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...errors import ShapeError, shown
+from ...axes import Axes
+from ...errors import ShapeError
 
 # flash-attn's kernels rotate in steps of this many dimensions
 _STEP = 16
+_TABLES = Axes("rotary_cos: floating[positions half]; rotary_sin: floating[positions half]")
 
 
 class Rotary(NamedTuple):
@@ -31,14 +33,11 @@ class Rotary(NamedTuple):
         """Check the tables of a call with a head dim; None without tables."""
         if cos is None and sin is None:
             return None
-        for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
-            if not isinstance(x, Tensor) or x.ndim != 2 or not x.is_floating_point():
-                raise ShapeError(name, shown(x), "(positions, rotary dim / 2)", "Pass cosines and sines.")
+        remedy = "Pass cosines and sines, (positions, rotary dim / 2)."
+        sizes = _TABLES.fit(rotary_cos=cos, rotary_sin=sin, anywhere=True, empty=("positions", "half"), remedy=remedy)
         assert cos is not None
         assert sin is not None
-        if cos.shape != sin.shape:
-            raise ShapeError("rotary_sin", shown(sin), f"{tuple(cos.shape)}, as rotary_cos", "Make both together.")
-        rotated = 2 * cos.shape[1]
+        rotated = 2 * sizes["half"]
         if rotated % _STEP or not 0 < rotated <= dim:
             wanted = f"a multiple of {_STEP}, at most the head dim {dim}"
             raise ShapeError("rotary dim", rotated, wanted, "Pass tables of half as many columns.")
