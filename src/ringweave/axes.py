@@ -151,7 +151,7 @@ class Axes:
                     if size != 1 or axis not in shared:
                         sizes[axis] = size
                 elif size != sizes[axis] and not (size == 1 and axis in shared):
-                    raise error(*self._size(entry, axis, x, sizes[axis], remedy))
+                    raise error(*self._size(entry, axis, sizes, given, remedy))
             if 0 in shape and not all(axis in empty for axis, n in zip(axes, shape, strict=True) if n == 0):
                 wanted = f"{entry.shape} without an empty axis"
                 raise error(name, f"shape {tuple(shape)}", wanted, "Skip the call for an empty tensor.")
@@ -186,32 +186,35 @@ class Axes:
             remedy = f"Pass {entry.name}[None] for a batch of one." if one else f"Reshape it to {entry.shape}."
         return entry.name, f"shape {tuple(x.shape)}", entry.shape, remedy
 
-    def _size(self, entry: _Entry, axis: str, x: Tensor, wanted: Any, remedy: str) -> _Wrong:
-        owner, condition = self._owner(axis), ""
-        if axis not in self._numbers:
-            condition = f" with {axis} = {wanted}, {self._meaning(axis, entry)}"
-            if wanted is None:
-                condition = f" without {axis}, as another tensor"
+    def _size(self, entry: _Entry, axis: str, sizes: dict[str, Any], given: dict[str, Any], remedy: str) -> _Wrong:
+        owner, condition = self._owner(axis, given), ""
+        if sizes[axis] is None:
+            condition = f" without {axis}, as another tensor"
+        elif axis not in self._numbers:
+            condition = f" with {axis} = {sizes[axis]}, {_meaning(axis, owner, entry)}"
         if not remedy:
             remedy = f"Make {entry.name} of this shape."
             if owner is not None and owner is not entry:
                 remedy = f"Give {entry.name} and {owner.name} the same {axis}."
-        return entry.name, f"shape {tuple(x.shape)}", f"{entry.shape}{condition}", remedy
+        return entry.name, f"shape {tuple(given[entry.name].shape)}", f"{entry.shape}{condition}", remedy
 
     def _multiple(self, axis: str, divisor: str, sizes: dict[str, Any], given: dict[str, Any], remedy: str) -> _Wrong:
-        entry, relation, known = self._owner(divisor), f"{divisor} a divisor", axis
+        entry, relation, known = self._owner(divisor, given), f"{divisor} a divisor", axis
         if entry is None:
-            entry, relation, known = self._owner(axis), f"{axis} a multiple", divisor
+            entry, relation, known = self._owner(axis, given), f"{axis} a multiple", divisor
         assert entry is not None
-        wanted = f"{entry.shape} with {relation} of {sizes[known]}, {self._meaning(known, entry)}"
-        shape = tuple(given[entry.name].shape)
-        return entry.name, f"shape {shape}", wanted, remedy or f"Change {axis} or {divisor}."
+        meaning = _meaning(known, self._owner(known, given), entry)
+        wanted = f"{entry.shape} with {relation} of {sizes[known]}, {meaning}"
+        return entry.name, f"shape {tuple(given[entry.name].shape)}", wanted, remedy or f"Change {axis} or {divisor}."
 
-    def _owner(self, axis: str) -> _Entry | None:
+    def _owner(self, axis: str, given: dict[str, Any]) -> _Entry | None:
         """Return the first tensor with an axis; None for a size that the caller gave."""
+        if axis in given:
+            return None
         return next((entry for entry in self._entries if axis in entry.axes and axis not in entry.shared), None)
 
-    def _meaning(self, axis: str, beside: _Entry) -> str:
-        """Describe an axis, with the tensor that has it unless it is the tensor of the error."""
-        owner, meaning = self._owner(axis), f"the {_MEANINGS.get(axis, axis)}"
-        return meaning if owner is None or owner is beside else f"{meaning} of {owner.name}"
+
+def _meaning(axis: str, owner: _Entry | None, beside: _Entry) -> str:
+    """Describe an axis, with the tensor that has it unless it is the tensor of the error."""
+    meaning = f"the {_MEANINGS.get(axis, axis)}"
+    return meaning if owner is None or owner is beside else f"{meaning} of {owner.name}"
