@@ -184,3 +184,18 @@ def test_compiled_code_checks_while_it_is_traced() -> None:
     for keys in (7, 9, 11):
         assert torch.equal(scaled(of(2, 4, 5, 8), of(2, 2, keys, 8), of(2, 2, keys, 3)), of(2, 4, 5, 8))
     assert graphs == 1
+
+
+def test_compiled_code_checks_sizes_that_depend_on_values() -> None:
+    """Tokens that a mask selects have an unknown number in a trace, which no check may need to know."""
+    packed = Axes("q: float[Nq Hq D]; k: q[Nk Hkv D]; v: q[Nk Hkv Dv]; Hq % Hkv")
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def selected(x: Tensor, kept: Tensor) -> Tensor:
+        x = x[kept]
+        packed.fit(q=x, k=x, v=x, empty=("Nq", "Nk"))
+        return x * 2
+
+    kept = torch.tensor([True, False, True])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert selected(torch.ones(3, 4, 8), kept).shape == (2, 4, 8)

@@ -39,6 +39,7 @@ class _Entry(NamedTuple):
     Attributes:
         name: Its name.
         dtype: Its dtype as the text states it; empty for any.
+        types: The dtypes of a named kind; empty for others.
         axes: Its axes.
         shared: The axes that may have a size of 1 in place of their own.
         optional: The axes that may be left out, the first ones first.
@@ -46,6 +47,7 @@ class _Entry(NamedTuple):
 
     name: str
     dtype: str
+    types: tuple[torch.dtype, ...]
     axes: tuple[str, ...]
     shared: frozenset[str]
     optional: tuple[str, ...]
@@ -99,7 +101,8 @@ class Axes:
             shared = frozenset([axis.removesuffix("|1") for axis in written if axis.endswith("|1")])
             optional = tuple([axis.removesuffix("?") for axis in written if axis.endswith("?")])
             numbers |= {axis: int(axis) for axis in axes if axis.isdigit()}
-            entries.append(_Entry(name, dtype, axes, shared, optional))
+            types = _KINDS[dtype][0] if dtype in _KINDS else ()
+            entries.append(_Entry(name, dtype, types, axes, shared, optional))
         self._entries, self._multiples, self._numbers = tuple(entries), tuple(multiples), numbers
         self._names = frozenset([entry.name for entry in entries])
 
@@ -125,7 +128,7 @@ class Axes:
         """
         sizes = {**self._numbers, **given}
         for entry in self._entries:
-            name, dtype, axes, shared, _ = entry
+            name, dtype, types, axes, shared, _ = entry
             x = given[name]
             if not isinstance(x, Tensor):
                 raise error(name, shown(x), f"a tensor {entry.shape}", remedy or "Pass a torch tensor.")
@@ -140,7 +143,8 @@ class Axes:
                 if len(axes) != len(shape) or any(sizes.get(axis) is not given.get(axis) for axis in left_out):
                     raise error(*self._rank(entry, x, remedy))
                 sizes = dict.fromkeys(left_out) | sizes
-            if dtype and (wrong := self._dtype(name, dtype, given)):
+            same = given[dtype].dtype if dtype in self._names else None
+            if x.dtype != same and x.dtype not in types and (wrong := self._dtype(name, dtype, given)):
                 raise error(*wrong)
             if device is None:
                 device = x.device
@@ -148,13 +152,14 @@ class Axes:
                 raise error(*self._device(name, device, given))
             for axis, size in zip(axes, shape, strict=True):
                 if axis not in sizes:
-                    if size != 1 or axis not in shared:
+                    if axis not in shared or size != 1:
                         sizes[axis] = size
-                elif size != sizes[axis] and not (size == 1 and axis in shared):
+                elif size != sizes[axis] and not (axis in shared and size == 1):
                     raise error(*self._size(entry, axis, sizes, given, remedy))
-            if 0 in shape and not all(axis in empty for axis, n in zip(axes, shape, strict=True) if n == 0):
-                wanted = f"{entry.shape} without an empty axis"
-                raise error(name, f"shape {tuple(shape)}", wanted, "Skip the call for an empty tensor.")
+                # a size that a trace does not know is compared with 0 only where it must not be 0
+                if axis not in empty and size == 0:
+                    wanted = f"{entry.shape} without an empty axis"
+                    raise error(name, f"shape {tuple(shape)}", wanted, "Skip the call for an empty tensor.")
         for axis, divisor in self._multiples:
             if sizes[axis] % max(sizes[divisor], 1):
                 raise error(*self._multiple(axis, divisor, sizes, given, remedy))
@@ -162,6 +167,8 @@ class Axes:
 
     def _dtype(self, name: str, dtype: str, given: dict[str, Any]) -> _Wrong | None:
         got, remedy = given[name].dtype, f"Convert {name} with .to(...)."
+        if not dtype:
+            return None
         types: Any
         if dtype in self._names:
             types, wanted = given[dtype].dtype, f"{given[dtype].dtype}, as {dtype}"

@@ -31,6 +31,7 @@ _DENSE = Axes("q: float[B Nq Hq D]; k: q[B Nk Hkv D]; v: q[B Nk Hkv Dv]; Hq % Hk
 _PACKED = Axes("q: float[Nq Hq D]; k: q[Nk Hkv D]; v: q[Nk Hkv Dv]; Hq % Hkv")
 _QUERIES, _PACKED_QUERIES = Axes("q: float[B Nq Hq D]"), Axes("q: float[Nq Hq D]")
 _SLOPES = Axes("alibi_slopes: float32[B? Hq]")
+_ORDER = "flash-attn's layout has tokens before heads."
 # the axes that may be empty
 _TOKENS = ("B", "Nq", "Nk")
 
@@ -317,17 +318,13 @@ def checked_bounds(
 
 def check_layout(q: Tensor, k: Tensor, v: Tensor, *, packed: bool = False) -> None:
     """Raise ShapeError unless q, k and v are (B, N, H, D), or (tokens, H, D) if sequences are packed."""
-    (_PACKED if packed else _DENSE).fit(q=q, k=k, v=v, empty=_TOKENS, remedy=_remedy(q, packed))
+    remedy = "" if getattr(q, "ndim", None) == (3 if packed else 4) else _ORDER
+    (_PACKED if packed else _DENSE).fit(q=q, k=k, v=v, empty=_TOKENS, remedy=remedy)
 
 
 def check_queries(q: Tensor, *, packed: bool = False) -> None:
     """Raise ShapeError unless q is (B, N, H, D), or (tokens, H, D) if sequences are packed."""
-    (_PACKED_QUERIES if packed else _QUERIES).fit(q=q, empty=_TOKENS, remedy=_remedy(q, packed))
-
-
-def _remedy(q: object, packed: bool) -> str:
-    fits = isinstance(q, Tensor) and q.ndim == (3 if packed else 4)
-    return "" if fits else "flash-attn's layout has tokens before heads."
+    (_PACKED_QUERIES if packed else _QUERIES).fit(q=q, empty=_TOKENS, remedy=_ORDER)
 
 
 def output_and_lse(result: Result, empty: float) -> tuple[Tensor, Tensor]:
