@@ -31,17 +31,32 @@ Q, K = (1, 4, 10, 8), (1, 2, 12, 8)
 @pytest.mark.parametrize(
     ("shapes", "text"),
     [
-        ([(4, 10, 8), K, K], r"q: got shape \(4, 10, 8\); wanted \(batch, heads, tokens, dim\)"),
+        (
+            [(4, 10, 8), K, K],
+            r"q: got shape \(4, 10, 8\); wanted \(B, Hq, Nq, D\)\. Pass q\[None\] for a batch of one; packed",
+        ),
         ([Q, K, (1, 2, 12)], r"v: got shape \(1, 2, 12\)"),
-        ([Q, (2, 2, 12, 8), K], "k batch: got 2; wanted 1, as q"),
-        ([Q, (1, 2, 12, 16), K], "k head dim D: got 16; wanted 8, as q"),
-        ([Q, (1, 3, 12, 8), (1, 3, 12, 8)], "k heads: got 3; wanted a divisor of the 4 query heads"),
-        ([Q, K, (1, 4, 12, 8)], "v heads: got 4; wanted 2, as k"),
-        ([Q, K, (1, 2, 11, 8)], "v tokens: got 11; wanted 12, as k"),
-        ([(1, 4, 0, 8), K, K], "q tokens: got 0; wanted at least 1"),
-        ([Q, (1, 2, 0, 8), (1, 2, 0, 8)], "k tokens: got 0; wanted at least 1"),
-        ([(1, 0, 10, 8), K, K], "q heads: got 0; wanted at least 1"),
-        ([Q, (1, 0, 12, 8), (1, 0, 12, 8)], "k heads: got 0; wanted at least 1"),
+        (
+            [Q, (2, 2, 12, 8), K],
+            r"k: got shape \(2, 2, 12, 8\); wanted \(B, Hkv, Nk, D\) with B = 1, the batch size of q",
+        ),
+        ([Q, (1, 2, 12, 16), K], r"k: got shape .*; wanted \(B, Hkv, Nk, D\) with D = 8, the head dim of q"),
+        (
+            [Q, (1, 3, 12, 8), (1, 3, 12, 8)],
+            r"k: got shape .*; wanted \(B, Hkv, Nk, D\) with Hkv a divisor of 4, the number of query heads of q",
+        ),
+        (
+            [Q, K, (1, 4, 12, 8)],
+            r"v: got shape .*; wanted \(B, Hkv, Nk, Dv\) with Hkv = 2, the number of key heads of k",
+        ),
+        ([Q, K, (1, 2, 11, 8)], r"v: got shape .*; wanted \(B, Hkv, Nk, Dv\) with Nk = 12, the number of keys of k"),
+        ([(1, 4, 0, 8), K, K], r"q: got shape \(1, 4, 0, 8\); wanted \(B, Hq, Nq, D\) without an empty axis"),
+        ([Q, (1, 2, 0, 8), (1, 2, 0, 8)], r"k: got shape .*; wanted \(B, Hkv, Nk, D\) without an empty axis"),
+        ([(1, 0, 10, 8), K, K], r"q: got shape .*; wanted \(B, Hq, Nq, D\) without an empty axis"),
+        (
+            [Q, (1, 0, 12, 8), (1, 0, 12, 8)],
+            r"k: got shape \(1, 0, 12, 8\); wanted \(B, Hkv, Nk, D\) without an empty axis",
+        ),
     ],
 )
 def test_shapes(shapes: list[tuple[int, ...]], text: str) -> None:
@@ -55,7 +70,7 @@ def test_types() -> None:
         (lambda: rw.attention(q, k.half(), v), ShapeError, r"k.dtype: got torch.float16; wanted torch.float32, as q"),
         (lambda: rw.attention(q.int(), k, v), ShapeError, r"q.dtype: got torch.int32; wanted float32, float16"),
         (lambda: rw.attention(q, k, v.to("meta")), ShapeError, r"v.device: got meta; wanted cpu, as q"),
-        (lambda: rw.attention(None, k, v), ShapeError, "q: got NoneType; wanted a tensor"),
+        (lambda: rw.attention(None, k, v), ShapeError, "q: got None; wanted a tensor"),
         (lambda: rw.attention(q, k, v, lambda b, h, q, k: q >= k), PatternError, "pattern: got the function <lambda>; wanted a ringweave"),
         (lambda: rw.attention(q, k, v, scale=float("nan")), ShapeError, "scale: got nan; wanted a finite number"),
         (lambda: rw.attention(q, k, v, scale=1e39), ShapeError, r"scale: got 1e\+39; wanted a finite number of float32"),
@@ -462,7 +477,7 @@ def test_patterns_are_made_inside_compiled_functions(make) -> None:  # type: ign
 
 #: Wrong values of arguments, in the order in which a call checks its arguments, and the name in the error.
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "tensors": ({"v": torch.zeros(1, 2, 7, 8)}, "v tokens"),
+    "tensors": ({"v": torch.zeros(1, 2, 7, 8)}, "v: got shape"),
     "pattern": ({"pattern": "Causal()"}, "pattern"),
     "position": ({"q_offset": -1}, "q_offset"),
     "dropout": ({"dropout": 2.0}, "dropout"),

@@ -438,8 +438,12 @@ def refusals() -> Iterator[tuple[type[Exception], str, Callable[[Tensor, rw.Page
     yield unsupported, "backend: got 'nope'", lambda q, c: attend(q, c, backend="nope")
     yield shape, "cache: got Tensor", lambda q, c: attend(q, q)  # type: ignore[arg-type]
     yield shape, "q: got 5 queries of row 1, which has 3 tokens", lambda q, c: attend(q.expand(-1, -1, 5, -1), c)
-    yield shape, r"q: got Tensor.*wanted \(2, a multiple of 2, tokens, 24\)", lambda q, c: attend(q[:1], c)
-    yield shape, r"q: got torch\.float16 on cpu", lambda q, c: attend(q.half(), c)
+    yield (
+        shape,
+        r"q: got shape .*; wanted \(B, Hq, Nq, D\) with B = 2, the batch size\. Pass queries for every",
+        lambda q, c: attend(q[:1], c),
+    )
+    yield shape, r"q\.dtype: got torch\.float16; wanted torch\.float32", lambda q, c: attend(q.half(), c)
     yield rw.PatternError, "LongNet.*wanted a relation", lambda q, c: attend(q, c, rw.LongNet([16], [2]))
     yield rw.PatternError, "pattern: got 'causal'", lambda q, c: attend(q, c, "causal")  # type: ignore[arg-type]
     yield (
@@ -463,7 +467,7 @@ def refusals() -> Iterator[tuple[type[Exception], str, Callable[[Tensor, rw.Page
         "page: got 24",
         lambda q, c: other(c, k=c.k.repeat(1, 1, 2, 1)[:, :, :24], v=c.v.repeat(1, 1, 2, 1)[:, :, :24]),
     )
-    yield shape, "table: got Tensor of torch.int64", lambda q, c: other(c, table=c.table.long())
+    yield shape, "table.dtype: got torch.int64", lambda q, c: other(c, table=c.table.long())
     yield shape, "lengths: got", lambda q, c: other(c, lengths=c.lengths[:1])
     yield shape, "v: got", lambda q, c: other(c, v=c.v[1:])
     yield shape, "k: got a stride of", lambda q, c: other(c, k=c.k.mT.contiguous().mT)

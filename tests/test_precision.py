@@ -255,7 +255,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: rw.PagedCache(
             *(torch.zeros(2, 1, 16, 8).to(torch.int8),) * 2, *_PAGES, scales=(torch.zeros(2, 1, 8),) * 2
         ),
-        "wanted two float32",
+        "k_scales: got shape .* with page = 16",
     ),
 }  # fmt: skip
 

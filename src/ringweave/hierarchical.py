@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .adaptive.pooling import block_means
 from .api import attention, attention_with_lse
+from .axes import Axes
 from .call import Arguments
 from .checks import flag, one_of, whole
 from .errors import ShapeError, shown
@@ -22,6 +23,7 @@ from .torch_compat import transforming
 from .types import AttentionOutput, acc_dtype
 from .validate import autocast, checked
 
+_GATES = Axes("gates: floating[B Hq Nq 3]")
 COMBINATIONS = ("exact_cover", "gates")
 # maximum number of scores of queries against pooled keys in memory together
 _AT_ONCE = 2**21
@@ -234,13 +236,11 @@ def _attend_piece(
 
 
 def _check_gates(gates: Tensor | None, gated: bool, q: Tensor) -> None:
-    if not gated and gates is None:
-        return
-    wanted = f"a floating tensor {(*q.shape[:3], 3)} on {q.device} with combine='gates', None otherwise"
-    if not gated or not isinstance(gates, Tensor) or not gates.is_floating_point():
-        raise ShapeError("gates", shown(gates), wanted, "Pass both or neither.")
-    if tuple(gates.shape) != (*q.shape[:3], 3) or gates.device != q.device:
-        raise ShapeError("gates", f"{tuple(gates.shape)} on {gates.device}", wanted, "Pass three per query.")
+    if gated != (gates is not None):
+        raise ShapeError("gates", shown(gates), "gates with combine='gates', None otherwise", "Pass both or neither.")
+    if gated:
+        batch, heads, nq = q.shape[:3]
+        _GATES.fit(gates=gates, B=batch, Hq=heads, Nq=nq, device=q.device, remedy="Pass three numbers per query.")
 
 
 __all__ = ["hierarchical_attention"]

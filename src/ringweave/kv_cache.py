@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .axes import Axes
 from .cache import PATTERNS
 from .checks import check_device, whole
 from .errors import PageError, PatternError, ShapeError, UnsupportedError, shown
@@ -23,6 +24,8 @@ from .precision import STORED, Precision, Scales, as_precision, quantize_rows
 from .torch_compat import require, version
 from .types import DTYPES
 
+_POOL = Axes("k: stored[pages Hkv page D]; v: k[pages Hkv page Dv]; table: int32[B n]; lengths: int32[B]")
+_SCALES = Axes("k_scales: float32[pages Hkv page]; v_scales: float32[pages Hkv page]")
 #: Allowed numbers of tokens in a page.
 SIZES = (16, 32, 64, 128, 256)
 
@@ -346,44 +349,33 @@ class PagedCache:
 
 def check_tensors(k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> None:
     """Raise ShapeError unless the tensors of a cache fit each other."""
+    sizes = _POOL.fit(k=k, v=v, table=table, lengths=lengths, stored=(*DTYPES, *STORED))
+    if k.device.type == "meta":
+        raise ShapeError("k.device", k.device, "a device that holds values", "Make the cache there.")
     for name, x in (("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.ndim != 4 or x.layout != torch.strided or 0 in x.shape:
-            raise ShapeError(name, shown(x), "(pages, heads, page, dim)", "Make one with PagedCache.empty.")
-        if x.dtype not in (*DTYPES, *STORED) or x.device.type == "meta":
-            got = f"{x.dtype} on {x.device}"
-            raise ShapeError(
-                name, got, "values of a floating type, int8 or float8_e4m3fn", f"Convert {name} with .to(...)."
-            )
         if x.stride(3) != 1 and x.shape[3] > 1:
             got = f"a stride of {x.stride(3)} in the last dimension"
             raise ShapeError(name, got, "1", f"Call {name}.contiguous() once.")
-    if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device:
-        got = f"{shown(v)} on {v.device}"
-        raise ShapeError("v", got, f"k's form except for Dv: {shown(k)} on {k.device}", "Convert it.")
-    if k.shape[2] not in SIZES:
-        raise ShapeError("page", k.shape[2], "16, 32, 64, 128 or 256 tokens", "Use one of these sizes.")
-    for name, x, ndim in (("table", table, 2), ("lengths", lengths, 1)):
-        if not isinstance(x, Tensor) or x.dtype != torch.int32 or x.ndim != ndim or not x.is_contiguous():
-            wanted = "a contiguous int32 tensor " + ("(B, n)" if ndim == 2 else "(B,)")
-            raise ShapeError(name, shown(x), wanted, "Convert it with .int().")
-        if x.device != k.device:
-            raise ShapeError(f"{name}.device", x.device, f"{k.device}, as k", "Move it there.")
-    if len(table) != len(lengths) or 0 in table.shape:
-        raise ShapeError("lengths", shown(lengths), f"one for each row of {shown(table)}", "Pass as many.")
+    for name, x in (("table", table), ("lengths", lengths)):
+        if not x.is_contiguous():
+            raise ShapeError(name, f"strides {x.stride()}", "a contiguous tensor", f"Call {name}.contiguous() once.")
+    if sizes["page"] not in SIZES:
+        raise ShapeError("page", sizes["page"], "16, 32, 64, 128 or 256 tokens", "Use one of these sizes.")
 
 
 def _checked_scales(scales: object, k: Tensor) -> Scales | None:
     """Return the checked scales of a pool, None for one that is not stored in 8 bits; raise ShapeError otherwise."""
     if scales is None and k.dtype not in STORED:
         return None
-    wanted = f"two float32 tensors {tuple(k.shape[:3])} on {k.device}" if k.dtype in STORED else f"None with {k.dtype}"
-    pair = scales if isinstance(scales, (tuple, list)) and len(scales) == 2 else (None, None)
-    for x in pair:
-        fits = isinstance(x, Tensor) and x.dtype == torch.float32 and x.shape == k.shape[:3] and x.device == k.device
-        if k.dtype not in STORED or not fits:
-            remedy = "Pass the scales of the cache that k and v belong to: scales=cache.scales."
-            raise ShapeError("scales", shown(x), wanted, remedy)
-    return Scales(*pair)
+    remedy = "Pass the scales of the cache that k and v belong to: scales=cache.scales."
+    if k.dtype not in STORED or not isinstance(scales, (tuple, list)) or len(scales) != 2:
+        wanted = "two tensors" if k.dtype in STORED else "None"
+        raise ShapeError("scales", shown(scales), f"{wanted} with {k.dtype}", remedy)
+    pages, heads, page = k.shape[:3]
+    pair = Scales(*scales)
+    sizes: dict[str, Any] = {"pages": pages, "Hkv": heads, "page": page}
+    _SCALES.fit(k_scales=pair.k, v_scales=pair.v, **sizes, device=k.device, remedy=remedy)
+    return pair
 
 
 def _indexed(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .axes import Axes
 from .cache import process_cache
 from .call import Arguments, Call, pack
 from .errors import ShapeError, UnsupportedError, shown
@@ -40,6 +41,14 @@ if TYPE_CHECKING:
 _NUMBERS = (int, float, np.integer, np.floating, torch.SymInt, torch.SymFloat)
 ON_OOM = ("raise", "degrade", "stream", "sparsify")
 _PACKAGE = str(Path(__file__).parent)
+_INPUTS = Axes("q: float[B Hq Nq D]; k: q[B Hkv Nk D]; v: q[B Hkv Nk Dv]; Hq % Hkv")
+_OVER_PAGES = Axes("q: dtype[B Hq Nq D]; Hq % Hkv")
+_SINKS = Axes("sink_logits: floating[Hq]")
+# the axes that may be empty in calls that allow it
+_SIZES = ("B", "Hq", "Hkv", "Nq", "Nk")
+# remedies for queries with other numbers of axes
+_GRID = "Flatten the tokens to one dimension, or call neighborhood_attention for a grid."
+_OTHER_RANKS = {3: "Pass q[None] for a batch of one; packed sequences are for varlen_attention.", 5: _GRID, 6: _GRID}
 # Kernels multiply the scale by log2(e): the bounds leave room for that in float32.
 _SMALLEST_SCALE, _LARGEST_SCALE = 1e-37, 1e38
 
@@ -54,64 +63,29 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, hosted: bool = False, empt
         hosted: Whether k and v may be on the host and q on a GPU.
         empty: Whether there may be no batch element, head or token.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise ShapeError(name, type(x).__name__, "a tensor", "Pass torch tensors.")
-        if x.layout != torch.strided or x.is_nested:
-            layout = "nested" if x.is_nested else x.layout
-            raise ShapeError(name, f"a {layout} tensor", "a dense one", "Convert it with .to_dense() or pad it.")
-        if x.ndim != 4:
-            remedy = "Reshape it to four dimensions."
-            if x.ndim == 3:
-                remedy = f"Pass {name}[None] for a batch of one; packed sequences are for varlen_attention."
-            elif x.ndim in (5, 6):
-                remedy = "Flatten the tokens to one dimension, or call neighborhood_attention for a grid."
-            raise ShapeError(name, f"shape {tuple(x.shape)}", "(batch, heads, tokens, dim)", remedy)
-        if x.dtype not in DTYPES:
-            raise ShapeError(
-                f"{name}.dtype", x.dtype, "float32, float16, bfloat16 or float64", f"Convert {name} with .to(...)."
-            )
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise ShapeError(f"{name}.dtype", x.dtype, f"{q.dtype}, as q", f"Convert with {name}.to(q.dtype).")
-        if x.device != q.device and not (hosted and _on_host(q, k, v)):
-            remedy = f"Move it with {name}.to(q.device)."
-            if not hosted and _on_host(q, k, v):
-                remedy = f"{remedy[:-1]}, or leave k and v there and pass on_oom='stream' to attention()."
-            raise ShapeError(f"{name}.device", x.device, f"{q.device}, as q", remedy)
-        if x.device != q.device:
-            # imported for keys and values on the host
-            from .plugins import host_program
-
-            host_program()
-        if x.shape[0] != q.shape[0]:
-            raise ShapeError(f"{name} batch", x.shape[0], f"{q.shape[0]}, as q", "Use one batch size.")
-    if k.shape[3] != q.shape[3]:
-        raise ShapeError("k head dim D", k.shape[3], f"{q.shape[3]}, as q", "Project q and k to the same head dim.")
-    if v.shape[1] != k.shape[1]:
-        raise ShapeError("v heads", v.shape[1], f"{k.shape[1]}, as k", "Give k and v the same number of heads.")
-    if v.shape[2] != k.shape[2]:
-        raise ShapeError("v tokens", v.shape[2], f"{k.shape[2]}, as k", "Give k and v the same length.")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        for size, what in zip(x.shape, ("batch", "heads", "tokens", "head dim"), strict=True):
-            if size == 0 and not (empty and what != "head dim"):
-                raise ShapeError(f"{name} {what}", 0, "at least 1", f"Skip the call when {what} is empty.")
-    if q.shape[1] % max(k.shape[1], 1):
-        raise ShapeError(
-            "k heads",
-            k.shape[1],
-            f"a divisor of the {q.shape[1]} query heads",
-            "Use a number of key heads that divides it.",
-        )
+    remedy = _OTHER_RANKS.get(q.ndim, "") if isinstance(q, Tensor) else ""
+    _INPUTS.fit(q=q, k=k, v=v, anywhere=True, empty=_SIZES if empty else (), remedy=remedy)
+    if not q.device == k.device == v.device:
+        _check_devices(q, k, v, hosted)
 
 
 # devices whose copies can overlap with computation; meta is for calls on shapes
 _STREAMED = frozenset({"cuda", "meta"})
 
 
-def _on_host(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Tell whether keys and values are on the host and queries on a device to which they can be streamed."""
-    return k.device.type == v.device.type == "cpu" and q.device.type in _STREAMED
+def _check_devices(q: Tensor, k: Tensor, v: Tensor, hosted: bool) -> None:
+    """Raise ShapeError unless k and v are on the host, from which they may be streamed to the device of q."""
+    on_host = k.device.type == v.device.type == "cpu" and q.device.type in _STREAMED
+    for name, x in (("k", k), ("v", v)):
+        if x.device != q.device and not (hosted and on_host):
+            remedy = f"Move it with {name}.to(q.device)."
+            if on_host:
+                remedy = f"{remedy[:-1]}, or leave k and v there and pass on_oom='stream' to attention()."
+            raise ShapeError(f"{name}.device", x.device, f"{q.device}, as q", remedy)
+    # imported for keys and values on the host
+    from .plugins import host_program
+
+    host_program()
 
 
 # Looked up at import, because torch 2.11 cannot compile is_autocast_available.
@@ -343,14 +317,9 @@ def paged(given: Arguments, cache: PagedCache) -> Checked:
         refuse(pattern)
     cache.check()
     k, v = cache.k, cache.v
-    heads = k.shape[1]
-    fits = isinstance(q, Tensor) and q.ndim == 4 and q.shape[0] == len(cache.table) and q.shape[3] == k.shape[3]
-    if not fits or q.shape[1] % heads or 0 in q.shape:
-        wanted = f"({len(cache.table)}, a multiple of {heads}, tokens, {k.shape[3]})"
-        raise ShapeError("q", shown(q), wanted, "Pass queries for every sequence of the cache.")
-    if q.dtype not in ((k.dtype,) if cache.scales is None else DTYPES) or q.device != k.device:
-        got, dtype = f"{q.dtype} on {q.device}", k.dtype if cache.scales is None else "a floating type"
-        raise ShapeError("q", got, f"{dtype} on {k.device}, as the cache", "Convert it with .to(...).")
+    heads, dtype = k.shape[1], k.dtype if cache.scales is None else DTYPES
+    remedy = "Pass queries for every sequence of the cache."
+    _OVER_PAGES.fit(q=q, B=len(cache.table), Hkv=heads, D=k.shape[3], dtype=dtype, device=k.device, remedy=remedy)
     terms = () if given.terms is None else as_terms(given.terms)
     for term in terms:
         term.check(q.shape[0], q.shape[1], q.shape[2], cache.table.shape[1] * cache.page, q.device)
@@ -384,18 +353,8 @@ def features(terms: Sequence[Term], dropout: float) -> frozenset[str]:
 
 def check_sinks(sink_logits: Tensor, q: Tensor) -> None:
     """Raise ShapeError unless ``sink_logits`` has one logit for each query head of q."""
-    fits = isinstance(sink_logits, Tensor) and sink_logits.is_floating_point() and sink_logits.ndim == 1
-    if not fits or sink_logits.shape[0] != q.shape[1]:
-        wanted = f"a floating tensor ({q.shape[1]},): one logit for each query head"
-        raise ShapeError(
-            "sink_logits",
-            shown(sink_logits),
-            wanted,
-            "Pass the learned logits, not tokens: those are the pattern Sinks.",
-        )
-    if sink_logits.device != q.device:
-        remedy = "Move it with sink_logits.to(q.device)."
-        raise ShapeError("sink_logits.device", sink_logits.device, f"{q.device}, as q", remedy)
+    remedy = "Pass the learned logits, one for each query head, not tokens: those are the pattern Sinks."
+    _SINKS.fit(sink_logits=sink_logits, Hq=q.shape[1], device=q.device, remedy=remedy)
 
 
 def checked_scale(scale: float | None, dim: int, name: str = "scale") -> float:

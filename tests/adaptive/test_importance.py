@@ -300,7 +300,7 @@ def test_errors(changes: dict[str, Any], said: str) -> None:
 def test_errors_of_use() -> None:
     tracker = ImportanceTracker(N, heads=HEADS, density=0.2, block_size=SIDE)
     q, k, _ = topics(n=256)
-    with pytest.raises(rw.ShapeError, match=r"q, k: got .* wanted \(B, 4, 768, D\)"):
+    with pytest.raises(rw.ShapeError, match=r"q: got shape .* wanted \(B, Hq, N, D\) with N = 768"):
         tracker.update(q, k, q[..., 0])
     with pytest.raises(rw.ShapeError, match="state: got"):
         tracker.load_state_dict({"version": 1})

@@ -410,7 +410,7 @@ def test_errors() -> None:
         (ShapeError, "k.dtype", lambda: lightning_indexer(q, k.half(), weights, 3)),
         (ShapeError, "q.dtype", lambda: lightning_indexer(q.int(), k, weights, 3)),
         (ShapeError, "k", lambda: lightning_indexer(q, [1], weights, 3)),
-        (ShapeError, "no empty dimension", lambda: lightning_indexer(q, k[:, :0], weights, 3)),
+        (ShapeError, "without an empty axis", lambda: lightning_indexer(q, k[:, :0], weights, 3)),
         (ShapeError, "top_k", lambda: lightning_indexer(*x, 0)),
         (ShapeError, "top_k", lambda: lightning_indexer(*x, 2.0)),
         (ShapeError, "scale", lambda: lightning_indexer(*x, 3, scale=float("nan"))),

@@ -124,7 +124,7 @@ def test_threads_change_no_bits() -> None:
     [
         ({"per": "key"}, rw.UnsupportedError, "per"),
         ({"backend": "flex"}, rw.UnsupportedError, "backend"),
-        ({"lse": torch.zeros(1, 2, 9)}, rw.ShapeError, r"lse: got torch.float32 \(1, 2, 9\)"),
+        ({"lse": torch.zeros(1, 2, 9)}, rw.ShapeError, r"lse: got shape \(1, 2, 9\); wanted \(B, Hq, Nq\) with Nq = "),
         ({"pattern": rw.LongNet([32], [2])}, rw.PatternError, "one branch"),
     ],
 )

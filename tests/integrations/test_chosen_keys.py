@@ -405,7 +405,7 @@ def test_blocks_belong_to_key_heads_or_groups(heads: int) -> None:
 def test_what_is_not_chosen_rightly_is_refused() -> None:
     """Lists of other queries, blocks without a size, pages, shards and an unpatched DeepSeek V4 raise typed errors."""
     x, mask = torch.randn(1, 2, 8, 16), pattern_mask(1, 8, 8)
-    with pytest.raises(rw.ShapeError, match=r"indices: got .*wanted \(1, 8, n\)"):
+    with pytest.raises(rw.ShapeError, match=r"indices: got .*wanted \(B, Nq, n\) with Nq = 8"):
         attend(torch.nn.Module(), x, x, x, mask, indices=torch.zeros(1, 7, 2, dtype=torch.int32))
     with pytest.raises(rw.UnsupportedError, match="block_indices: got blocks without a size"):
         attend(torch.nn.Module(), x, x, x, mask, block_indices=torch.zeros(1, 1, 8, 2, dtype=torch.int32))

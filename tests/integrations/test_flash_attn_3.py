@@ -223,7 +223,7 @@ def refusals() -> list[tuple[str, type[Exception], str, dict[str, Any]]]:
     ]  # fmt: skip
     return [
         *several,
-        ("q: got", ShapeError, "flash_attn_func", {name: x.to(torch.float8_e4m3fn) for name in "qkv"}),
+        ("q.dtype: got", ShapeError, "flash_attn_func", {name: x.to(torch.float8_e4m3fn) for name in "qkv"}),
         ("seqused_q", ShapeError, "flash_attn_varlen_func", flat | {"seqused_q": used}),
         ("seqused_k", ShapeError, "flash_attn_varlen_func", flat | {"seqused_k": -used}),
         ("seqused_k", ShapeError, "flash_attn_varlen_func", flat | {"seqused_k": used[:1]}),

@@ -269,7 +269,7 @@ def refusals() -> list[tuple[str, type[Exception], dict[str, Any]]]:
         ("k, v", ShapeError, usual | {"k": new, "cache_seqlens": 1}),
         ("v: got", ShapeError, usual | {"k": new, "v": new[:, :, :1], "cache_seqlens": 1}),
         ("v: got", ShapeError, usual | {"k": new, "v": new.expand(2, 2, 2, 32), "cache_seqlens": 1}),
-        ("k: got", ShapeError, usual | {"k": new.half(), "v": new, "cache_seqlens": 1}),
+        ("k.dtype: got", ShapeError, usual | {"k": new.half(), "v": new, "cache_seqlens": 1}),
         ("rotary_cos", ShapeError, usual | {"rotary_cos": angles, "rotary_sin": angles}),
         ("rotary_cos", ShapeError, usual | fresh | {"rotary_sin": angles, "cache_seqlens": 1}),
         ("rotary_sin", ShapeError, usual | fresh | {"rotary_cos": angles, "rotary_sin": angles[1:], "cache_seqlens": 1}),

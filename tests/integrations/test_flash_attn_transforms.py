@@ -157,10 +157,10 @@ def test_arguments_of_a_wrong_type_are_named(version: str) -> None:
             given = {"max_seqlen_q": 14, "max_seqlen_k": 14} | {name: value}
             with pytest.raises(ShapeError, match=name):
                 module.flash_attn_varlen_func(packed, packed, packed, BOUNDS, BOUNDS, **given)
-    for at, name in ((0, "q head dim"), (2, "v|v head dim")):
+    for at, name in ((0, "q: got .* without an empty axis"), (2, "v: got .* without an empty axis")):
         inputs = [x, x, x]
         inputs[at] = x[..., :0]
         with pytest.raises(ShapeError, match=name):
             module.flash_attn_func(*inputs)
-    with pytest.raises(ShapeError, match="q head dim: got 0"):
+    with pytest.raises(ShapeError, match="q: got .* without an empty axis"):
         module.flash_attn_func(x[..., :0], x[..., :0], x[..., :0])

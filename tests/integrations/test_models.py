@@ -438,7 +438,7 @@ def test_a_function_that_has_no_symbols_is_a_mask_mod() -> None:
     [
         ("head_mask: got weights scaled by head", {"head_mask": torch.ones(4)}),
         ("attention mask: got one of", {"attention_mask": pattern_mask(1, 4, 4)}),
-        ("attention mask or bias: got Tensor", {"attention_mask": torch.ones(1, 1, 3, 3)}),
+        ("attention_mask: got shape", {"attention_mask": torch.ones(1, 1, 3, 3)}),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(what: str, inputs: dict[str, Any]) -> None:

@@ -32,9 +32,9 @@ def test_refusals(pool2: Pool) -> None:
         assert "LongNet([64], [8]): got" not in texts[6]
         assert "wanted heads that attend the same keys on 2 ranks as on one" in texts[6]
         assert "dropout: got 0.1; wanted 0 with DTensors on several ranks" in texts[7]
-        assert "wanted a floating tensor (6,): one logit for each query head" in texts[8]
+        assert "wanted (Hq,) with Hq = 6, the number of query heads" in texts[8]
         assert "slopes" in texts[9]
-        assert "v heads: got 3; wanted 4, as k" in texts[10]
+        assert "with Hkv = 4, the number of key heads of k" in texts[10]
         assert "terms: got the function <lambda>; wanted Softcap" in texts[11]
         assert "wanted one pattern for all batch elements if ranks share the batch" in texts[12]
 

@@ -598,7 +598,7 @@ def test_constants_and_calls_without_pairs() -> None:
     follows(rw.from_mask_mod(lambda b, h, q, k: False), lambda: torch.tensor(False))
     follows(rw.from_mask_mod(lambda b, h, q, k: torch.tensor(True)), lambda: torch.tensor(True))
     empty = torch.randn(1, 2, 0, 8)
-    with pytest.raises(ShapeError, match="q tokens: got 0"):
+    with pytest.raises(ShapeError, match="q: got .* without an empty axis"):
         rw.attention(empty, empty, empty, rw.from_mask_mod(lambda b, h, q, k: q * k % 3 == 0))
 
 

@@ -408,9 +408,9 @@ def test_values_that_are_no_terms(terms: Any) -> None:
 @pytest.mark.parametrize("function", [slope, unread(slope)], ids=["terms", "tiles"])
 def test_tensors_are_checked(function: ScoreMod) -> None:
     x = Inputs.random(20, heads=HEADS)
-    with pytest.raises(ShapeError, match="k head dim"):
+    with pytest.raises(ShapeError, match="k: got .* the head dim of q"):
         rw.attention(x.q, x.k[..., :8], x.v, terms=function)
-    with pytest.raises(ShapeError, match="q tokens: got 0"):
+    with pytest.raises(ShapeError, match="q: got .* without an empty axis"):
         rw.attention(x.q[:, :, :0], x.k, x.v, terms=function)
     with pytest.raises(ShapeError, match="sink_logits"):
         rw.attention(x.q, x.k, x.v, terms=function, sink_logits=torch.zeros(3))

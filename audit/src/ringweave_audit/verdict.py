@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ringweave.errors import PatternError, ShapeError, shown
+from ringweave.axes import Axes
+from ringweave.errors import PatternError
 from ringweave.patterns import (
     Causal,
     Documents,
@@ -32,6 +33,7 @@ from ringweave.units import count
 from .random_probe import RandomCall
 from .weight_probe import Attended
 
+_PAIRS = Axes("found: bool[B Hq Nq Nk]")
 _OFFENDERS = 5
 _TILES = (8, 16, 32, 64, 128)
 
@@ -106,8 +108,7 @@ def compare(
         attends SlidingWindow(12) instead of SlidingWindow(13); 51 pairs missing, the first is query 13, key 0
     """
     pairs = found.pairs if isinstance(found, Attended) else found
-    if not isinstance(pairs, Tensor) or pairs.ndim != 4 or pairs.dtype != torch.bool:
-        raise ShapeError("found", shown(pairs), "bool (B, Hq, Nq, Nk)", "Pass the result of attended().")
+    _PAIRS.fit(found=pairs, empty=("B", "Hq", "Nq", "Nk"), remedy="Pass the result of attended().")
     pairs = pairs.cpu()
     batch, heads, nq, nk = pairs.shape
     counts = _dense(pattern, (batch, heads, nq, nk), q_offset, k_offset).long()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..axes import Axes
 from ..checks import flag, number, whole
 from ..errors import ShapeError, shown
 from ..patterns import BlockTable, Causal, Pattern
@@ -15,6 +16,7 @@ from ..patterns.block_sets import ListedBlocks, MaskBlocks
 from .mass import tile_mass
 from .pooling import block_means, token_runs
 
+_INPUTS = Axes("q: [B Hq N D]; k: [B Hkv N D]; lse: [B Hq N]")
 if TYPE_CHECKING:
     from ..parallel import ContextParallel, PendingTable
 
@@ -133,9 +135,7 @@ class ImportanceTracker:
         """
         self.pattern  # noqa: B018  (waits for the table)
         local = self.tokens if self.context is None else self.context.local
-        if q.ndim != 4 or tuple(q.shape[1:3]) != (self.heads, local) or k.shape[2] != local:
-            wanted = f"(B, {self.heads}, {local}, D) and {local} keys"
-            raise ShapeError("q, k", f"{tuple(q.shape)}, {tuple(k.shape)}", wanted, "Use the tracker's sizes.")
+        _INPUTS.fit(q=q, k=k, lse=lse, Hq=self.heads, N=local, remedy="Use the tracker's sizes.")
         scale = q.shape[3] ** -0.5 if scale is None else scale
         whole_k = k if self.context is None else self.context.unshard(k, 2)
         # tables are small, so they are computed on the host

@@ -15,9 +15,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ..axes import Axes
 from ..backends import BACKENDS
 from ..checks import whole
-from ..errors import PatternError, ShapeError, UnsupportedError, shown
+from ..errors import PatternError, ShapeError, UnsupportedError
 from ..patterns import Causal, LongNet, Pattern, check_extents
 from ..patterns.alignment import first_query
 from ..patterns.fitting import refuse
@@ -25,10 +26,12 @@ from ..patterns.shifted import with_offsets
 from ..plan import BlockPlan, pattern_of, plan, unpack_masks
 from ..torch_compat import mapped
 from ..torch_ops import differentiate, operators, refuse_forward_mode
-from ..types import DTYPES, acc_dtype
+from ..types import acc_dtype
 from ..validate import checked_scale
 from .ranking import Scored, best
 
+_INPUTS = Axes("q: float[B Nq H D]; k: q[B Nk D]; weights: q[B Nq H]")
+_INDICES = Axes("indices: index[B Nq n]")
 # bytes of one chunk of scores, and of one block of products before the sum over heads
 _CHUNK, _CHUNK_ELSEWHERE = 2**22, 2**28
 _BLOCK, _BLOCK_ELSEWHERE = 2**20, 2**28
@@ -79,7 +82,7 @@ def lightning_indexer(
     References:
         DeepSeek-AI (2025), DeepSeek-V3.2, section 2.1: "lightning indexer".
     """
-    _check(q, k, weights)
+    _INPUTS.fit(q=q, k=k, weights=weights)
     top_k = whole("top_k", top_k, 1, error=ShapeError)
     scale = checked_scale(scale, q.shape[3])
     pattern, first = _relation(pattern, q, k, q_offset)
@@ -92,31 +95,6 @@ def lightning_indexer(
         wanted, remedy = "ordinary tensors", "Fold the mapped dimension into the batch."
         raise UnsupportedError("lightning_indexer", "tensors inside of torch.vmap", wanted, remedy)
     return _chosen(*given, pattern, scale, first, top_k)
-
-
-def _check(q: Tensor, k: Tensor, weights: Tensor) -> None:
-    """Raise ShapeError unless q, k and the weights fit each other."""
-    sides = ("batch, queries, index heads, dim", "batch, keys, dim", "batch, queries, index heads")
-    for (name, x), axes in zip((("q", q), ("k", k), ("weights", weights)), sides, strict=True):
-        if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested:
-            raise ShapeError(name, shown(x), "a dense tensor", f"Pass {name} as a torch tensor.")
-        if x.ndim != len(axes.split(", ")):
-            raise ShapeError(name, f"shape {tuple(x.shape)}", f"({axes})", "Add or flatten dimensions.")
-        if 0 in x.shape:
-            raise ShapeError(name, f"shape {tuple(x.shape)}", "no empty dimension", "Skip the call.")
-        if x.dtype not in DTYPES:
-            wanted = "float32, float16, bfloat16 or float64"
-            raise ShapeError(f"{name}.dtype", x.dtype, wanted, f"Convert {name} with .to(...).")
-        if x.dtype != q.dtype:
-            raise ShapeError(f"{name}.dtype", x.dtype, f"{q.dtype}, as q", f"Convert with {name}.to(q.dtype).")
-        if x.device != q.device:
-            raise ShapeError(f"{name}.device", x.device, f"{q.device}, as q", f"Move it with {name}.to(q.device).")
-    if (k.shape[0], k.shape[2]) != (q.shape[0], q.shape[3]):
-        wanted = f"({q.shape[0]}, keys, {q.shape[3]}), as q"
-        raise ShapeError("k", f"shape {tuple(k.shape)}", wanted, "Give q and k one batch size and head dim.")
-    if weights.shape != q.shape[:3]:
-        wanted = f"{tuple(q.shape[:3])}, as q"
-        raise ShapeError("weights", f"shape {tuple(weights.shape)}", wanted, "Pass a weight per query and head.")
 
 
 def _relation(pattern: object, q: Tensor, k: Tensor, q_offset: int | Tensor | str) -> tuple[Pattern, int]:
@@ -302,7 +280,7 @@ def lightning_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, *, 
     References:
         DeepSeek-AI (2025), DeepSeek-V3.2, section 2.1: the indexer learns the attention mass of the chosen keys.
     """
-    _check(q, k, weights)
+    _INPUTS.fit(q=q, k=k, weights=weights)
     _check_indices(indices, q, k)
     refuse_forward_mode()
     scores: Tensor = _scores_op(q, k, weights, indices, checked_scale(scale, q.shape[3]))
@@ -310,13 +288,8 @@ def lightning_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, *, 
 
 
 def _check_indices(indices: Tensor, q: Tensor, k: Tensor) -> None:
-    whole_types = torch.int32, torch.int64
-    fits = isinstance(indices, Tensor) and indices.ndim == 3 and indices.shape[:2] == q.shape[:2]
-    if not fits or indices.dtype not in whole_types or not indices.shape[2]:
-        wanted = f"int32 or int64 ({q.shape[0]}, {q.shape[1]}, n)"
-        raise ShapeError("indices", shown(indices), wanted, "Pass the keys of each query, padded with -1.")
-    if indices.device != q.device:
-        raise ShapeError("indices.device", indices.device, f"{q.device}, as q", "Move it with indices.to(q.device).")
+    remedy = "Pass the keys of each query, padded with -1."
+    _INDICES.fit(indices=indices, B=q.shape[0], Nq=q.shape[1], device=q.device, remedy=remedy)
     if indices.device.type == "cpu" and not torch.compiler.is_compiling():
         least, most = (int(x) for x in indices.aminmax())
         if least < -1 or most >= k.shape[1]:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..axes import Axes
 from ..backends import BACKENDS
 from ..backends.backend import readable
 from ..call import Arguments, Call, Operands
 from ..checks import one_of
-from ..errors import PatternError, ShapeError, UnsupportedError, shown
+from ..errors import PatternError, UnsupportedError
 from ..patterns import LongNet, Pattern
 from ..patterns.shifted import first_positions
 from ..plan import BlockPlan, Branch, plan
@@ -23,6 +24,7 @@ from ..types import acc_dtype
 from ..validate import checked
 from ..weights import in_places, places
 
+_LSE = Axes("lse: acc[B Hq Nq]")
 _PER = ("tile", "row")
 _BACKENDS = ("auto", "cpu", "dense_batched")
 
@@ -117,14 +119,12 @@ def tile_mass(
         got = repr(pattern)
         raise PatternError("pattern", got, "a relation", "Ask for the mass of one branch's relation.")
     acc = acc_dtype(q.dtype)
-    if not isinstance(lse, Tensor) or lse.shape != q.shape[:3] or lse.dtype != acc or lse.device != q.device:
-        got = f"{lse.dtype} {tuple(lse.shape)} on {lse.device}" if isinstance(lse, Tensor) else shown(lse)
-        wanted = f"{acc} {tuple(q.shape[:3])} on {q.device}"
-        raise ShapeError("lse", got, wanted, "Pass the lse of attention_with_lse.")
+    batch, heads, nq, _ = q.shape
+    remedy = "Pass the lse of attention_with_lse."
+    _LSE.fit(lse=lse, acc=acc, B=batch, Hq=heads, Nq=nq, device=q.device, remedy=remedy)
     if any(mapped(x) for x in (q, k, lse)):
         wanted = "ordinary tensors"
         raise UnsupportedError("tile_mass", "tensors inside of torch.vmap", wanted, "Call it without vmap.")
-    batch, heads, nq, _ = q.shape
     p = plan(pattern, nq, k.shape[2], heads=heads, batch=batch, q_offset=q_offset, tile=tile, device=q.device)
     inputs = Operands(readable(q), readable(k), readable(k), call.scale, _term_operands(q, call, terms))
     cpu, dense_batched = BACKENDS["cpu"], BACKENDS["dense_batched"]

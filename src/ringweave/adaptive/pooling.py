@@ -15,9 +15,11 @@ from ..types import acc_dtype
 if TYPE_CHECKING:
     from ..parallel import ContextParallel
 
+from ..axes import Axes
 from ..checks import whole
 from ..errors import ShapeError
 
+_KEYS = Axes("k: [B Hkv n D]")
 # elements that a CPU reduces in one step
 _AT_ONCE = 2**18
 
@@ -138,8 +140,7 @@ class KeyBounds:
     def append(self, k: Tensor) -> None:
         """Append the next n keys, (B, Hkv, n, D)."""
         batch, heads, _, dim = self.low.shape
-        if k.ndim != 4 or (*k.shape[:2], k.shape[3]) != (batch, heads, dim):
-            raise ShapeError("k", tuple(k.shape), f"({batch}, {heads}, n, {dim})", "Append keys of this cache.")
+        _KEYS.fit(k=k, B=batch, Hkv=heads, D=dim, anywhere=True, empty=("n",), remedy="Append keys of this cache.")
         end = self.length + k.shape[2]
         if end > self.capacity:
             raise ShapeError("k", f"{end} tokens", f"at most {self.capacity}", "Raise capacity.")

@@ -126,7 +126,7 @@ def flash_attn_func(
         torch.Size([2, 100, 4, 32])
     """
     _refuse(qv, q_descale, k_descale, v_descale)
-    check_layout(q, k, v, "batch, tokens, heads, dim")
+    check_layout(q, k, v)
     pattern = _window(window_size, causal, attention_chunk, q.shape[1], k.shape[1])
     options = Options(pattern, softmax_scale, softcap, with_lse=return_attn_probs).checked(len(q), q.shape[2])
     return _returned(attend((q, k, v), options))
@@ -232,7 +232,7 @@ def flash_attn_varlen_func(
         torch.Size([96, 4, 32])
     """
     _refuse(qv, q_descale, k_descale, v_descale)
-    check_layout(q, k, v, "tokens, heads, dim")
+    check_layout(q, k, v, packed=True)
     most = longest("max_seqlen_q", max_seqlen_q), longest("max_seqlen_k", max_seqlen_k)
     pattern = _window(window_size, causal, attention_chunk, *most)
     options = Options(pattern, softmax_scale, softcap, with_lse=return_attn_probs)
@@ -348,7 +348,7 @@ def flash_attn_with_kvcache(
         True
     """
     _refuse(qv, q_descale, k_descale, v_descale)
-    check_queries(q, 4 if cu_seqlens_q is None else 3)
+    check_queries(q, packed=cu_seqlens_q is not None)
     of_q = None if cu_seqlens_q is None else checked_bounds((cu_seqlens_q, cu_seqlens_q), (len(q), len(q)))[0]
     sizes = [q.shape[1]] * len(q) if of_q is None else [b - a for a, b in itertools.pairwise(of_q)]
     count = len(sizes)

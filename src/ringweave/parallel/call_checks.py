@@ -5,13 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..axes import Axes
 from ..backends import BACKENDS
-from ..errors import PatternError, ShapeError, UnsupportedError
+from ..errors import PatternError, UnsupportedError
 from ..patterns import BlockTable, Pattern, check_extents
 from ..patterns.global_tokens import check_places
 from ..patterns.selected import check_rows
 from ..program import named_backend, names
 from .shards import Shards
+
+_OF_CONTEXT = Axes("q: [B Hq Nq D]; k: [B Hkv Nk D]")
+_WHOLE = Axes("q: [B Hq N D]; k: [B Hkv N D]; v: [B Hkv N Dv]")
 
 
 def check_pattern(pattern: Pattern, tokens: int, query_heads: int, batch: int | None = None) -> None:
@@ -25,11 +29,9 @@ def check_pattern(pattern: Pattern, tokens: int, query_heads: int, batch: int | 
 
 def check_shards(shards: Shards, heads: tuple[int, int], q: Tensor, k: Tensor) -> None:
     """Raise ShapeError unless q and k are shards with the context's heads."""
-    for name, x, count in (("q", q, heads[0]), ("k", k, heads[1])):
+    for name, x in (("q", q), ("k", k)):
         shards.check(name, x, 2)
-        if x.shape[1] != count:
-            wanted = f"{count}, as the context's"
-            raise ShapeError(f"{name} heads", x.shape[1], wanted, "Make a context for these heads.")
+    _OF_CONTEXT.fit(q=q, k=k, Hq=heads[0], Hkv=heads[1], remedy="Make a context for these heads.")
 
 
 def check_backend(backend: str, features: frozenset[str], device: str) -> None:
@@ -64,9 +66,7 @@ def check_pattern_of_call(pattern: Pattern, shards: Shards, query_heads: int, ba
 
 def check_replicated(q: Tensor, k: Tensor, v: Tensor, tokens: int) -> None:
     """Raise an error unless q, k and v are whole tensors without gradients."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.shape[2] != tokens:
-            raise ShapeError(f"{name} tokens", x.shape[2], f"{tokens}", "Pass whole tensors.")
+    _WHOLE.fit(q=q, k=k, v=v, N=tokens, remedy="Pass whole tensors.")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         got = "inputs that require gradients"
         wanted, remedy = "inputs without gradients", "Use shards, or torch.no_grad()."

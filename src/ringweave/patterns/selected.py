@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..axes import Axes
 from ..checks import one_of, whole
 from ..errors import PatternError
 from ..torch_compat import wrapped
@@ -15,7 +16,7 @@ from .documents import Documents, keys_of
 from .lists import MANY, Listed, Lists, misfit
 from .table import BlockTable
 
-_WHOLE = (torch.int32, torch.int64)
+_INDICES = Axes("indices: index[B? H? Nq n]")
 
 
 @declare(
@@ -63,13 +64,8 @@ class Selected(BlockTable, Listed):
     blocks: ListedBlocks
 
     def __init__(self, indices: Tensor, block_size: int = 1, *, key_blocks: int | None = None, heads: str = "query"):
-        wanted = "int32 or int64 indices (queries, n), (heads, queries, n) or (batch, heads, queries, n)"
-        if not isinstance(indices, Tensor):
-            raise PatternError("indices", type(indices).__name__, wanted, "List the keys of each query.")
-        shape = f"{indices.dtype} {tuple(indices.shape)}"
-        fits = indices.layout == torch.strided and indices.ndim in (2, 3, 4) and 0 not in indices.shape[:-1]
-        if not fits or indices.dtype not in _WHOLE:
-            raise PatternError("indices", shape, wanted, "List the keys of each query; -1 is no key.")
+        remedy = "List the keys of each query; -1 is no key."
+        _INDICES.fit(indices=indices, empty=("n",), error=PatternError, remedy=remedy)
         number = MANY if key_blocks is None else whole("key_blocks", key_blocks, 1, MANY)
         # numbers that int32 cannot hold stay out of range
         chosen = indices.detach().clamp(-2, MANY).to(torch.int32, copy=True, memory_format=torch.contiguous_format)

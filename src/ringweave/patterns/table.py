@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..axes import Axes
 from ..checks import one_of, whole
 from ..errors import PatternError, shown
 from ..relation.node import FAR, Node
@@ -19,6 +20,8 @@ from .block_sets import BlockSet, ListedBlocks, MaskBlocks, ascending
 from .declared import declare
 from .fitting import made_again, made_by
 
+_MASK = Axes("mask: bool[B? H? q k]")
+_INDICES = Axes("indices: whole[B? H? q n]; counts: whole[B? H? q]")
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -196,27 +199,16 @@ class BlockTable(Pattern):
 
 
 def _of_mask(mask: Tensor) -> BlockSet:
-    if not _is_table(mask, (torch.bool,)) or 0 in mask.shape:
-        wanted = "a bool tensor (q, k), (heads, q, k) or (batch, heads, q, k)"
-        raise PatternError("mask", _said(mask), wanted, "Convert it with .bool().")
+    _MASK.fit(mask=mask, error=PatternError, remedy="Pass a bool tensor: convert it with .bool().")
     return MaskBlocks(mask.detach().clone(memory_format=torch.contiguous_format), mask.shape[-1])
 
 
 def _of_indices(indices: Tensor | None, counts: Tensor | None, key_blocks: int | None) -> BlockSet:
-    if not isinstance(indices, Tensor) or not _is_table(indices, _WHOLE) or 0 in indices.shape[:-1]:
-        wanted = "an integer tensor (q, n), (heads, q, n) or (batch, heads, q, n)"
-        raise PatternError("indices", _said(indices), wanted, "List the key blocks of each query block.")
-    shape, device = indices.shape[:-1], indices.device
-    fits = isinstance(counts, Tensor) and counts.dtype in _WHOLE and counts.shape == shape and counts.device == device
-    if not isinstance(counts, Tensor) or not fits or key_blocks is None:
-        got = _said(counts) if isinstance(counts, Tensor) and counts.dtype not in _WHOLE else _shape_of(counts)
-        raise PatternError(
-            "counts, key_blocks",
-            f"{got}, {shown(key_blocks)}",
-            f"integer counts of shape {tuple(shape)} on {device} and the number of key blocks",
-            "Pass both beside indices.",
-        )
-    key_blocks = whole("key_blocks", key_blocks, 1)
+    remedy = "List the key blocks of each query block, with the number of them as counts."
+    _INDICES.fit(indices=indices, counts=counts, whole=_WHOLE, empty=("n",), error=PatternError, remedy=remedy)
+    assert indices is not None
+    assert counts is not None
+    key_blocks, device = whole("key_blocks", key_blocks, 1), indices.device
     # a narrower type may not be able to hold the number of blocks
     indices = indices if indices.dtype == torch.int64 else indices.int()
     listed = torch.arange(indices.shape[-1], device=device) < counts[..., None]
@@ -234,17 +226,3 @@ def _of_indices(indices: Tensor | None, counts: Tensor | None, key_blocks: int |
             "indices", f"{int(used.min())}..{int(used.max())}", f"0..{key_blocks - 1}", "Correct the indices."
         )
     return ListedBlocks(ascending(indices, counts, key_blocks), key_blocks)
-
-
-def _is_table(value: object, dtypes: tuple[torch.dtype, ...]) -> bool:
-    if not isinstance(value, Tensor) or value.layout != torch.strided:
-        return False
-    return value.dtype in dtypes and value.ndim in (2, 3, 4)
-
-
-def _shape_of(value: object) -> str:
-    return str(tuple(value.shape)) if isinstance(value, Tensor) else shown(value)
-
-
-def _said(value: object) -> str:
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

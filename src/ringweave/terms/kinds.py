@@ -10,10 +10,13 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from ..axes import Axes
 from ..checks import flag, number, whole
 from ..errors import ShapeError, shown
 from .term import KINDS as KINDS
-from .term import LARGEST, Axis, Pairs, Term, floating_table
+from .term import LARGEST, Axis, Pairs, Term
+
+_BUCKETS = Axes("weight: floating[buckets Hq]")
 
 
 @final
@@ -75,7 +78,7 @@ class ALiBi(Term):
 
     kernel: ClassVar[str] = "alibi"
     axes: ClassVar[Mapping[str, tuple[Axis, ...]]] = {"slopes": (Axis("heads"),)}
-    _also: ClassVar[str] = ", or a list of numbers"
+    _remedy: ClassVar[str] = "Pass such a tensor, or a list of numbers."
     _constant: ClassVar[str] = "Detach them, or use a DistanceBias, whose table learns."
     distances: ClassVar[bool] = True
 
@@ -156,8 +159,8 @@ class DistanceBias(Term):
             >>> bias.table.shape
             torch.Size([4, 257])
         """
-        weight = floating_table("weight", weight, (Axis("buckets"), Axis("heads")))
-        buckets, bidirectional = weight.shape[0], flag("bidirectional", bidirectional, ShapeError)
+        buckets = _BUCKETS.fit(weight=weight)["buckets"]
+        bidirectional = flag("bidirectional", bidirectional, ShapeError)
         least = 4 if bidirectional else 2
         if buckets < least or (bidirectional and buckets % 2):
             wanted = "an even number of at least 4" if bidirectional else "at least 2"

@@ -14,6 +14,7 @@ from typing import ClassVar, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from ..axes import Axes
 from ..checks import number
 from ..errors import ShapeError, UnsupportedError, shown
 
@@ -55,9 +56,12 @@ class Axis(NamedTuple):
     along: str
     shared: bool = False
 
+    def __str__(self) -> str:
+        """Return the axis as :class:`Axes` reads it."""
+        return _LETTERS.get(self.along, self.along) + "|1" * self.shared
 
-_CALLS = {"batch": "batch elements", "heads": "query heads", "queries": "queries", "keys": "keys"}
-_LETTERS = {"batch": "B", "heads": "Hq", "queries": "Nq", "keys": "Nk", "distance": "2 R + 1"}
+
+_LETTERS = {"batch": "B", "heads": "Hq", "queries": "Nq", "keys": "Nk"}
 
 #: The declared kinds by name: every subclass of :class:`Term`. Import it from ``kinds``, which declares the library's.
 KINDS: dict[str, type[Term]] = {}
@@ -90,13 +94,15 @@ class Term(ABC):
     places: ClassVar[bool] = False
 
     _numbers: ClassVar[tuple[str, ...]]
-    _also: ClassVar[str] = ""  # other values that a table accepts, for its error text
+    _tables: ClassVar[Mapping[str, Axes]]  # the axes of each table with the sizes of a call
+    _remedy: ClassVar[str] = "Pass such a tensor."  # for a table of another shape
     _constant: ClassVar[str] = "Detach it: this kind of term has no gradient for it."
     _spec: str
 
     def __init_subclass__(cls) -> None:
         fields = {name: kind for name, kind in cls.__annotations__.items() if not kind.startswith("ClassVar")}
         cls._numbers = tuple(name for name, kind in fields.items() if kind == "float")
+        cls._tables = {name: Axes(f"{name}: floating[{' '.join(map(str, axes))}]") for name, axes in cls.axes.items()}
         wanted = dict.fromkeys(cls._numbers, "float") | dict.fromkeys(cls.axes, "Tensor")
         if list(fields.items()) != list(wanted.items()):
             raise TypeError(
@@ -118,7 +124,11 @@ class Term(ABC):
             object.__setattr__(self, name, value)
         text = [repr(value) for value in values]
         for name, axes in self.axes.items():
-            table = floating_table(name, getattr(self, name), axes, self._also)
+            table = getattr(self, name)
+            self._tables[name].fit(**{name: table}, remedy=self._remedy)
+            for axis, size in zip(axes, table.shape, strict=True):
+                if axis.along == "distance" and size % 2 == 0:
+                    raise ShapeError(name, f"{size} distances", "2 R + 1 of them, an odd number", "Add an entry.")
             if table.requires_grad:
                 self._check_learns(name)
             text.append("_")
@@ -162,14 +172,11 @@ class Term(ABC):
 
     def check(self, batch: int, heads: int, nq: int, nk: int, device: torch.device) -> None:
         """Raise ShapeError unless its tables fit a call."""
-        sizes = {"batch": batch, "heads": heads, "queries": nq, "keys": nk}
-        for name, axes in self.axes.items():
+        for name, axes in self._tables.items():
             table = getattr(self, name)
             # constants are few numbers, so those on the CPU are copied to any device
             here = device if name in self.learns or table.device.type != "cpu" else table.device
-            for dim, axis in enumerate(axes):
-                if axis.along in sizes:
-                    _check_place(name, table, dim, sizes[axis.along], axis, here)
+            axes.fit(**{name: table}, B=batch, Hq=heads, Nq=nq, Nk=nk, device=here, remedy="Make it for the call.")
             # the owner may have called requires_grad_() since the term was made
             if table.requires_grad and torch.is_grad_enabled():
                 self._check_learns(name)
@@ -240,30 +247,6 @@ def _check_distinct(names: Sequence[str], values: Sequence[float]) -> None:
             if one != other and abs(one - other) <= _STEP * max(abs(one), abs(other)):
                 wanted = f"{names[j]}, {shown(other)}, or a number that differs from it in float32"
                 raise ShapeError(names[i], shown(one), wanted, "Kernels compute in float32.")
-
-
-def floating_table(name: str, table: object, axes: Sequence[Axis], also: str = "") -> Tensor:
-    """Check a floating tensor against its axes and return it; ``also`` names other accepted values in the error."""
-    fits = isinstance(table, Tensor) and table.ndim == len(axes) and table.is_floating_point()
-    if not fits or min(table.shape) == 0 or table.layout != torch.strided:  # type: ignore[attr-defined]
-        sizes = ", ".join(_LETTERS.get(axis.along, axis.along) + " or 1" * axis.shared for axis in axes)
-        wanted = f"a floating tensor ({sizes}{',' * (len(axes) == 1)}){also}"
-        raise ShapeError(name, shown(table), wanted, "Pass such a tensor.")
-    assert isinstance(table, Tensor)
-    for dim, axis in enumerate(axes):
-        if axis.along == "distance" and table.shape[dim] % 2 == 0:
-            got = table.shape[dim]
-            raise ShapeError(f"{name}.shape[{dim}]", got, "2 R + 1, an odd number", "Add an entry.")
-    return table
-
-
-def _check_place(name: str, table: Tensor, dim: int, size: int, axis: Axis, device: torch.device) -> None:
-    if table.shape[dim] != size and not (axis.shared and table.shape[dim] == 1):
-        wanted = f"{size}, the call's {_CALLS[axis.along]}" + (", or 1" if axis.shared else "")
-        raise ShapeError(f"{name}.shape[{dim}]", table.shape[dim], wanted, "Make it for the call.")
-    if table.device != device:
-        remedy = f"Move it with .to({str(device)!r})."
-        raise ShapeError(f"{name}.device", table.device, f"{device}, as q", remedy)
 
 
 _WRITTEN = re.compile(r"(\w+)\(([^)]*)\)")

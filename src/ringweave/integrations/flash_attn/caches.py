@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...api import attend_pages
+from ...axes import Axes
 from ...checks import INTEGERS
 from ...errors import PageError, ShapeError, shown
 from ...kv_cache import SIZES, PagedCache
 from ...patterns import Full
-from ...types import DTYPES
 from .conventions import Options, Result, attend, checked_bounds, joined, with_rest
 from .rotary import Rotary
+
+_STORED = Axes("k_cache: dtype[rows tokens Hkv D]; v_cache: dtype[rows tokens Hkv Dv]; Hq % Hkv")
+_TABLES = {name: Axes(f"{name}: int[B n]") for name in ("block_table", "page_table")}
+_NEW = Axes("k: dtype[B N Hkv D]; v: dtype[B N Hkv Dv]")
+_NEW_PACKED = Axes("k: dtype[N Hkv D]; v: dtype[N Hkv Dv]")
 
 
 def numbered(sizes: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -74,12 +79,11 @@ class Cache:
         q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, chosen: Tensor | None, count: int, named: str
     ) -> Cache:
         """Check the tensors of a full cache for ``count`` sequences, with the rows that were chosen for them."""
-        _check_pages(q, k, v)
+        of_q: dict[str, Any] = {"Hq": q.shape[-2], "D": q.shape[-1], "dtype": q.dtype}
+        _STORED.fit(k_cache=k, v_cache=v, **of_q, device=q.device, empty=("rows", "tokens"))
         if table is not None:
-            fits = isinstance(table, Tensor) and table.ndim == 2 and table.dtype in INTEGERS and table.numel()
-            if not fits or (chosen is None and len(table) != count):
-                wanted = f"page numbers ({count}, n), int32"
-                raise ShapeError(named, shown(table), wanted, "Pass a row for each sequence.")
+            given: dict[str, Any] = {named: table} if chosen is not None else {named: table, "B": count}
+            _TABLES[named].fit(**given, remedy="Pass a row for each sequence.")
         pages = torch.arange(len(k), device=k.device)[:, None] if table is None else table
         rows = len(pages)
         if chosen is not None:
@@ -283,20 +287,6 @@ def whole_numbers(name: str, value: int | Tensor | None, default: int, count: in
     return listed
 
 
-def _check_pages(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("k_cache", k), ("v_cache", v)):
-        if not isinstance(x, Tensor) or x.ndim != 4 or x.dtype not in DTYPES:
-            wanted = "(batch, tokens, heads, dim), or (pages, page, heads, dim) with a table"
-            raise ShapeError(name, shown(x), wanted, "flash-attn's layout has tokens before heads.")
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ShapeError(name, f"{x.dtype} on {x.device}", f"{q.dtype} on {q.device}, as q", "Convert it.")
-    if v.shape[:3] != k.shape[:3]:
-        raise ShapeError("v_cache", shown(v), f"{tuple(k.shape[:3])}, as k_cache", "Allocate both together.")
-    if k.shape[3] != q.shape[-1] or not k.shape[2] or q.shape[-2] % k.shape[2]:
-        wanted = f"the head dim {q.shape[-1]} of q, and heads that divide its {q.shape[-2]}"
-        raise ShapeError("k_cache", shown(k), wanted, "Take q and the cache from one layer.")
-
-
 def new_tokens(
     k: Tensor | None, v: Tensor | None, cache: Cache, bounds: Tensor | None, rotary: Rotary | None, known: bool
 ) -> New | None:
@@ -316,13 +306,10 @@ def new_tokens(
         remedy = "Pass the number of tokens that are stored already."
         raise ShapeError("cache_seqlens", None, "lengths, with new keys", remedy)
     count = len(cache.table)
-    for name, x, of in (("k", k, cache.k), ("v", v, cache.v)):
-        ndim = 4 if bounds is None else 3
-        fits = isinstance(x, Tensor) and x.ndim == ndim and x.shape[-2:] == of.shape[-2:] and x.dtype == of.dtype
-        if not fits or x.device != of.device or (bounds is None and len(x) != count) or x.shape[:-1] != k.shape[:-1]:
-            tokens = f"{count}, tokens" if bounds is None else "tokens"
-            wanted = f"{of.dtype} ({tokens}, {of.shape[2]}, {of.shape[3]}) on {of.device}"
-            raise ShapeError(name, shown(x), wanted, "Convert it to the form of the cache.")
+    heads, dim, of_v = *cache.k.shape[2:], cache.v.shape[3]
+    form: dict[str, Any] = {"B": count, "Hkv": heads, "D": dim, "Dv": of_v, "dtype": cache.k.dtype}
+    form |= {"device": cache.k.device, "empty": ("B", "N"), "remedy": "Convert it to the form of the cache."}
+    (_NEW if bounds is None else _NEW_PACKED).fit(k=k, v=v, **form)
     if bounds is None:
         new = New.of(k.flatten(0, 1), v.flatten(0, 1), [k.shape[1]] * count)
     else:

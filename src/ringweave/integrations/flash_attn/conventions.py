@@ -16,17 +16,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...api import attention, attention_with_lse
+from ...axes import Axes
 from ...checks import INTEGERS, number
 from ...errors import ShapeError, UnsupportedError, shown
 from ...patterns import Causal, Documents, Full, Pattern, Segments, SlidingWindow
 from ...patterns.base import parts_of
 from ...terms import ALiBi, Softcap, Term
-from ...types import DTYPES
 from ...validate import checked_dropout, checked_scale
 
 # mean number of queries of a sequence up to which packed sequences take a call each, as in a decoding step
 _FEW = 8
 _SIDES = ("cu_seqlens_q", "cu_seqlens_k")
+_DENSE = Axes("q: float[B Nq Hq D]; k: q[B Nk Hkv D]; v: q[B Nk Hkv Dv]; Hq % Hkv")
+_PACKED = Axes("q: float[Nq Hq D]; k: q[Nk Hkv D]; v: q[Nk Hkv Dv]; Hq % Hkv")
+_QUERIES, _PACKED_QUERIES = Axes("q: float[B Nq Hq D]"), Axes("q: float[Nq Hq D]")
+_SLOPES = Axes("alibi_slopes: float32[B? Hq]")
+_ORDER = "flash-attn's layout has tokens before heads."
+# the axes that may be empty
+_TOKENS = ("B", "Nq", "Nk")
 
 #: Queries, keys and values in flash-attn's layout.
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -69,10 +76,8 @@ class Options(NamedTuple):
             remedy = "Train without dropout, or without the cap."
             raise UnsupportedError("softcap", f"{softcap} with dropout_p={dropout}", "one of the two", remedy)
         if slopes is not None:
-            fits = isinstance(slopes, Tensor) and slopes.shape in ((heads,), (batch, heads))
-            if not fits or slopes.dtype != torch.float32:
-                wanted = f"a float32 tensor ({heads},) or ({batch}, {heads})"
-                raise ShapeError("alibi_slopes", shown(slopes), wanted, "Pass one slope for each query head.")
+            remedy = "Pass one slope for each query head."
+            _SLOPES.fit(alibi_slopes=slopes, B=batch, Hq=heads, remedy=remedy)
             slopes = slopes.detach()
             slopes = slopes[0] if slopes.ndim == 2 and batch == 1 else slopes
         return Options(self.pattern, scale, softcap, slopes, dropout, self.with_lse)
@@ -311,35 +316,15 @@ def checked_bounds(
     return listed[0], listed[1]
 
 
-def check_layout(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
-    """Raise ShapeError unless q, k and v have the axes of a layout, such as "batch, tokens, heads, dim"."""
-    axes = layout.split(", ")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.ndim != len(axes) or x.dtype not in DTYPES:
-            remedy = "flash-attn's layout has tokens before heads."
-            raise ShapeError(name, shown(x), f"a floating tensor ({layout})", remedy)
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ShapeError(name, f"{x.dtype} on {x.device}", f"{q.dtype} on {q.device}, as q", "Convert it.")
-    if k.shape[:-1] != v.shape[:-1] or (len(axes) == 4 and len(k) != len(q)):
-        raise ShapeError(
-            "k, v", f"{shown(k)} and {shown(v)}", f"equal shapes ({layout}), with the batch of q", "Align."
-        )
-    heads, groups = q.shape[-2], k.shape[-2]
-    if not heads or not groups or heads % groups:
-        raise ShapeError("k heads", groups, f"a divisor of the {heads} query heads", "Repeat or drop heads.")
-    for name, x in (("q", q), ("v", v)):
-        if not x.shape[-1]:
-            raise ShapeError(f"{name} head dim", 0, "at least 1", "Skip the call.")
-    if k.shape[-1] != q.shape[-1]:
-        raise ShapeError("k head dim", k.shape[-1], f"{q.shape[-1]}, as q", "Project both to one head dim.")
+def check_layout(q: Tensor, k: Tensor, v: Tensor, *, packed: bool = False) -> None:
+    """Raise ShapeError unless q, k and v are (B, N, H, D), or (tokens, H, D) if sequences are packed."""
+    remedy = "" if getattr(q, "ndim", None) == (3 if packed else 4) else _ORDER
+    (_PACKED if packed else _DENSE).fit(q=q, k=k, v=v, empty=_TOKENS, remedy=remedy)
 
 
-def check_queries(q: Tensor, ndim: int) -> None:
-    """Raise ShapeError unless q is (B, N, H, D), or (tokens, H, D) with three axes."""
-    if not isinstance(q, Tensor) or q.ndim != ndim or q.dtype not in DTYPES or 0 in q.shape[-2:]:
-        wanted = f"a floating tensor ({'batch, ' if ndim == 4 else ''}tokens, heads, dim)"
-        raise ShapeError("q", shown(q), wanted, "flash-attn's layout has tokens before heads.")
+def check_queries(q: Tensor, *, packed: bool = False) -> None:
+    """Raise ShapeError unless q is (B, N, H, D), or (tokens, H, D) if sequences are packed."""
+    (_PACKED_QUERIES if packed else _QUERIES).fit(q=q, empty=_TOKENS, remedy=_ORDER)
 
 
 def output_and_lse(result: Result, empty: float) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ...axes import Axes
 from ...checks import LONGEST
-from ...errors import ShapeError, UnsupportedError, shown
+from ...errors import UnsupportedError
 from ...names import only
 from ...patterns import Pattern
 from ...torch_ops import Differentiable
@@ -103,7 +104,7 @@ def flash_attn_func(
         >>> flash_attn_func(x, x, x, causal=True, window_size=(16, 0)).shape
         torch.Size([2, 100, 4, 32])
     """
-    check_layout(q, k, v, "batch, tokens, heads, dim")
+    check_layout(q, k, v)
     pattern = window(window_size, causal, k.shape[1])
     options = Options(pattern, softmax_scale, softcap, alibi_slopes, dropout_p, return_attn_probs)
     options = options.checked(len(q), q.shape[2])
@@ -221,7 +222,7 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(x, x, x, bounds, bounds, 60, 60, causal=True).shape
         torch.Size([96, 4, 32])
     """
-    check_queries(q, 3)
+    check_queries(q, packed=True)
     most = longest("max_seqlen_q", max_seqlen_q), longest("max_seqlen_k", max_seqlen_k)
     pattern = window(window_size, causal, most[1])
     options = Options(pattern, softmax_scale, softcap, alibi_slopes, dropout_p, return_attn_probs)
@@ -230,7 +231,7 @@ def flash_attn_varlen_func(
     if block_table is not None:
         result = _over_pages((q, k, v), bounds, block_table, options)
         return _returned(result, return_attn_probs, q, None, lambda state: state)
-    check_layout(q, k, v, "tokens, heads, dim")
+    check_layout(q, k, v, packed=True)
     state = torch.get_rng_state() if return_attn_probs and options.dropout else None
     result = attend_packed((q, k, v), bounds, options)
 
@@ -406,7 +407,7 @@ def flash_attn_with_kvcache(
         >>> torch.equal(keys[:, 10], new[:, 0])
         True
     """
-    check_queries(q, 4)
+    check_queries(q)
     count = len(q)
     for name, x in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
         if block_table is not None and x is not None:
@@ -424,10 +425,17 @@ def flash_attn_with_kvcache(
     return output_and_lse(result, _EMPTY_ROW) if return_softmax_lse else result.out
 
 
+_STACKED = {
+    (name, members, ndim): Axes(f"{name}: [{'B ' * (ndim == 5)}N {members} H D]")
+    for name, members in (("qkv", 3), ("kv", 2))
+    for ndim in (4, 5)
+}
+
+
 def _unpacked(name: str, packed: Tensor, members: int, ndim: int) -> tuple[Tensor, ...]:
-    if not isinstance(packed, Tensor) or packed.ndim != ndim or packed.shape[-3] != members:
-        wanted = f"({'batch, ' if ndim == 5 else ''}tokens, {members}, heads, dim)"
-        raise ShapeError(name, shown(packed), wanted, "Stack them before the heads.")
+    # the dtype and the axes of the parts are checked with them
+    given: dict[str, Any] = {name: packed}
+    _STACKED[name, members, ndim].fit(**given, empty=("B", "N", "H", "D"), remedy="Stack them before the heads.")
     return packed.unbind(-3)
 
 

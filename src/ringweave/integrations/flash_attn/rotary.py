@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...errors import ShapeError, shown
+from ...axes import Axes
+from ...errors import ShapeError
 
 # flash_attn_with_kvcache rotates in steps of this many dimensions
 _STEP = 16
+_TABLES = {
+    prefix: Axes(f"{prefix}cos: floating[positions half]; {prefix}sin: floating[positions half]")
+    for prefix in ("", "rotary_")
+}
 
 
 class Rotary(NamedTuple):
@@ -43,15 +48,12 @@ class Rotary(NamedTuple):
         first: str = "seqlen_offsets",
     ) -> Rotary:  # fmt: skip
         """Check the tables of a call with a head dim, of which a multiple of ``step`` dimensions rotates."""
-        for name, x in ((f"{prefix}cos", cos), (f"{prefix}sin", sin)):
-            if not isinstance(x, Tensor) or x.ndim != 2 or not x.is_floating_point():
-                raise ShapeError(name, shown(x), "(positions, rotary dim / 2)", "Pass cosines and sines.")
+        tables: dict[str, Any] = {f"{prefix}cos": cos, f"{prefix}sin": sin}
+        remedy = "Pass cosines and sines, (positions, rotary dim / 2)."
+        sizes = _TABLES[prefix].fit(**tables, anywhere=True, empty=("positions", "half"), remedy=remedy)
         assert cos is not None
         assert sin is not None
-        if cos.shape != sin.shape:
-            wanted = f"{tuple(cos.shape)}, as {prefix}cos"
-            raise ShapeError(f"{prefix}sin", shown(sin), wanted, "Make both together.")
-        rotated = 2 * cos.shape[1]
+        rotated = 2 * sizes["half"]
         if rotated % step or not 0 < rotated <= dim:
             wanted = f"a multiple of {step}, at most the head dim {dim}"
             raise ShapeError("rotary dim", rotated, wanted, "Pass tables of half as many columns.")

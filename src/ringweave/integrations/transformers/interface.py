@@ -13,6 +13,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ...api import attention, paged_attention
+from ...axes import Axes
 from ...errors import PatternError, ShapeError, UnsupportedError, shown, warn_once
 from ...patterns import And, Causal, Documents, Full, KeyPadding, Pattern, Selected, SlidingWindow, Tree, parse
 from ...patterns.base import parts_of
@@ -50,6 +51,10 @@ from .saved_patterns import (
     tell_when_saved,
     text_of,
 )
+
+_KEYS = Axes("indices: [B Nq n]")
+_BLOCKS = Axes("block_indices: [B heads Nq n]; Hq % heads")
+_MASK = Axes("attention_mask: [B|1 Hq|1 Nq|1 Nk|1]")
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -334,28 +339,23 @@ class LayerCall:
     def _lists(self, name: str, given: Tensor) -> Selected:
         """Return lists of keys, or of blocks of keys, as a pattern."""
         if name == "indices":
-            if given.shape[:2] != (self.batch, self.nq) or given.ndim != 3:
-                wanted = f"({self.batch}, {self.nq}, n), the keys of each query"
-                raise ShapeError(name, shown(given), wanted, "List the keys of each query.")
+            _KEYS.fit(indices=given, B=self.batch, Nq=self.nq, empty=("n",), remedy="List the keys of each query.")
             return Selected(given[:, None])
         size = getattr(getattr(self.module, "indexer", None), "block_size", None)
         if not isinstance(size, int):
             got = f"blocks without a size in {type(self.module).__name__}"
             raise UnsupportedError(name, got, "a size in indexer.block_size", OTHER)
-        if given.ndim != 4 or self.heads % given.shape[1]:
-            wanted = f"({self.batch}, heads, {self.nq}, n), heads dividing {self.heads}"
-            raise ShapeError(name, shown(given), wanted, "List the blocks of each query.")
+        sizes: dict[str, Any] = {"B": self.batch, "Nq": self.nq, "Hq": self.heads}
+        _BLOCKS.fit(block_indices=given, **sizes, empty=("n",), remedy="List the blocks of each query.")
         if given.shape[1] in (1, self.key.shape[1]):
             return Selected(given, size, heads="kv")
         return Selected(given.repeat_interleave(self.heads // given.shape[1], 1), size)
 
     def bias(self, table: Tensor) -> Bias:
         """Return a table of numbers as a term of the scores."""
-        sizes = self.batch, self.heads, self.nq, self.nk
-        if table.ndim != 4 or any(side not in (1, size) for side, size in zip(table.shape, sizes, strict=True)):
-            wanted = f"one that broadcasts to {sizes}"
-            raise ShapeError("attention mask or bias", shown(table), wanted, OTHER)
-        return Bias(table.expand(-1, -1, *sizes[2:]))
+        sizes: dict[str, Any] = {"B": self.batch, "Hq": self.heads, "Nq": self.nq, "Nk": self.nk}
+        _MASK.fit(attention_mask=table, **sizes, remedy=OTHER)
+        return Bias(table.expand(-1, -1, self.nq, self.nk))
 
 
 def _of_the_batch(pattern: Pattern) -> bool:

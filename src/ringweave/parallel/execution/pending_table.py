@@ -9,11 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...axes import Axes
 from ...checks import whole
 from ...errors import ShapeError
 from ...patterns import BlockTable
 from ..planning.placement import Placement
 from .collective import CollectiveCall
+
+_ROWS = Axes("rows: bool[B? H? local_blocks key_blocks]")
 
 
 class PendingTable:
@@ -73,9 +76,6 @@ def rows_of(rows: Tensor, placement: Placement, rank: int, block_size: int) -> T
     """Check the rows that a rank shares; see :meth:`ContextParallel.share_table`."""
     blocks = len(block_numbers(placement, rank, whole("block_size", block_size, 1, error=ShapeError)))
     keys = -(-placement.tokens // block_size)
-    wanted = f"bool (..., {blocks}, {keys})"
-    if not isinstance(rows, Tensor):
-        raise ShapeError("rows", type(rows).__name__, wanted, "Pass one row per local block.")
-    if rows.dtype != torch.bool or rows.ndim not in (2, 3, 4) or tuple(rows.shape[-2:]) != (blocks, keys):
-        raise ShapeError("rows", f"{rows.dtype} {tuple(rows.shape)}", wanted, "Pass one row per local block.")
+    empty, remedy = ("B", "H", "local_blocks"), "Pass one row per local block."
+    _ROWS.fit(rows=rows, local_blocks=blocks, key_blocks=keys, empty=empty, remedy=remedy)
     return rows
