@@ -84,7 +84,6 @@ def test_every_pattern(name: str, backend: str, poisoned: None) -> None:
     want.check(backend)
 
 
-@pytest.mark.sampled(4, whole="backend")
 @pytest.mark.parametrize("backend", SPARSE)
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=["mha", "gqa", "mqa"])
@@ -160,7 +159,6 @@ def _layouts(x: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.sampled(2, whole="backend")
 @pytest.mark.parametrize("layout", list(_layouts(torch.zeros(1, 1, 2, 2))))
 @pytest.mark.parametrize("scale", [None, -0.3, 0.0])
 @pytest.mark.parametrize("dim", [20, 32])

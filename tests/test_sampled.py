@@ -1,10 +1,12 @@
-"""A short run samples cases, and keeps together those that differ in one named argument."""
+"""A short run takes some cases of a test, in which each two values of its arguments meet."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from .sampled import places_of
+from .sampled import is_long, pairs, places_of
 
 
 @pytest.mark.parametrize("backend", ["one", "other"])
@@ -15,3 +17,28 @@ def test_a_place_is_that_of_the_argument_alone(
     place = [(1, 4), (63, 4), (63, 2)].index((tokens, heads))
     want = {"backend": ["one", "other"].index(backend), "tokens": place, "heads": place}
     assert places_of(request.node) == want
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 4), (5, 5, 5, 5), (1, 9, 2, 2), (7, 3)], ids=str)
+def test_each_two_values_meet(sizes: tuple[int, ...]) -> None:
+    """Each pair of a grid with holes is in a chosen case, and few cases suffice."""
+    cases = [case for case in itertools.product(*map(range, sizes)) if sum(case) % 5]
+    chosen = [cases[place] for place in pairs(cases)]
+
+    def met(of: list[tuple[int, ...]]) -> set[object]:
+        return {(i, j, case[i], case[j]) for case in of for i, j in itertools.combinations(range(len(sizes)), 2)}
+
+    assert met(chosen) == met(cases)
+    largest = sorted(sizes)
+    assert len(chosen) <= 2.5 * largest[-1] * largest[-2]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("second", [0, 1])
+@pytest.mark.parametrize("third", [0, 1])
+def test_a_grid_of_three(first: int, second: int, third: int, request: pytest.FixtureRequest) -> None:
+    """Of 8 cases a short run takes 4 to 6, and a long run all."""
+    name = request.node.originalname
+    run = sum(getattr(item, "originalname", "") == name for item in request.session.items)
+    # fewer where a case was asked for by its name
+    assert run == 8 if is_long() else run <= 6

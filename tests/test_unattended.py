@@ -173,7 +173,6 @@ OPTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(3, whole="backend")
 @pytest.mark.parametrize("backend", ["reference", *SPARSE])
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("options", list(OPTIONS))
@@ -183,7 +182,6 @@ def test_options(options: str, kind: str, backend: str) -> None:
     check(attending(pattern, backend, **OPTIONS[options](n)), x, pattern.to_dense(n, heads=HEADS, batch=2))
 
 
-@pytest.mark.sampled(2, whole="backend")
 @pytest.mark.parametrize("backend", [*BACKENDS, "gather"])
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("dtype", list(DTYPES))

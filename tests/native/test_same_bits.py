@@ -248,7 +248,6 @@ def draw_rows(n: int) -> list[tuple[int, int]]:
 
 
 @as_many_threads()
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("n", [704, 2896])
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("name", list(cases.PATTERNS | cases.MIXTURES))
@@ -269,7 +268,6 @@ def test_same_bits_of_the_gallery(name: str, dtype: str, n: int) -> None:
     assert checked >= (8 if draws_rows(pattern) else 3)
 
 
-@pytest.mark.sampled(12)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("name", ["sinks", "around"])

@@ -59,7 +59,6 @@ def test_every_pattern(name: str, schedule: str, place: tuple[int, str, int | No
     one.check(joined(spread(ranks, one.x, one.pattern, per_node, **options), 333))
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("tokens", [1, 17, 700])
 @pytest.mark.parametrize("name", ["sinks", "per_head", "longnet_causal", "global"])
