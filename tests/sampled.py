@@ -1,7 +1,8 @@
 """Choose the cases of a short run; ``pytest --long`` and `make test-all` run all.
 
 Of a test with three parametrizations or more, a short run takes cases in which each two of their values meet: a fault of
-one value, or of two together, fails one of them. The mark ``sampled`` thins out tests with fewer parametrizations.
+one value, or of two together, fails one of them. Tests with fewer parametrizations run whole, unless they are marked
+``sampled``: then each value occurs, or with a number n one of n cases.
 """
 
 from __future__ import annotations
@@ -39,25 +40,28 @@ def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     for grid in grids.values():
         axes = [axis for axis in zip(*grid.values(), strict=True) if len({*axis}) > 1]
         if len(axes) > 2:
-            chosen = pairs(list(zip(*axes, strict=True)))
-            skipped |= {item for place, item in enumerate(grid) if place not in chosen}
+            together = 2
+        elif axes and any(mark.name == "sampled" and not mark.args for mark in next(iter(grid)).iter_markers()):
+            together = 1
         else:
             skipped |= {item for item in grid if not _is_in_sample(item)}
+            continue
+        chosen = covering(list(zip(*axes, strict=True)), together)
+        skipped |= {item for place, item in enumerate(grid) if place not in chosen}
     return skipped
 
 
-def pairs(cases: Sequence[Case]) -> set[int]:
-    """Return the indices of some cases, of which one has each pair of values of two axes that any case has."""
+def covering(cases: Sequence[Case], together: int) -> set[int]:
+    """Return the indices of some cases, which have all combinations of values of any ``together`` axes that cases have."""
     # an order by chance that each run has, since neighbours in a product differ in one value only
     order = sorted(range(len(cases)), key=lambda place: zlib.crc32(repr(cases[place]).encode()))
-    axes = list(itertools.combinations(range(len(cases[0])), 2))
-    met: set[tuple[int, ...]] = set()
+    axes = list(itertools.combinations(range(len(cases[0])), together))
+    met: set[tuple[Case, Case]] = set()
     chosen = set()
-    # cases with many new pairs first
+    # cases with many new combinations first
     for least in range(len(axes), 0, -1):
         for place in order:
-            case = cases[place]
-            new = {(a, b, case[a], case[b]) for a, b in axes} - met
+            new = {(some, tuple(cases[place][axis] for axis in some)) for some in axes} - met
             if len(new) >= least:
                 chosen.add(place)
                 met |= new
@@ -67,7 +71,7 @@ def pairs(cases: Sequence[Case]) -> set[int]:
 def _is_in_sample(item: pytest.Item) -> bool:
     """Return whether the mark ``sampled`` leaves a case in, which it chooses by name, so that each run has the same."""
     mark = item.get_closest_marker("sampled")
-    if mark is None:
+    if mark is None or not mark.args:
         return True
     # cases that differ in `whole` alone share an oracle
     places = {name: place for name, place in places_of(item).items() if name != mark.kwargs.get("whole")}

@@ -102,10 +102,10 @@ def test_sparse_backends(
 
 @lru_cache(maxsize=1)
 def long_sums(name: str) -> Wanted:
-    x = Inputs.random(4096, heads=1, dim=16)
+    x = Inputs.random(2048, heads=1, dim=16)
     for tensor in (x.k, x.v, x.dout):
         tensor += 2.0
-    return Wanted.of(x, EVERYTHING[name](4096), floored=False)
+    return Wanted.of(x, EVERYTHING[name](2048), floored=False)
 
 
 @pytest.mark.parametrize("backend", SPARSE)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 
-from .sampled import is_long, pairs, places_of
+from .sampled import covering, is_long, places_of
 
 
 @pytest.mark.parametrize("backend", ["one", "other"])
@@ -19,18 +20,19 @@ def test_a_place_is_that_of_the_argument_alone(
     assert places_of(request.node) == want
 
 
+@pytest.mark.parametrize("together", [1, 2])
 @pytest.mark.parametrize("sizes", [(2, 3, 4), (5, 5, 5, 5), (1, 9, 2, 2), (7, 3)], ids=str)
-def test_each_two_values_meet(sizes: tuple[int, ...]) -> None:
-    """Each pair of a grid with holes is in a chosen case, and few cases suffice."""
+def test_values_meet(sizes: tuple[int, ...], together: int) -> None:
+    """Each combination of values in a grid with holes is in a chosen case, and few cases suffice."""
     cases = [case for case in itertools.product(*map(range, sizes)) if sum(case) % 5]
-    chosen = [cases[place] for place in pairs(cases)]
+    chosen = [cases[place] for place in covering(cases, together)]
 
     def met(of: list[tuple[int, ...]]) -> set[object]:
-        return {(i, j, case[i], case[j]) for case in of for i, j in itertools.combinations(range(len(sizes)), 2)}
+        axes = itertools.combinations(range(len(sizes)), together)
+        return {(some, tuple(case[axis] for axis in some)) for some in axes for case in of}
 
     assert met(chosen) == met(cases)
-    largest = sorted(sizes)
-    assert len(chosen) <= 2.5 * largest[-1] * largest[-2]
+    assert len(chosen) <= 2.5 * math.prod(sorted(sizes)[-together:])
 
 
 @pytest.mark.parametrize("first", [0, 1])

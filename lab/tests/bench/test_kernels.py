@@ -40,6 +40,7 @@ def test_both_types_both_directions_and_peers_are_measured(result: CaseResult) -
     assert {o.direction for o in outcomes} == {"forward", "forward + backward"}
     assert {o.peer for o in outcomes} >= {"ringweave", "sdpa"}
     for outcome in outcomes:
+        assert not outcome.wrong, outcome
         assert outcome.timing is not None, outcome.reason
         assert outcome.over_first is not None
     # dense attention is timed once, not for each density
