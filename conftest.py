@@ -44,7 +44,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
         # a busy machine is no failure
         slow = [hypothesis.HealthCheck.too_slow]
-        hypothesis.settings.register_profile("ringweave", deadline=None, suppress_health_check=slow)
+        examples = 100 if sampled.is_long() else 40
+        hypothesis.settings.register_profile(
+            "ringweave", deadline=None, max_examples=examples, suppress_health_check=slow
+        )
         hypothesis.settings.load_profile("ringweave")
 
 

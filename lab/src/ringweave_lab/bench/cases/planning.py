@@ -179,7 +179,9 @@ def _rows(n: int = 2**17) -> Iterator[_Cold]:
 
 def measure(options: Options, say: Say) -> Measuring:
     """Time plans that no cache has: a window at many lengths, a random table, and many patterns."""
-    lengths = [options.tokens] if options.tokens else [2**n for n in (range(12, 15) if options.quick else range(14, 21))]
+    lengths = (
+        [options.tokens] if options.tokens else [2**n for n in (range(12, 15) if options.quick else range(14, 21))]
+    )
     table = options.tokens or (4096 if options.quick else 65536)
     linear: list[PlanCost] = []
     for n in lengths:
