@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # the oldest supported transformers, in an environment that shares everything else with .venv
 OLDEST := .venv-oldest
 
-.PHONY: demo test test-all oldest check lint sanitize sanitized arm fuzz soak mutations gate bench wheels format docs clean help
+.PHONY: demo test test-all oldest check lint sanitize sanitized arm fuzz soak mutations gate bench wheels matrix format docs clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo "make gate    eight ratios of speed, held to those of lab/results/baseline.json, and cliffs, held to bounds"
 	@echo "make bench   every goal of the design notes that this machine can measure: target and value; ringweave-bench.html"
 	@echo "make wheels  what a release has, as far as this machine can, into dist/; tried in fresh environments"
+	@echo "make matrix  tests that depend on versions, with each pair of Python, torch and transformers: 20 minutes or more, 5 GB each"
 	@echo "make docs    build the documentation into site/"
 
 $(BIN)/python:
@@ -140,6 +141,10 @@ bench: $(VENV)/.dev
 
 wheels: $(VENV)/.dev
 	PYTHON=$(BIN)/python scripts/wheels.sh
+
+# ARGS choose versions: --torch 2.15.0
+matrix: | $(BIN)/python
+	$(BIN)/python scripts/matrix.py $(ARGS)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -200,3 +200,115 @@ def test_the_librarys_trainer_continues_after_a_process_is_killed(tmp_path: Path
     # half of the tokens, keys and values of 2 heads of 16, two layers; the window's layer receives only near tokens
     assert {line["gathered"] for line in found.values()} == {256 * 2 * 2 * 16 * 4 * 2}
     assert all(0 < line["received"] < line["gathered"] for line in found.values())
+
+
+# ---- a folder that is searched -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def searching() -> dict[str, Any]:
+    return runpy.run_path(str(Path(__file__).parents[1] / "examples" / "search_folder.py"))
+
+
+def searched(
+    program: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: object
+) -> list[str]:
+    small = ["--passage", 90, "--row", 200, "--batch", 2]
+    monkeypatch.setattr("sys.argv", ["search_folder.py", *map(str, words), *map(str, small)])
+    program["main"]()
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """Return a folder with texts that differ in their letters, one of several passages, one empty, one hidden."""
+    (tmp_path / "inner").mkdir()
+    words = ["alpha", "omega", "kiwi", "zebra"]
+    for n, word in enumerate(words):
+        (tmp_path / "inner" / f"{word}.txt").write_text(f"{word} " * (10 + 30 * n))
+    (tmp_path / "empty.md").write_text("")
+    (tmp_path / ".hidden.txt").write_text("kiwi")
+    return tmp_path
+
+
+def test_a_folder_is_embedded_searched_and_embedded_again_where_it_changed(
+    searching: dict[str, Any], texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*words: object) -> list[str]:
+        return searched(searching, capsys, monkeypatch, *words)
+
+    assert run("search", texts, "kiwi")[0].startswith("nothing is embedded")
+    assert run("embed", texts)[0] == "4 files, 4 new or changed"
+    assert run("embed", texts)[0] == "4 files, 0 new or changed"
+    assert "kiwi.txt" in run("search", texts, "kiwi kiwi kiwi", "--top", 1)[0]
+    every = run("search", texts, "x", "--top", 99)
+    assert len(every) == sum(-(-path.stat().st_size // 90) for path in texts.rglob("[!.]*.txt"))
+    (texts / "inner" / "kiwi.txt").write_text("zebra " * 10)
+    # what has changed is not shown until it is embedded again
+    assert not any("kiwi.txt" in line for line in run("search", texts, "x", "--top", 99))
+    assert run("embed", texts)[0] == "4 files, 1 new or changed"
+    assert any("kiwi.txt, passage 1" in line for line in run("search", texts, "x", "--top", 99))
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(
+    searching: dict[str, Any], texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The result is that of a run without interruption, and what was stored is not computed again."""
+    encoder, computed = searching["Encoder"], []
+    packed = encoder.packed
+
+    def counting(self: Any, passages: list[list[int]]) -> Any:
+        if len(computed) == 4:
+            raise KeyboardInterrupt
+        computed.append(len(passages))
+        return packed(self, passages)
+
+    def run(*words: object) -> list[str]:
+        return searched(searching, capsys, monkeypatch, *words)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(encoder, "packed", counting)
+        with pytest.raises(KeyboardInterrupt):
+            run("embed", texts)
+    capsys.readouterr()
+    left = run("embed", texts)[0]
+    assert left in {f"4 files, {n} new or changed" for n in (1, 2, 3)}
+    assert run("embed", texts)[0] == "4 files, 0 new or changed"
+    resumed = run("search", texts, "omega", "--top", 99)
+    shutil.rmtree(texts / ".search")
+    run("embed", texts)
+    assert run("search", texts, "omega", "--top", 99) == resumed
+
+
+def test_packed_rows_are_compared_with_padded_batches(
+    searching: dict[str, Any], texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = searched(searching, capsys, monkeypatch, "compare", texts)
+    assert [line.split(":")[0] for line in lines[1:3]] == [
+        "packed rows, ringweave", "padded batches of 2 by length, SDPA",
+    ]  # fmt: skip
+    assert float(lines[-1].rpartition(" ")[2]) < 1e-5
+
+
+def test_a_sparse_model_is_trained_beside_its_dense_twin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both learn a text that repeats itself far apart, on the same excerpts."""
+    text, out = tmp_path / "text.txt", tmp_path / "metrics.jsonl"
+    text.write_text("".join(f"{n % 7} and {n % 5}; " for n in range(2000)))
+    options = ["--tokens", 192, "--steps", 24, "--layers", 2, "--width", 32, "--heads", 4, "--block", 16, "--top", 4]
+    words = [*options, "--window", 24, "--lr", 1e-2, "--text", text, "--out", out]
+    script = Path(__file__).parents[1] / "examples" / "train_nsa.py"
+    monkeypatch.setattr("sys.argv", [str(script), *map(str, words)])
+    runpy.run_path(str(script), run_name="__main__")
+    bits = {line.split()[0]: float(line.split()[1]) for line in capsys.readouterr().out.splitlines()[-2:]}
+    lines = metrics(out)
+    for name in ("dense", "sparse"):
+        own = losses([line for line in lines if line["model"] == name])
+        assert len(own) == 24
+        assert own[0] == pytest.approx(5.55, abs=0.35)
+        # the frequencies of the bytes alone cost 3.02 bits
+        assert bits[name] < 3.0
+    monkeypatch.setattr("sys.argv", [str(script), "--text", str(text), "--tokens", "30000"])
+    with pytest.raises(SystemExit, match="pass a longer one"):
+        runpy.run_path(str(script), run_name="__main__")

@@ -148,7 +148,7 @@ def test_text_says_the_same() -> None:
     text = explain(WINDOW, 2000)
     assert text.splitlines()[0] == f"pattern   {WINDOW!r}"
     for number in (facts["pairs"]["allowed"], facts["pairs"]["computed"], facts["tiles"]["computed"]):
-        assert str(number) in text
+        assert f"{number:,}" in text
     assert "not sdpa: the pattern is neither full nor causal" in text
     assert "backward" in text
     assert "\nbackward" in text

@@ -95,7 +95,7 @@ def test_caption_tells_density_and_tiles() -> None:
     pattern = (rw.SlidingWindow(1024) | rw.Sinks(64)) & rw.Causal()
     drawn = picture(pattern, 16384)
     assert drawn.title == repr(pattern)
-    assert f"{pattern.plan(16384).nnz} tiles" in drawn.caption
+    assert f"{pattern.plan(16384).nnz:,} tiles" in drawn.caption
     assert drawn.caption.endswith(", causal")
     assert picture(rw.Sinks(32), 1024).caption.endswith(
         ", not causal: 496 pairs see the future, the first is query 0, key 1"

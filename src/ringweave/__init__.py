@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from .weights import BlockWeights as BlockWeights
     from .weights import attention_weights
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 
 __all__ = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 from pathlib import Path
 
 from .cache import process_cache
@@ -32,3 +33,19 @@ def driver() -> str | None:
         with contextlib.suppress(OSError):
             return Path(f"/sys/module/{module}/version").read_text("utf-8").strip()
     return None
+
+
+def commit() -> str | None:
+    """Return the short commit of the sources, with ``+`` for local changes; None if they are in no repository."""
+    here = Path(__file__).resolve().parent
+
+    def git(*words: str) -> str:
+        found = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, timeout=5, check=True)
+        return found.stdout.strip()
+
+    try:
+        # an installed copy may be inside another repository, so the commit counts only if the file is tracked
+        git("ls-files", "--error-unmatch", "__init__.py")
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -127,7 +127,7 @@ class Causality(NamedTuple):
         if self.first is None:
             return "causal"
         query, key, batch, head = self.first
-        number = "1 pair sees the future" if self.pairs == 1 else f"{self.pairs} pairs see the future, the first"
+        number = "1 pair sees the future" if self.pairs == 1 else f"{self.pairs:,} pairs see the future, the first"
         where = ("" if not self.many[0] else f", batch element {batch}") + (
             "" if not self.many[1] else f", head {head}"
         )

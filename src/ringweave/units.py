@@ -36,10 +36,10 @@ def count(number: int, word: str) -> str:
     """Format a number with its noun, which gets a plural s unless the number is 1.
 
     Example:
-        >>> count(1, "tile"), count(2, "tile")
-        ('1 tile', '2 tiles')
+        >>> count(1, "tile"), count(2000, "tile")
+        ('1 tile', '2,000 tiles')
     """
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+    return f"{number} {word}" if number == 1 else f"{number:,} {word}s"
 
 
 def nbytes(number: float) -> str:

@@ -82,7 +82,7 @@ def test_show_draws_the_pattern() -> None:
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     assert lines[0] == "Causal()"
-    assert "4096 tokens, density 50" in lines[1]
+    assert "4,096 tokens, density 50" in lines[1]
     rows = [line.split("│")[1] for line in lines if "│" in line]
     assert len(rows) == 32
     for i, row in enumerate(rows):
@@ -120,7 +120,7 @@ def test_explain_prints_the_numbers_of_the_library() -> None:
     assert (facts["sizes"]["kv_heads"], facts["sizes"]["dtype"]) == (2, "bfloat16")
     text = run(*arguments, columns=40).stdout
     assert f"pattern   {PATTERN}\n" in text
-    assert str(facts["pairs"]["computed"]) in text
+    assert f"{facts['pairs']['computed']:,}" in text
 
 
 def test_doctor_finds_this_python() -> None:
@@ -252,7 +252,7 @@ def test_errors_of_a_call_are_one_line() -> None:
 def test_lengths_may_have_a_suffix(text: str, tokens: int) -> None:
     facts = json.loads(run("explain", WINDOW, "-n", text, "--json").stdout)
     assert facts["sizes"]["nq"] == facts["sizes"]["nk"] == tokens
-    assert f"\n{tokens} tokens, density " in run("show", WINDOW, "-n", text).stdout
+    assert f"\n{tokens:,} tokens, density " in run("show", WINDOW, "-n", text).stdout
 
 
 def test_tune_takes_a_length_with_a_suffix() -> None:

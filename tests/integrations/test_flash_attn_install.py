@@ -21,7 +21,10 @@ from ringweave.integrations import flash_attn, flash_attn_interface
 
 from .tiny import config_of, model_of
 
-NAMES = ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding", "flash_attn_interface")
+NAMES = (
+    "flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding", "flash_attn.layers",
+    "flash_attn.layers.rotary", "flash_attn_interface",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -50,8 +53,9 @@ def test_modules_are_found_until_the_end(install: Any) -> None:
         assert not hasattr(two, "install")
         assert is_flash_attn_2_available()
         assert is_flash_attn_greater_or_equal("2.4.1")
-        with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.layers"):
-            importlib.import_module("flash_attn.layers.rotary")
+        assert two.layers.rotary.apply_rotary_emb is flash_attn.layers.rotary.apply_rotary_emb
+        with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.ops"):
+            importlib.import_module("flash_attn.ops.rms_norm")
     assert not present()
     assert not is_flash_attn_2_available()
     assert not is_flash_attn_greater_or_equal("2.4.1")

@@ -22,7 +22,7 @@ from rich.text import Text
 from .. import __version__, memory, plugins
 from ..backends import BACKENDS, cpu, tuning
 from ..call import Call
-from ..environment import CPU_VARIANT
+from ..environment import CPU_VARIANT, commit
 from ..errors import RingweaveError
 from ..patterns import Causal, SlidingWindow
 from ..plan import branches
@@ -78,6 +78,12 @@ def doctor(
     console.print(f"\n{verdict(findings)}", markup=False, soft_wrap=not console.is_terminal)
 
 
+def _version() -> str:
+    """Return the version, and the commit of a package that runs from a clone."""
+    known = commit()
+    return f"{__version__}, commit {known}" if known else __version__
+
+
 def _memory() -> str:
     left = memory.pressure()
     return f"{nbytes(left.free)} free of {nbytes(left.total)} ({left.limit})"
@@ -102,7 +108,7 @@ def diagnose() -> dict[str, dict[str, Any]]:
     variables = _VARIABLES | ({} if held is None else held.variables())
     return {
         "system": {
-            "ringweave": __version__,
+            "ringweave": _version(),
             "python": platform.python_version(),
             "platform": platform.platform(),
             "torch": torch.__version__,

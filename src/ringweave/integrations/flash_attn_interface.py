@@ -357,7 +357,7 @@ def flash_attn_with_kvcache(
     cache.stop = whole_numbers("cache_seqlens", cache_seqlens, cache.capacity, count)
     pattern = _window(window_size, causal, attention_chunk, max(sizes, default=0), cache.capacity)
     options = Options(pattern, softmax_scale, softcap, with_lse=return_softmax_lse).checked(count, q.shape[-2])
-    rotary = Rotary.of(rotary_cos, rotary_sin, rotary_interleaved, q.shape[-1])
+    rotary = Rotary.of_cache(rotary_cos, rotary_sin, rotary_interleaved, q.shape[-1])
     starts = cache.stop if rotary_seqlens is None else whole_numbers("rotary_seqlens", rotary_seqlens, 0, count)
     new = new_tokens(k, v, cache, cu_seqlens_k_new, rotary, cache_seqlens is not None)
     return _returned(attend_and_append(q, of_q, cache, new, rotary, starts, options))

@@ -280,11 +280,14 @@ class Explanation:
         lines = [
             ("pattern", facts["pattern"]),
             *(("function", said) for said in facts["functions"]),
-            ("call", f"{call.nq} queries{first[0]} x {call.nk} keys{first[1]}, batch {call.batch}, {heads}, {dims}"),
+            (
+                "call",
+                f"{call.nq:,} queries{first[0]} x {call.nk:,} keys{first[1]}, batch {call.batch}, {heads}, {dims}",
+            ),
             ("", f"{facts['sizes']['dtype']} on {call.device}{grad}"),
             *([("", f"with {', '.join(facts['sizes']['features'])}")] if call.features else []),
-            ("allowed", f"{pairs['allowed']} of {pairs['all']} pairs, density {percent(pairs['density'])}"),
-            ("computed", f"{pairs['computed']} pairs in {how}, {part}"),
+            ("allowed", f"{pairs['allowed']:,} of {pairs['all']:,} pairs, density {percent(pairs['density'])}"),
+            ("computed", f"{pairs['computed']:,} pairs in {how}, {part}"),
             ("causality", facts["causality"]["text"]),
         ]
         for entry in facts["branches"]:
@@ -317,7 +320,7 @@ class Explanation:
 
 
 def _listed(first: int | list[int]) -> str:
-    return str(first) if isinstance(first, int) else f"{min(first)} to {max(first)}"
+    return f"{first:,}" if isinstance(first, int) else f"{min(first):,} to {max(first):,}"
 
 
 def _branches(work: Sequence[BranchWork]) -> list[dict[str, Any]]:
@@ -398,14 +401,14 @@ def _memory(call: Call, work: Sequence[BranchWork]) -> dict[str, int]:
 
 def _branch_text(entry: dict[str, Any]) -> list[str]:
     def span(values: list[int]) -> str:
-        return f"{values[0]}" if len(values) == 1 else f"{values[0]}-{values[-1]}"
+        return f"{values[0]:,}" if len(values) == 1 else f"{values[0]:,}-{values[-1]:,}"
 
     views = f"{count(entry['views'], 'view')} of every {entry['rate']}th token" if entry["rate"] > 1 else "all tokens"
     lines = [f"{views}, {span(entry['queries'])} x {span(entry['keys'])}, {entry['backend']}"]
     if entry["tile"]:
         sizes = " or ".join(f"{q} x {k}" for q, k in entry["tile"])
         lines.append(
-            f"{count(entry['tiles'], 'tile')} of {sizes}: {entry['full']} full, {entry['partial']} partial with "
+            f"{count(entry['tiles'], 'tile')} of {sizes}: {entry['full']:,} full, {entry['partial']:,} partial with "
             f"{count(entry['masks'], 'distinct mask')}, {count(entry['groups'], 'group')} of heads"
         )
     if entry["by_query"]:

@@ -19,6 +19,7 @@ import torch
 import ringweave
 from ringweave.backends import cpu
 from ringweave.backends.tuning_keys import processor
+from ringweave.environment import commit
 from ringweave.errors import UnsupportedError
 
 from ..tune.measure import Ratio, Timing, ratio
@@ -438,7 +439,7 @@ def environment(device: str = "cpu") -> Environment:
         torch=str(torch.__version__),
         ringweave=ringweave.__version__,
         kernel=_kernel(),
-        commit=_commit(),
+        commit=commit(),
     )
 
 
@@ -469,21 +470,6 @@ def _memory() -> int | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
-        return None
-
-
-def _commit() -> str | None:
-    here = Path(ringweave.__file__).resolve().parent
-
-    def git(*words: str) -> str:
-        found = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, timeout=5, check=True)
-        return found.stdout.strip()
-
-    try:
-        # an installed copy may be inside another repository, so the commit counts only if the file is tracked
-        git("ls-files", "--error-unmatch", "__init__.py")
-        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
-    except (OSError, subprocess.SubprocessError):
         return None
 
 

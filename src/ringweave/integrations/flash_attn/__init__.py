@@ -4,7 +4,7 @@
 """
 
 from ...names import only
-from . import bert_padding, flash_attn_interface
+from . import bert_padding, flash_attn_interface, layers
 from .flash_attn_interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -31,5 +31,6 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "install",
+    "layers",
 ]
 __dir__ = only(__all__)

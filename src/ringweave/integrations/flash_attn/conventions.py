@@ -285,15 +285,18 @@ def sequences(bounds: Tensor) -> int:
     return len(bounds) - 1 if isinstance(bounds, Tensor) and bounds.ndim else 0
 
 
-def checked_bounds(bounds: tuple[Tensor, Tensor], tokens: tuple[int, int]) -> tuple[list[int], list[int]]:
+def checked_bounds(
+    bounds: tuple[Tensor, Tensor], tokens: tuple[int, int], names: tuple[str, str] = _SIDES
+) -> tuple[list[int], list[int]]:
     """Read cumulative lengths; raise ShapeError unless they are those of equally many sequences of at most ``tokens``.
 
     Args:
         bounds: Those of queries and of keys.
         tokens: Number of packed queries and of packed keys.
+        names: Names of the caller's arguments.
     """
     listed = []
-    for name, side, most in zip(_SIDES, bounds, tokens, strict=True):
+    for name, side, most in zip(names, bounds, tokens, strict=True):
         fits = isinstance(side, Tensor) and side.ndim == 1 and side.dtype in INTEGERS and len(side) > 1
         values = side.tolist() if fits else []
         if not fits or values[0] != 0 or any(a > b for a, b in itertools.pairwise(values)):

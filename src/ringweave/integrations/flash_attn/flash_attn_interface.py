@@ -418,7 +418,7 @@ def flash_attn_with_kvcache(
     pattern = window(window_size, causal, cache.capacity)
     options = Options(pattern, softmax_scale, softcap, alibi_slopes, with_lse=return_softmax_lse)
     options = options.checked(count, q.shape[2])
-    rotary = Rotary.of(rotary_cos, rotary_sin, rotary_interleaved, q.shape[3])
+    rotary = Rotary.of_cache(rotary_cos, rotary_sin, rotary_interleaved, q.shape[3])
     new = new_tokens(k, v, cache, None, rotary, cache_seqlens is not None)
     result = attend_and_append(q, None, cache, new, rotary, cache.stop, options)
     return output_and_lse(result, _EMPTY_ROW) if return_softmax_lse else result.out

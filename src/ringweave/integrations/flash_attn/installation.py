@@ -33,13 +33,7 @@ def install() -> ExitStack:
 
     with ExitStack() as undo:
         if _is_free("flash_attn"):
-            inner = {"flash_attn_interface": flash_attn.flash_attn_interface, "bert_padding": flash_attn.bert_padding}
-            parts = {name: _copied(f"flash_attn.{name}", module) for name, module in inner.items()}
-            whole = _copied("flash_attn", flash_attn)
-            whole.__path__ = []
-            vars(whole).update(parts)
-            for module in (whole, *parts.values()):
-                _put(undo, module)
+            _put_package(undo, flash_attn)
             _satisfy_transformers(undo, 2)
         if _is_free("flash_attn_interface"):
             module = _copied("flash_attn_interface", flash_attn_interface)
@@ -54,6 +48,26 @@ def _is_free(name: str) -> bool:
         return False
     # None in sys.modules blocks an import, and find_spec raises
     return name in sys.modules or importlib.util.find_spec(name) is None
+
+
+def _put_package(undo: ExitStack, package: ModuleType) -> None:
+    """Put copies of flash-attn's package and of the modules in it where imports find them."""
+    sources = {
+        "flash_attn": package,
+        "flash_attn.flash_attn_interface": package.flash_attn_interface,
+        "flash_attn.bert_padding": package.bert_padding,
+        "flash_attn.layers": package.layers,
+        "flash_attn.layers.rotary": package.layers.rotary,
+    }
+    copies: dict[str, ModuleType] = {}
+    for name, source in sources.items():
+        copy = copies[name] = _copied(name, source)
+        parent, _, inner = name.rpartition(".")
+        if parent:
+            setattr(copies[parent], inner, copy)
+        if hasattr(source, "__path__"):
+            copy.__path__ = []
+        _put(undo, copy)
 
 
 def _copied(name: str, source: ModuleType) -> ModuleType:

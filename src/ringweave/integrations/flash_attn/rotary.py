@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...errors import ShapeError, shown
 
-# flash-attn's kernels rotate in steps of this many dimensions
+# flash_attn_with_kvcache rotates in steps of this many dimensions
 _STEP = 16
 
 
@@ -20,43 +20,67 @@ class Rotary(NamedTuple):
         cos: (positions, rotated / 2).
         sin: In the same form.
         interleaved: Whether dimensions 0 and 1 rotate together, 2 and 3, and so on; otherwise 0 and rotated / 2.
+        prefix: How the names of the tables begin in the caller's arguments.
+        first: Name of the caller's argument that says the first position of a sequence.
     """
 
     cos: Tensor
     sin: Tensor
     interleaved: bool
+    prefix: str = ""
+    first: str = "seqlen_offsets"
 
     @staticmethod
-    def of(cos: Tensor | None, sin: Tensor | None, interleaved: bool, dim: int) -> Rotary | None:
-        """Check the tables of a call with a head dim; None without tables."""
+    def of_cache(cos: Tensor | None, sin: Tensor | None, interleaved: bool, dim: int) -> Rotary | None:
+        """Check the tables of a call of ``flash_attn_with_kvcache`` with a head dim; None without tables."""
         if cos is None and sin is None:
             return None
-        for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
+        return Rotary.of(cos, sin, interleaved, dim, _STEP, "rotary_", "rotary_seqlens")
+
+    @staticmethod
+    def of(
+        cos: Tensor | None, sin: Tensor | None, interleaved: bool, dim: int, step: int = 2, prefix: str = "",
+        first: str = "seqlen_offsets",
+    ) -> Rotary:  # fmt: skip
+        """Check the tables of a call with a head dim, of which a multiple of ``step`` dimensions rotates."""
+        for name, x in ((f"{prefix}cos", cos), (f"{prefix}sin", sin)):
             if not isinstance(x, Tensor) or x.ndim != 2 or not x.is_floating_point():
                 raise ShapeError(name, shown(x), "(positions, rotary dim / 2)", "Pass cosines and sines.")
         assert cos is not None
         assert sin is not None
         if cos.shape != sin.shape:
-            raise ShapeError("rotary_sin", shown(sin), f"{tuple(cos.shape)}, as rotary_cos", "Make both together.")
+            wanted = f"{tuple(cos.shape)}, as {prefix}cos"
+            raise ShapeError(f"{prefix}sin", shown(sin), wanted, "Make both together.")
         rotated = 2 * cos.shape[1]
-        if rotated % _STEP or not 0 < rotated <= dim:
-            wanted = f"a multiple of {_STEP}, at most the head dim {dim}"
+        if rotated % step or not 0 < rotated <= dim:
+            wanted = f"a multiple of {step}, at most the head dim {dim}"
             raise ShapeError("rotary dim", rotated, wanted, "Pass tables of half as many columns.")
-        return Rotary(cos, sin, bool(interleaved))
+        return Rotary(cos.detach(), sin.detach(), bool(interleaved), prefix, first)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate vectors (..., N, H, D) at positions (..., N); sums are made in float32 at least."""
-        first, last = (int(each) for each in positions.aminmax()) if positions.numel() else (0, 0)
+        """Rotate vectors (..., N, H, D) at positions (..., N)."""
+        first, last = (int(each) for each in positions.aminmax()) if positions.numel() else (0, -1)
+        self._check_positions(first, last)
+        return self._turned(x, self.cos[positions], self.sin[positions])
+
+    def rotate_from(self, x: Tensor, first: int) -> Tensor:
+        """Rotate vectors (..., N, H, D) at positions ``first`` and following."""
+        stop = first + x.shape[-3]
+        self._check_positions(first, stop - 1)
+        return self._turned(x, self.cos[first:stop], self.sin[first:stop])
+
+    def _check_positions(self, first: int, last: int) -> None:
         if first < 0:
-            raise ShapeError(
-                "rotary_seqlens", first, "positions from 0 on", "Pass the first position of each sequence."
-            )
+            raise ShapeError(self.first, first, "positions from 0 on", "Pass the first position of each sequence.")
         if last >= len(self.cos):
             wanted = f"at least {last + 1}, the positions that this call reaches"
-            raise ShapeError("rotary_cos rows", len(self.cos), wanted, "Make longer tables.")
-        half = self.cos.shape[1]
+            raise ShapeError(f"{self.prefix}cos rows", len(self.cos), wanted, "Make longer tables.")
+
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate vectors (..., N, H, D) by their rows of the tables, (..., N, rotated / 2), in float32 at least."""
+        half = cos.shape[-1]
         wide = torch.promote_types(x.dtype, torch.float32)
-        cos, sin = (table[positions].unsqueeze(-2).to(wide) for table in (self.cos, self.sin))
+        cos, sin = (rows.unsqueeze(-2).to(wide) for rows in (cos, sin))
         turned, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
         if self.interleaved:
             a, b = turned[..., 0::2], turned[..., 1::2]
