@@ -132,11 +132,12 @@ def test_infinite_scores(schedule: str) -> None:
 
 def test_queries_move_to_many_keys(poisoned: None) -> None:
     """Queries of global rows move: the ring lets the ranks with their keys compute them, with fewer bytes and equal results."""
-    x = Inputs.random(2048, heads=1, dim=16)
-    pattern = rw.SlidingWindow(128) | rw.Global(128)
+    x = Inputs.random(4096, heads=1, dim=16)
+    pattern = rw.SlidingWindow(256) | rw.Global(128)
     around = spread(4, x, pattern, schedule="ring", placement="contiguous")
     gathered = spread(4, x, pattern, schedule="allgather", placement="contiguous")
-    OneDevice.of(x, pattern).check(joined(around, 2048))
+    # the float64 oracle of so many pairs takes nine seconds
+    torch.testing.assert_close(joined(around, 4096), alone(x, pattern), atol=1e-4, rtol=1e-4)
     assert max(sum(share.received) for share in around) < 0.7 * max(sum(share.received) for share in gathered)
 
 
