@@ -34,8 +34,11 @@ def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
         elif hasattr(item, "callspec"):
             places = places_of(item)
             # parameters of fixtures make grids of their own
-            others = [str(value) for name, value in item.callspec.params.items() if name not in places]
-            case = tuple(places[_names(mark)[0]] for mark in item.iter_markers("parametrize"))
+            of_marks = {name for mark in item.iter_markers("parametrize") for name in _names(mark)}
+            others = [str(value) for name, value in item.callspec.params.items() if name not in of_marks]
+            names = [_names(mark)[0] for mark in item.iter_markers("parametrize")]
+            # a value that each iteration makes anew has no place
+            case = tuple(places.get(name, -1 - item.callspec.indices[name]) for name in names)
             grids.setdefault((item.nodeid.partition("[")[0], *others), {})[item] = case
     for grid in grids.values():
         axes = [axis for axis in zip(*grid.values(), strict=True) if len({*axis}) > 1]
