@@ -29,6 +29,7 @@ from ringweave.patterns.declared import DECLARED, SECTIONS, Declared
 from ringweave.plan import Branch, branches
 from ringweave.program import unsupported_reason
 from ringweave.terms import KINDS
+from ringweave.terms.function import FUNCTION
 from ringweave.units import count
 from ringweave_audit.html_report import COLOURS
 
@@ -398,6 +399,7 @@ CHANGES: dict[str, dict[str, object]] = {
     "D of 512": {"head_dim": 512, "value_dim": 512},
     **{f"`{name}`": {"features": frozenset({name})} for name in sorted(KINDS)},
     "gradients of a term's table": {"features": frozenset({"DistanceBias"}), "learned": 8, "needs_grad": True},
+    "any score function": {"features": frozenset({FUNCTION})},
     "dropout": {"features": frozenset({"dropout"})},
     "keys in pages": {"paged": True},
     "keys in 8 bits": {"kv_dtype": torch.int8},

@@ -106,8 +106,7 @@ def attention(
         ShapeError: Shapes, dtypes or devices do not fit; the message names the argument.
         PatternError: The pattern is made for other lengths, heads or batch sizes.
         UnsupportedError: The named backend cannot run the case; or a function of ``terms`` has effects, or is not score
-            terms and is combined with a named backend, a context, another precision than ``compute``, or a transform
-            of ``torch.func``.
+            terms and is combined with a context, another precision than ``compute``, or a transform of ``torch.func``.
         RingError: With a context, a rank is lost or the ranks' calls differ.
     Example:
         >>> rw.attention(q, k, v, (rw.SlidingWindow(64) | rw.Sinks(4)) & rw.Causal()).shape

@@ -64,7 +64,7 @@ class Call:
         dtype: Dtype of the queries.
         device: Type of the queries' device, such as "cpu".
         needs_grad: Whether gradients are needed.
-        features: Names of the score terms, and "dropout".
+        features: Names of the score terms, "dropout", and ``terms.function.FUNCTION`` for a score function.
         learned: Number of elements of the terms' tables that get gradients.
         paged: Whether keys and values are stored in pages.
         kv_dtype: Dtype of keys and values stored in 8 bits with scales, else None.
@@ -77,6 +77,7 @@ class Call:
         dropout: Threshold below which one of 2 ** 16 equally likely numbers drops a weight.
         on_oom: Policy when memory runs out: "degrade", "stream", "raise" or "sparsify".
         summation_order: Order of sums over the keys of a relation by residue: see :class:`ringweave.Precision`.
+        pair_bytes: Bytes of the values that a score function computes for a pair. A call with a function has no text.
     """
 
     batch: int
@@ -101,6 +102,7 @@ class Call:
     dropout: int = field(default=0, kw_only=True)
     on_oom: str = field(default="degrade", kw_only=True)
     summation_order: str = field(default="fixed", kw_only=True)
+    pair_bytes: int = field(default=0, kw_only=True)
 
     @staticmethod
     def of(

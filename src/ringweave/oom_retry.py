@@ -80,9 +80,8 @@ def backward(
 
     def fresh() -> None:
         # discard the partial sums of an attempt that ran out of memory
-        for total in () if operands.terms is None else operands.terms.totals:
-            if total is not None:
-                total.zero_()
+        if operands.terms is not None:
+            operands.terms.restart()
 
     def whole() -> tuple[Tensor, Tensor, Tensor]:
         fresh()

@@ -27,10 +27,12 @@ from .backends.backend import (
     delta_in_chunks,
     readable,
 )
+from .backends.tile_batches import tile_within
 from .call import Call, Operands, term_operands
-from .errors import UnsupportedError, shown
+from .errors import PatternError, UnsupportedError, shown
 from .plan import BlockPlan, Branch, branches, branches_of_step, summands
 from .plan.tile_size import default_tile_size
+from .terms.function import FUNCTION
 from .terms.term import tables_in
 from .types import acc_dtype
 
@@ -250,6 +252,8 @@ def compiled(call: Call, *, step: bool = False) -> tuple[Step, ...]:
     if call.backend != "auto" and not named_backend(call.backend).branched:
         whole = Branch.whole(call.pattern, call.nq, call.nk, **sizes)
         return (Step(whole, choose_backend(call.backend, call, whole)),)
+    if FUNCTION in call.features:
+        return (choose_step(call.backend, call, branch_of_function(call)),)
     if call.paged:
         # Pages are not cut into strided views. On a GPU, tile sizes are powers of two, so that tiles and pages divide
         # each other.
@@ -269,13 +273,26 @@ def compiled(call: Call, *, step: bool = False) -> tuple[Step, ...]:
     return tuple(choose_step(call.backend, call, branch) for branch in split)
 
 
+def branch_of_function(call: Call) -> Branch:
+    """Return the branch of a call with a score function: the whole call, in tiles that hold the function's values."""
+    pattern = call.pattern
+    if not pattern.combinable:
+        raise PatternError("pattern", repr(pattern), "a relation", "Call longnet_attention for a mixture.")
+    whole = Branch.whole(pattern, call.nq, call.nk, heads=call.heads, batch=call.batch, q_offset=call.q_offset)
+    return dataclasses.replace(whole, spacing=None, tile_size=tile_within(whole.tile, call.pair_bytes, call.device))
+
+
 class Program:
     """A call and the steps that compute it.
 
     Args:
         call: The call.
         constant: Whether the pattern cannot change; the program of a small call then holds its plans.
+    Attributes:
+        direct: Whether it runs without its operator also where something watches operators.
     """
+
+    direct = False
 
     def __init__(self, call: Call, *, constant: bool = False):
         self.call, self.constant = call, constant
@@ -345,7 +362,7 @@ class Program:
         small = -(-call.nq // 16) * call.batch * call.heads <= _MOST_ROWS
         if not (self.constant and small and all(each.backend.prepare is not None for each in steps)):
             return steps
-        return tuple(each._replace(branch=_planned(each.branch)) for each in steps)
+        return tuple(map(with_plan, steps))
 
     def single_step(self, steps: Sequence[Step]) -> Step | None:
         """Return the only step if it computes the whole call rather than a view of it, else None."""
@@ -387,7 +404,7 @@ class Program:
         delta = lse.new_empty(0) if unread else delta_of(dout, out, lse, dlse)
         if one is not None:
             assert one.backend.backward is not None
-            upstream = Upstream(dout, lse, delta, out if dlse is None else None)
+            upstream = Upstream(dout, lse, delta, out if dlse is None else None, dlse)
             return one.backend.backward(upstream, operands, one.branch, dtype)
         like = torch.contiguous_format
         totals = [torch.zeros_like(x, dtype=lse.dtype, memory_format=like) for x in operands[:3]]
@@ -459,9 +476,9 @@ def _small_plan(branch: Branch) -> BlockPlan | None:
     return None if plan is None or plan.capacity > _MOST_TILES else plan
 
 
-def _planned(branch: Branch) -> Branch:
-    """Return a branch of a constant pattern with its plan on the CPU attached."""
-    return dataclasses.replace(branch, cached_plan=branch.plan("cpu"))
+def with_plan(step: Step) -> Step:
+    """Return a step with its plan on the CPU attached."""
+    return step._replace(branch=dataclasses.replace(step.branch, cached_plan=step.branch.plan("cpu")))
 
 
 def describe(steps: Sequence[Step]) -> list[tuple[int, str]]:

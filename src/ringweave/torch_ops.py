@@ -179,8 +179,7 @@ def _forward(program: Program, operands: Operands) -> tuple[Tensor, Tensor]:
 
 def table_grads(tensors: Sequence[Tensor], learns: Sequence[bool], operands: Operands) -> list[Tensor]:
     """Return the summed gradient of each tensor that learns, in its dtype, and an empty tensor for the others."""
-    totals = () if operands.terms is None else operands.terms.totals
-    return _by_tensor(tensors, learns, (total for total in totals if total is not None))
+    return _by_tensor(tensors, learns, () if operands.terms is None else operands.terms.gradients())
 
 
 def fake_grads(tensors: Sequence[Tensor], learns: Sequence[bool]) -> list[Tensor]:
@@ -272,13 +271,33 @@ class _Backward(Differentiable):
         """Save nothing, since there is no second derivative."""
 
 
+class _DirectBackward(Differentiable):
+    backward = staticmethod(refuse_twice)
+
+    @staticmethod
+    def forward(
+        program: Program, learns: list[bool], dout: Tensor, dlse: Tensor | None, *saved: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Run the program without its operator and return the gradients of all tensors as separate outputs."""
+        *grads, of_tensors = _backward(program, saved[:5], saved[5:], learns, dout, dlse)
+        return *grads, *of_tensors
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Save nothing, since there is no second derivative."""
+
+
+# compiled autograd would trace the tiles
+_direct_backward = untraced(lambda *args: _DirectBackward.apply(*args))  # type: ignore[no-untyped-call]
+
+
 class _Attention(Differentiable):
     """The differentiable call of a program on tensors."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, program: Program, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """Run the program or its operator; tensors are separate arguments because autograd ignores those in lists."""
-        # a constant program was looked up only because nothing watches the call
+        # a constant program is direct, or was looked up only because nothing watches the call
         if program.constant or can_bypass_operator(program, (q, k, v, *tensors)):
             return run(program, q, k, v, tensors)
         call = program.call
@@ -367,6 +386,9 @@ def _gradients(
         every = dout, dlse, q, k, v, out, lse, tensors
         if program is None:
             *found, of_tensors = attention_backward_op(*every, *ctx.call, learns)
+        elif program.direct:
+            dq, dk, dv, *of_tensors = _direct_backward(program, learns, *every[:-1], *tensors)
+            found = [dq, dk, dv]
         else:
             call = program.for_length(k).call
             args = *every, call.text, *call.numbers, learns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +60,31 @@ def in_places(values: Tensor, p: BlockPlan, first: Tensor) -> Tensor:
     dense = values.new_zeros(p.row_set.numel(), p.q_tiles, p.kv_tiles, *values.shape[1:])
     dense[places(p, first)] = values
     return dense.view(*p.row_set.shape, *dense.shape[1:])
+
+
+#: Columns of weights that one call of :func:`by_columns` gives.
+COLUMNS = 256
+
+
+def by_columns(attend: Callable[[Tensor], Tensor], index: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
+    """Return the weights of any call of attention, (..., keys).
+
+    A column of weights is the output for values that are 1 at its key and 0 at others.
+
+    Args:
+        attend: Function that returns the output for values; these have the shape of ``index``, and then channels.
+        index: Number of each key in its sequence.
+        keys: Number of keys of the longest sequence.
+        dtype: Dtype of the values.
+    """
+    parts = []
+    # a call without keys has a matrix without columns
+    for first in range(0, max(keys, 1), COLUMNS):
+        # kernels take widths that are multiples of 8
+        width = min(COLUMNS, -(-(keys - first) // 8) * 8)
+        columns = torch.arange(first, first + width, device=index.device)
+        parts.append(attend((index[..., None] == columns).to(dtype)))
+    return torch.cat(parts, -1)[..., :keys]
 
 
 def attention_weights(

@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
+from ringweave.call import Arguments, Call
 from ringweave.integrations.flex_attention import flex_attention
 from ringweave.patterns import Pattern
-from ringweave.score_functions import score_tiles
 from ringweave.score_functions.agreement import agreed
-from ringweave.score_functions.score_tiles import Attended
+from ringweave.score_functions.scored_program import ScoredProgram
 from ringweave.terms.term import ScoreMod
 from ringweave.torch_compat import before_compiling
 from ringweave.trace.graph import UntraceableError
 from ringweave.trace.symbols import trace
 from ringweave.trace.values import Place
 from ringweave.types import acc_dtype
+from ringweave.validate import checked
 
 from ..oracle import Inputs, attention, check_errors, errors, results
 from ..trace.scores import by_pair
 
 SIDE = 32
+
+
+class Attended(NamedTuple):
+    """The results of attention."""
+
+    out: Tensor
+    lse: Tensor
+    max_scores: Tensor
+
+
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -55,7 +66,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, score_mod: ScoreMo
             agrees = 0 in place[:4] or agreed(before_compiling(score_mod), graph.typed(), place, dtype)
         except UntraceableError:
             agrees = False
-    return score_tiles.attend(q, k, v, pattern, score_mod, scale=scale, graph=graph if agrees else None)
+    if 0 in place[:4]:
+        call = Call.of(q, k, v, pattern, scale=scale)
+    else:
+        call = checked(Arguments(q, k, v, pattern, scale)).call
+    program = ScoredProgram.of(call, score_mod, graph if agrees else None, q, k)
+    return Attended(*program.attend(q, k, v), program.largest(q, k))
 
 
 def created(mask_mod: MaskMod, side: Any = SIDE) -> Callable[..., BlockMask]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave import errors, oom_retry
-from ringweave.backends import BACKENDS
+from ringweave.backends import BACKENDS, tile_attention
 from ringweave.backends.backend import Upstream
 from ringweave.call import Call, Operands
 from ringweave.errors import UnsupportedError
@@ -135,6 +135,55 @@ def test_terms_dropout_and_their_gradients_stay() -> None:
     for other in found[1:]:
         for got, want in zip(other, found[0], strict=True):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("opaque", [False, True], ids=["formula", "mapped"])
+@pytest.mark.parametrize("name", ["window", "by head", "chosen"])
+def test_score_functions_and_their_gradients_stay(name: str, opaque: bool) -> None:
+    """A piece evaluates the function at the heads and positions of the call, and captured tensors get all gradients."""
+    rows, columns = (torch.rand(HEADS, N + 7, requires_grad=True) for _ in range(2))
+    x = oracle.Inputs.random(N, heads=HEADS, kv_heads=KV_HEADS)
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if opaque:
+            with torch.no_grad():
+                s = s * 1 + 0 * s
+        return s * rows[h, q] - columns[h, k].tanh()
+
+    found, options = [], {} if name == "chosen" else {"q_offset": 7, "k_offset": 5}
+    for most in (10**9, *RUNGS.values()):
+        with short_of(most) as tried:
+            torch.manual_seed(5)
+            leaves = x.leaves()
+            out, lse = rw.attention_with_lse(*leaves, PATTERNS[name], terms=score_mod, dropout=0.25, **options)
+            grads = torch.autograd.grad((out * x.dout).sum() + lse.clamp(min=-9).sum(), [*leaves, rows, columns])
+            found.append([out, lse, *grads])
+        assert (max(heads * queries for heads, queries in tried) > most) == (most < HEADS * N)
+    for other in found[1:]:
+        for got, want in zip(other, found[0], strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_sums_of_an_attempt_that_failed_are_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory runs out after the gradients of captured tensors were added."""
+    x, slopes = oracle.Inputs.random(N, heads=HEADS, kv_heads=KV_HEADS), torch.rand(HEADS, requires_grad=True)
+    backward, failures = tile_attention.backward, [2]
+
+    def late(*args: Any) -> Any:
+        found = backward(*args)
+        if failures[0]:
+            failures[0] -= 1
+            raise torch.OutOfMemoryError("out of memory")
+        return found
+
+    def gradient() -> Tensor:
+        out = rw.attention(x.q, x.k, x.v, rw.Causal(), terms=lambda s, b, h, q, k: s * slopes[h])
+        return torch.autograd.grad((out * x.dout).sum(), slopes)[0]
+
+    want = gradient()
+    monkeypatch.setattr(tile_attention, "backward", late)
+    torch.testing.assert_close(gradient(), want)
+    assert failures == [0]
 
 
 def test_after_caches_are_given_back_the_call_is_made_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ringweave as rw
+from ringweave.backends import BACKENDS
 from ringweave.call import Arguments
-from ringweave.errors import RingweaveError, ShapeError, UnsupportedError
+from ringweave.errors import PatternError, RingweaveError, ShapeError, UnsupportedError
 from ringweave.integrations.flex_attention import flex_attention
 from ringweave.patterns import Pattern
 from ringweave.score_functions import calls
@@ -349,8 +350,6 @@ def test_options_have_the_effect_that_they_have_with_terms(option: str, function
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"backend": "cpu"}, "backend: got 'cpu'"),
-        ({"backend": "no such"}, "backend: got 'no such'"),
         ({"precision": rw.Precision(kv=torch.int8)}, "precision.kv"),
         ({"precision": rw.Precision(table=torch.bfloat16)}, "precision.table"),
         ({"precision": rw.Precision(summation_order="fast")}, "precision.summation_order"),
@@ -362,7 +361,7 @@ def test_what_tiles_do_not_have_is_refused(options: dict[str, Any], said: str) -
     x = Inputs.random(40, heads=HEADS)
     with pytest.raises(UnsupportedError, match=said) as caught:
         rw.attention(x.q, x.k, x.v, rw.Causal(), terms=unread(slope), **options)
-    assert "score terms" in str(caught.value) or "general path" in str(caught.value)
+    assert "general path" in str(caught.value)
 
 
 def test_a_named_backend_computes_recognised_functions() -> None:
@@ -372,6 +371,30 @@ def test_a_named_backend_computes_recognised_functions() -> None:
         assert torch.equal(got, rw.attention(x.q, x.k, x.v, rw.Causal(), terms=rw.ALiBi(SLOPES), backend=backend))
     with pytest.raises(UnsupportedError, match="backend: got 'no such'"):
         rw.attention(x.q, x.k, x.v, rw.Causal(), terms=slope, backend="no such")
+
+
+def test_a_named_backend_computes_any_function() -> None:
+    """A backend that evaluates functions has the bits of auto; the others say why not, also in explain."""
+    x, listed = (
+        Inputs.random(40, heads=HEADS),
+        rw.Selected((torch.arange(40)[:, None] - torch.tensor([9, 1, 0])).clamp(min=-1)),
+    )
+    for pattern, able in ((rw.Causal(), {"dense_batched"}), (listed & rw.Causal(), {"dense_batched", "gather"})):
+        want = run(x, pattern, unread(slope), {})
+        for backend in BACKENDS:
+            if backend in able:
+                got = run(x, pattern, unread(slope), {}, backend=backend)
+                if backend == sorted(able)[-1]:
+                    assert all(torch.equal(got[each], want[each]) for each in want)
+                same(got, want)
+                continue
+            said = "lists of keys" if backend == "gather" else "it computes no score function"
+            with pytest.raises(UnsupportedError, match=f"backend: got '{backend}'"):
+                rw.attention(x.q, x.k, x.v, pattern, terms=unread(slope), backend=backend)
+            with pytest.raises(UnsupportedError, match=f"backend: got '{backend}'; .*{said}"):
+                rw.explain(pattern, 40, heads=HEADS, terms=unread(slope), backend=backend)
+    with pytest.raises(UnsupportedError, match="backend: got 'no such'"):
+        rw.attention(x.q, x.k, x.v, rw.Causal(), terms=unread(slope), backend="no such")
 
 
 @pytest.mark.parametrize("terms", [unread, "text", rw.Softcap, [slope, 3], [[slope]]])
@@ -561,9 +584,9 @@ def test_autocast_does_not_reach_the_function() -> None:
         ([rw.Softcap(5.0), slope], "Softcap, ALiBi"),
         (
             [slope, lambda s, b, h, q, k: s * 2],
-            "general path in place of the backend, slower than terms: it multiplies the score",
+            "general path, slower than terms: it multiplies the score",
         ),
-        (unread(slope), "general path in place of the backend"),
+        (unread(slope), "general path, slower than terms: "),
         (lambda s, b, h, q, k: s * 2, "factor 2"),
     ],
     ids=["a term", "terms", "a factor after a term", "unread", "a factor"],
@@ -572,6 +595,25 @@ def test_explain_tells_the_way(terms: Listed, said: str) -> None:
     text = rw.explain(rw.Causal(), 40, heads=HEADS, terms=terms).splitlines()[-1]
     assert text.startswith(f"score_mod {said}")
     assert rw.explain(rw.Causal(), 40, heads=HEADS, terms=terms, as_dict=True)["score_mod"].startswith(said)
+
+
+def test_explain_counts_the_costs_of_any_function() -> None:
+    """The tiles are those of the call, and smaller for a function that computes many values for a pair."""
+    window, wide = rw.SlidingWindow(200), torch.randn(40, 4096)
+    facts = rw.explain(window, 2000, heads=HEADS, terms=unread(slope), dropout=0.1, as_dict=True)
+    assert facts["backend"]["chosen"] == [{"backend": "dense_batched", "branches": 1}]
+    assert facts["backend"]["others"]["cpu"] == ["it computes no score function"]
+    assert facts["sizes"]["features"] == ["dropout", "score function"]
+    plain = rw.explain(window, 2000, heads=HEADS, backend="dense_batched", as_dict=True)
+    assert (facts["pairs"], facts["tiles"], facts["flops"]) == (plain["pairs"], plain["tiles"], plain["flops"])
+    assert facts["memory"]["scratch"] > 0
+    small = rw.explain(
+        window, 2000, heads=HEADS, terms=lambda s, b, h, q, k: s + (wide[q % 40] * k).sin().sum(), as_dict=True
+    )
+    assert small["branches"][0]["tile"] == [[16, 128]]
+    assert small["backend"]["tiles"] == []
+    with pytest.raises(PatternError, match="a relation"):
+        rw.explain(rw.LongNet([32, 64], [1, 2]), 64, terms=unread(slope))
 
 
 @pytest.mark.parametrize("name", HAND)
@@ -585,6 +627,8 @@ def test_functions_are_recognised_at_other_positions(name: str) -> None:
 
 
 def test_explain_refuses_what_a_call_refuses() -> None:
+    with pytest.raises(UnsupportedError, match="random numbers"):
+        rw.explain(rw.Causal(), 40, heads=HEADS, terms=lambda s, b, h, q, k: s + torch.rand(()))
     with pytest.raises(UnsupportedError, match="tensors on cuda"):
         rw.explain(rw.Causal(), 40, heads=HEADS, terms=slope, device="cuda")
     with pytest.raises(UnsupportedError, match="backend: got 'cpu'"):

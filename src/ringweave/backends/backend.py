@@ -12,6 +12,7 @@ from torch import Tensor
 from ..call import Call, Operands
 from ..plan import BlockPlan, Branch
 from ..precision import Scales
+from ..terms.function import FUNCTION
 from ..types import Pages
 
 
@@ -33,12 +34,14 @@ class Upstream(NamedTuple):
             ``own_delta``.
         out: Output, (B, Hq, Nq, Dv), if ``delta`` equals rowsum(dout * out), so that a kernel may compute delta
             itself; else None.
+        dlse: Gradient of lse, (B, Hq, Nq), or None; for a branch that is the whole call.
     """
 
     dout: Tensor
     lse: Tensor
     delta: Tensor
     out: Tensor | None = None
+    dlse: Tensor | None = None
 
 
 class Backward(Protocol):
@@ -303,6 +306,7 @@ class Backend:
         least_queries: Smallest number of queries of calls that auto gives it.
         terms: Function from a device type to the kinds of score terms that it computes there.
         dropout: Whether it supports dropout of weights.
+        functions: Whether it evaluates a score function.
         paged: Whether it reads paged keys and values through their page table.
         kv_dtypes: 8-bit types, with scales, in which it reads keys and values.
         experimental: Whether it runs only when named; neither auto nor ``ringweave tune`` tries it.
@@ -334,6 +338,7 @@ class Backend:
     tiled: bool = False
     terms: Callable[[str], Iterable[str]] = no_terms
     dropout: bool = False
+    functions: bool = False
     paged: bool = False
     kv_dtypes: tuple[torch.dtype, ...] = ()
     experimental: bool = False
@@ -344,8 +349,11 @@ class Backend:
     choose: Choose | None = None
 
     def lacks(self, asked: frozenset[str], device: str) -> frozenset[str]:
-        """Return the features (kinds of terms, "dropout") in ``asked`` that it does not compute on a device type."""
-        return asked.difference(self.terms(device), ["dropout"] if self.dropout else []) if asked else asked
+        """Return the features in ``asked`` that it does not compute on a device type: see ``Call.features``."""
+        if not asked:
+            return asked
+        others = [name for name, has in (("dropout", self.dropout), (FUNCTION, self.functions)) if has]
+        return asked.difference(self.terms(device), others)
 
 
 class Heads:

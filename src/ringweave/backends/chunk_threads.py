@@ -65,6 +65,11 @@ def undivided() -> Iterator[None]:
             mkl(local)
 
 
+def threads(device: torch.device) -> int:
+    """Return how many threads compute chunks on a device."""
+    return min(torch.get_num_threads(), _MOST_THREADS) if device.type == "cpu" else 1
+
+
 def in_order(
     compute: Callable[[Chunk], Result], chunks: Iterable[Chunk], device: torch.device
 ) -> Iterator[tuple[Chunk, Result]]:
@@ -73,11 +78,11 @@ def in_order(
     The consumer's own operations are not divided either. This thread computes all chunks on another device than a CPU,
     and where a mode, transform or profiler watches its operations.
     """
-    threads = min(torch.get_num_threads(), _MOST_THREADS) if device.type == "cpu" else 1
+    most = threads(device)
     with undivided():
         ahead = iter(chunks)
         first = list(islice(ahead, 2))
-        if threads == 1 or len(first) < 2 or _setters()[0] is None or not no_interception():
+        if most == 1 or len(first) < 2 or _setters()[0] is None or not no_interception():
             for chunk in (*first, *ahead):
                 yield chunk, compute(chunk)
             return
@@ -94,10 +99,10 @@ def in_order(
             chunk, future = waiting.popleft()
             return chunk, future.result()
 
-        pool = ThreadPoolExecutor(threads)
+        pool = ThreadPoolExecutor(most)
         try:
             for chunk in (*first, *ahead):
-                if len(waiting) == threads:
+                if len(waiting) == most:
                     yield oldest()
                 waiting.append((chunk, pool.submit(alone, chunk)))
             while waiting:

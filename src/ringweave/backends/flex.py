@@ -211,7 +211,7 @@ def backward(
     branch's share of the score gradients is w P (dP - delta). Given dout' = w dout and
     dlse' = rowsum(dout' * out) - w delta, autograd computes P (dout' v - rowsum(dout' * out) + dlse'), which is equal.
     """
-    dout, lse, delta, _ = upstream
+    dout, lse, delta = upstream[:3]
     # a query that attends nothing gives nothing to keys, and a NaN in a key, which has made its rows NaN, nothing to
     # queries that do not attend it
     alone = torch.isneginf(lse)[..., None]

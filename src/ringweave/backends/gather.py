@@ -14,16 +14,18 @@ from ..plan import Branch
 from . import tile_attention
 from .backend import Backend, Upstream, by_formula
 from .chosen_keys import unsupported_reason
+from .function_scorer import scorer_of, threads_of
 from .list_tiles import ListTiles
 from .overflow import may_overflow, nan_rows_out_of_range, sums_in_range
-from .tile_attention import Scorer
 from .tile_batches import budget
 
 
 def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Compute (out, lse), a chunk of queries at a time."""
-    out, lse, _ = tile_attention.forward(ListTiles(operands, branch), Scorer(operands.terms), dtype)
-    if may_overflow(operands, branch):
+    scorer = scorer_of(operands)
+    out, lse, _ = tile_attention.forward(ListTiles(operands, branch, scorer.pair), scorer, dtype)
+    # a function may give any score to a product out of range
+    if not scorer.chooses and may_overflow(operands, branch):
         nan_rows_out_of_range(out, lse, operands, branch)
     return out, lse
 
@@ -33,13 +35,16 @@ def backward(
     upstream: Upstream, operands: Operands, branch: Branch, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute (dq, dk, dv); the weights are computed again, and gradients of keys are added up in float32 or wider."""
-    return tile_attention.backward(ListTiles(operands, branch), Scorer(operands.terms), upstream, dtype)
+    scorer = scorer_of(operands)
+    return tile_attention.backward(ListTiles(operands, branch, scorer.pair), scorer, upstream, dtype)
 
 
 def scratch(call: Call, branch: Branch) -> int:
     """Count a chunk's gathered keys and values, with gradients, and the sums of gradients of keys in float32."""
     sums = 4 * call.batch * call.kv_heads * call.nk * (call.head_dim + call.value_dim) if call.needs_grad else 0
-    return 4 * budget(call.device) + sums
+    return 4 * budget(call.device) * threads_of(call) + sums
 
 
-BACKEND = Backend("gather", forward, backward, unsupported_reason, scratch, terms=by_formula, dropout=True)
+BACKEND = Backend(
+    "gather", forward, backward, unsupported_reason, scratch, terms=by_formula, dropout=True, functions=True
+)

@@ -33,6 +33,8 @@ class PlanBatch(Batch):
 
 # most bytes of the masks of a plan that are unpacked once
 _BANK_BYTES = 2**26
+# times that a row may exceed the budget before it is computed in pieces, if a score function has values
+_LONG = 4
 
 
 class PlanTiles(Tiles[PlanBatch]):
@@ -43,15 +45,15 @@ class PlanTiles(Tiles[PlanBatch]):
     Args:
         operands: The operands.
         plan: The plan.
-        limit: Most key tiles of a batch; by default as many as fit the budget.
+        pair: Bytes of the values that a score function computes for a pair.
     """
 
-    def __init__(self, operands: Operands, plan: BlockPlan, limit: int | None = None):
+    def __init__(self, operands: Operands, plan: BlockPlan, pair: int = 0):
         super().__init__(operands)
         _, k, v = operands[:3]
         self.plan, self.pages = plan, operands.pages
         self.k_tiles, self.v_tiles = (k, v) if self.pages is not None else (self._keys(k), self._keys(v))
-        self.limit = limit or most_tiles(plan, self.device)
+        self.limit = most_tiles(plan, self.device, pair)
         self.pieced = int(plan.row_ptr.diff(dim=1).max()) > self.limit
         tile = plan.q_tile, plan.kv_tile
         tail = torch.arange(plan.kv_tile, device=self.device) < self.nk - (plan.kv_tiles - 1) * plan.kv_tile
@@ -171,6 +173,11 @@ class PlanTiles(Tiles[PlanBatch]):
         return x
 
 
-def most_tiles(plan: BlockPlan, device: torch.device | str) -> int:
-    """Return the most key tiles of a batch, by the bytes of its scores."""
-    return max(1, budget(device) // (plan.q_tile * plan.kv_tile * 4))
+def most_tiles(plan: BlockPlan, device: torch.device | str, pair: int = 0) -> int:
+    """Return the most key tiles of a batch, by the bytes of its scores.
+
+    With ``pair`` bytes of a score function's values, a row that nearly fits the budget is not cut into pieces.
+    """
+    most = max(1, budget(device) // (plan.q_tile * plan.kv_tile * (pair or 4)))
+    longest = int(plan.row_ptr.diff(dim=1).max()) if pair else 0
+    return max(most, longest) if longest <= _LONG * most else most

@@ -71,7 +71,7 @@ def backward(
     upstream: Upstream, operands: Operands, branch: Branch, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute gradients of dense attention; delta is passed as extra channels if it is not rowsum(dout * out)."""
-    dout, lse, delta, out = upstream
+    dout, lse, delta, out = upstream[:4]
     dead = torch.isneginf(lse)
     if bool(dead.any()):
         # a query that attends nothing, or that another rank computes in a shared tile, has weights of 0

@@ -70,10 +70,16 @@ class Scorer:
     Attributes:
         chooses: Whether scores of -inf mask pairs that the pattern allows. Backward then asks which pairs are attended.
         threads: Whether threads compute the batches. Each thread computes alone.
+        pair: Bytes of a pair's values; 0 if they are those of its score.
+        alone: Whether lse is that of these scores alone, and not of other branches too. In backward, the weights of a
+            whole row are then divided by their sum, since lse is rounded as a large number is, and the mean of their
+            gradients is computed from them.
     """
 
     chooses = False
     threads = False
+    pair = 0
+    alone = False
 
     def __init__(self, terms: TermOperands | None = None):
         self.terms = terms
@@ -193,16 +199,10 @@ class Shares(NamedTuple):
 
 
 def backward(
-    tiles: Tiles[AnyBatch], scorer: Scorer, upstream: Upstream, dtype: torch.dtype, *, whole_rows: bool = False
+    tiles: Tiles[AnyBatch], scorer: Scorer, upstream: Upstream, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute (dq, dk, dv) in ``dtype``: scores are recomputed, and dK and dV are summed for each tile of keys.
-
-    Args:
-        whole_rows: Whether batches contain whole rows, and lse is that of these scores alone. The weights of a row are
-            then divided by their sum, since lse is rounded as a large number is, and the mean of their gradients is
-            computed from them: ``upstream.delta`` is minus the gradient of lse.
-    """
-    shares_of = _Backward(tiles, scorer, upstream, whole_rows).shares
+    """Compute (dq, dk, dv) in ``dtype``: scores are recomputed, and dK and dV are summed for each tile of keys."""
+    shares_of = _Backward(tiles, scorer, upstream).shares
     dq = tiles.blank(tiles.q.shape[3], 0.0, dtype)
     dk, dv = (torch.zeros(x.shape, dtype=tiles.acc, device=x.device) for x in (tiles.k_tiles, tiles.v_tiles))
     for batch, shares in _each(shares_of, tiles, scorer):
@@ -219,16 +219,18 @@ def backward(
 class _Backward(Generic[AnyBatch]):
     """The gradients of batches; arguments as in :func:`backward`."""
 
-    def __init__(self, tiles: Tiles[AnyBatch], scorer: Scorer, upstream: Upstream, whole_rows: bool):
-        self.tiles, self.scorer, self.whole_rows = tiles, scorer, whole_rows
-        dout, lse, delta, _ = upstream
+    def __init__(self, tiles: Tiles[AnyBatch], scorer: Scorer, upstream: Upstream):
+        self.tiles, self.scorer, self.whole_rows = tiles, scorer, scorer.alone and not tiles.pieced
+        dout, lse, delta, _, dlse = upstream
+        if self.whole_rows:
+            delta = torch.zeros_like(lse) if dlse is None else -dlse.masked_fill(torch.isneginf(lse), 0.0)
         # lists on a GPU: nothing is read back
         blind = tiles.shared and tiles.elsewhere
         # a row that attends nothing has no weights
         lse = torch.where(torch.isneginf(lse), torch.inf, torch.where(lse.isfinite(), lse, torch.nan))
         self.some_unfit = blind or not _finite(lse)
         self.selects = blind or broken(delta)
-        if whole_rows and not self.selects:
+        if self.whole_rows and not self.selects:
             self.selects = bool(lse.isnan().any()) or not _finite(dout, tiles.v_tiles)
         self.finite_keys = not blind and _finite(tiles.k_tiles)
         # rows of padding have no weights either, however large a term makes their scores

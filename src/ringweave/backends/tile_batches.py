@@ -29,6 +29,18 @@ def budget(device: torch.device | str) -> int:
     return _BUDGET if torch.device(device).type == "cpu" else _BUDGET_ELSEWHERE
 
 
+# Sides of the smallest tile.
+_LEAST = 16
+
+
+def tile_within(tile: tuple[int, int], nbytes: int, device: torch.device | str) -> tuple[int, int]:
+    """Return a tile with fewer queries if ``nbytes`` for each of its pairs exceed the budget of a batch twice."""
+    q_tile, kv_tile = tile
+    while q_tile > _LEAST and q_tile * kv_tile * nbytes > 2 * budget(device):
+        q_tile //= 2
+    return max(q_tile - q_tile % _LEAST, _LEAST), kv_tile
+
+
 @dataclass(eq=False, repr=False)
 class Batch:
     """R rows, each of a tile of queries with n tiles of keys.

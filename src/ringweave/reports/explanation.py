@@ -28,6 +28,7 @@ from ..patterns.shifted import Shifted, first_positions, with_offsets
 from ..plan import BlockPlan, Branch, branches
 from ..plan.causality import causality
 from ..score_functions.reading import Positions, check_device, read
+from ..score_functions.scored_program import function_of, with_function
 from ..terms import Term
 from ..terms.term import ScoreMod, as_listed, is_function
 from ..trace.values import Place
@@ -85,7 +86,7 @@ def explain(
     Raises:
         ShapeError: A size is below 1, or the key heads do not divide the query heads.
         PatternError: ``pattern`` is not a pattern, or is made for other sizes.
-        UnsupportedError: The named backend cannot run the case, with the reason.
+        UnsupportedError: The named backend cannot run the case, with the reason; or a function has effects.
     Example:
         >>> explain(rw.SlidingWindow(128), 1024, as_dict=True)["tiles"]["computed"]
         15
@@ -110,15 +111,16 @@ def explain(
         raise ShapeError("dtype", shown(dtype), "float32, float16, bfloat16 or float64", "Name one of them.")
     program.check_name(backend)
     kind = named_device(device).type
-    given, dropout, said = as_listed(terms), checked_dropout(dropout), ""
+    given, dropout, said, function = as_listed(terms), checked_dropout(dropout), "", None
     listed = tuple([term for term in given if isinstance(term, Term)])
     if any(map(is_function, given)):
         check_device(named_device(device))
         at = Positions.of(batch, heads, nq, nk, pattern, q_offset)
         found = read(given, at, acc_dtype(dtype), checked_scale(None, head_dim))
-        found.check_option("backend", backend, "auto")
         said = found.said
-        if found.score is not None:
+        if found.score is None:
+            function = function_of(found.function, found.graph, dtype, named_device(device))
+        else:
             listed = found.score.terms
             pattern = pattern if isinstance(found.score.pattern, Full) else pattern & found.score.pattern
     for term in listed:
@@ -128,7 +130,7 @@ def explain(
         batch, heads, kv_heads, nq, nk, head_dim, value_dim, dtype, kind, needs_grad, features(listed, dropout),
         learned if needs_grad else 0, pattern=pattern, q_offset=q_offset, backend=backend,
     )  # fmt: skip
-    made = Explanation.of(call, functions)
+    made = Explanation.of(call if function is None else with_function(call, function), functions)
     if not said:
         return made.as_dict() if as_dict else str(made)
     return {**made.as_dict(), "score_mod": said} if as_dict else f"{made}\nscore_mod {said}"
@@ -243,7 +245,7 @@ class Explanation:
                 "chosen": [{"backend": name, "branches": number} for number, name in program.describe(self.steps)],
                 "others": _others(self.steps, call, self.call.backend),
                 "measured": len(measured),
-                "tiles": sorted({branch.tile_size for branch, _ in self.steps if branch.tile_size is not None}),
+                "tiles": sorted({branch.tile_size for branch in measured if branch.tile_size is not None}),
                 "trials": _trials(self.steps, call),
             },
             "memory": _memory(call, work),

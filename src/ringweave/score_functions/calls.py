@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -19,6 +19,7 @@ from ..trace.graph import K, Q, deps_of
 from ..types import FIRST_POSITION, acc_dtype
 from ..validate import check_distances, check_tensors, checked, checked_scale, lengths, positions
 from .reading import Positions, Read, check_device, read
+from .scored_program import ScoredProgram
 
 # estimated size of a pattern without its tables
 _BYTES = 2**10
@@ -86,18 +87,14 @@ def _both(pattern: Pattern, mask: Pattern) -> Pattern:
 
 
 def attend(call: Scored) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of the call in tiles, without learned sinks.
+    """Compute (out, lse) of the call by a program with its function, without learned sinks.
 
     Raises:
         UnsupportedError: An option needs a kernel, or the function cannot be differentiated as the call asks.
         PatternError: The pattern does not fit the call.
     """
-    # imported with the first function that is no score terms
-    from .score_tiles import attend
-
     given, (scale, function, _, graph, _) = call.given, call.found
     call.found.check_option("context", given.context, None)
-    call.found.check_option("backend", given.backend, "auto")
     precision = as_precision(given.precision)
     for field in fields(precision):
         # the other fields are about kernels, storage and messages
@@ -108,6 +105,4 @@ def attend(call: Scored) -> tuple[Tensor, Tensor]:
     if known.pattern.tables and (graph is None or deps_of(graph.result) & (Q | K)):
         check_distances("a function of q and k", known.pattern)
     dropout = Dropout(known.dropout, int(tensors[-1])) if known.dropout else None
-    first = known.q_offset
-    out, lse, _ = attend(q, k, v, known.pattern, function, scale=scale, graph=graph, q_offset=first, dropout=dropout)
-    return out, lse
+    return ScoredProgram.of(replace(known, scale=scale), function, graph, q, k, dropout).attend(q, k, v)

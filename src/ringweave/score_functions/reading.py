@@ -74,7 +74,7 @@ class Read(NamedTuple):
     def said(self) -> str:
         """The way, in words."""
         if self.score is None:
-            return f"general path in place of the backend, slower than terms: {self.why}"
+            return f"general path, slower than terms: {self.why}"
         return self.score.said
 
 

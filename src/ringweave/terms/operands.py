@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 
 from .dropout import Dropout
+from .function import FUNCTION, Pass
 from .term import Pairs, Term
 
 
 class TermOperands(NamedTuple):
-    """The terms of a call in order and its dropout, and a view's heads, queries and keys as indices into the call's."""
+    """The terms of a call in order, or its score function, and its dropout, at the pairs of a view.
+
+    A view's heads, queries and keys are indices into the call's.
+    """
 
     terms: tuple[Term, ...]
     dropout: Dropout | None
@@ -21,6 +25,7 @@ class TermOperands(NamedTuple):
     columns: Tensor  # (Nk,) int64
     offsets: Tensor  # (B, 2) int64, positions of each batch element's first query and first key
     totals: tuple[Tensor | None, ...]  # the sum of each table's gradient, or None if it is not needed
+    function: Pass | None = None  # with the sums of its captured tensors' gradients
 
     def seeded(self, seed: int) -> TermOperands:
         """Return the operands with another seed of the dropout, if there is one."""
@@ -33,9 +38,21 @@ class TermOperands(NamedTuple):
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the terms, and "dropout": the features that a backend needs."""
-        dropped = {"dropout"} if self.dropout is not None else set()
-        return frozenset(type(term).__name__ for term in self.terms) | dropped
+        """Names of the terms, "dropout" and :data:`FUNCTION`: the features that a backend needs."""
+        others = (("dropout", self.dropout), (FUNCTION, self.function))
+        return frozenset([type(term).__name__ for term in self.terms] + [name for name, x in others if x is not None])
+
+    def restart(self) -> None:
+        """Discard the sums of gradients so far."""
+        for total in self.totals:
+            if total is not None:
+                total.zero_()
+        if self.function is not None:
+            self.function.restart()
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients of the tables, or of the captured tensors, that need one."""
+        return [x for x in self.totals if x is not None] if self.function is None else self.function.gradients()
 
     def pairs(self, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Pairs:
         """Return the call's indices and positions of the view's pairs.

@@ -169,6 +169,10 @@ class Table:
             _View(slices, order).of(whole).add_(total)
         return whole.to(self.source.dtype)
 
+    def restart(self) -> None:
+        """Discard the sum so far."""
+        self._sums.clear()
+
     def _sum(self, view: _View) -> Tensor:
         key = view.slices, view.order
         if key not in self._sums:
@@ -204,6 +208,11 @@ class Pass:
         #: Tables of the captured tensors that learn.
         self.tables = {node: Table(x) for (node, x), learn in zip(self.values.items(), wanted, strict=True) if learn}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values of one pair."""
+        return self.formula.nbytes
+
     def __call__(self, scores: Tensor, at: Arguments) -> Tensor:
         """Return the result for scores, without gradients, in memory that nothing else uses but the scores."""
         with torch.no_grad():
@@ -226,6 +235,11 @@ class Pass:
     def gradients(self) -> list[Tensor]:
         """Return the gradients of the captured tensors that learn, in their dtypes."""
         return [table.gradient() for table in self.tables.values()]
+
+    def restart(self) -> None:
+        """Discard the sums of gradients so far."""
+        for table in self.tables.values():
+            table.restart()
 
 
 class _Read:

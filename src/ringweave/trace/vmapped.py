@@ -178,6 +178,11 @@ class Pass:
         self.inputs = [leaf for _, leaf in self.leaves.values()] + hidden
         self.totals = [torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in self.inputs]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that the function computes for a pair."""
+        return self.of.nbytes
+
     def __call__(self, scores: Tensor, at: Arguments) -> Tensor:
         """Return the function of scores, without gradients, in memory that nothing else uses."""
         with torch.no_grad():
@@ -199,6 +204,11 @@ class Pass:
     def gradients(self) -> list[Tensor]:
         """Return the gradients of the captured tensors that learn, in their dtypes."""
         return [total.to(x.dtype) for x, total in zip(self.inputs, self.totals, strict=True)]
+
+    def restart(self) -> None:
+        """Discard the sums of gradients so far."""
+        for total in self.totals:
+            total.zero_()
 
 
 class Differentiated:

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# columns of a matrix of weights that one call computes
-_COLUMNS = 256
+from ...weights import by_columns
+
 # flash-attn rounds both sizes of the matrix up to a multiple of this
 _ROUNDED = 128
 
@@ -19,8 +19,7 @@ def signed_weights(
 ) -> Tensor:
     """Return (..., H, keys), the weight of each query for each key of its sequence, negative where it was dropped.
 
-    A column of weights is the output for values that are 1 at its key and 0 at others. Each call repeats the seed of
-    the call that dropped the weights.
+    Each call repeats the seed of the call that dropped the weights.
 
     Args:
         attend: Function of values and a share to drop that returns the output.
@@ -30,16 +29,15 @@ def signed_weights(
         like: Values of the call.
         dropout: Share of the weights that was dropped.
     """
-    parts = []
+
+    def signed(values: Tensor) -> Tensor:
+        values = values[..., None, :].expand(*like.shape[:-1], -1)
+        torch.set_rng_state(state)
+        left, every = attend(values, dropout), attend(values, 0.0)
+        return torch.where(left == 0, -every, every)
+
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        # a call without keys has a matrix without columns
-        for start in range(0, max(keys, 1), _COLUMNS):
-            columns = torch.arange(start, min(start + _COLUMNS, keys), device=like.device)
-            values = (index[..., None, None] == columns).to(like.dtype).expand(*like.shape[:-1], len(columns))
-            torch.set_rng_state(state)
-            left, every = attend(values, dropout), attend(values, 0.0)
-            parts.append(torch.where(left == 0, -every, every))
-    return torch.cat(parts, -1)
+        return by_columns(signed, index, keys, like.dtype)
 
 
 def rounded_up(weights: Sequence[Tensor], queries: int, keys: int) -> Tensor:

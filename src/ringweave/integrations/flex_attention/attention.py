@@ -7,14 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import validate
 from ...api import attention_with_lse
-from ...patterns import Full
-from ...score_functions.reading import Positions, Read, read
+from ...call import Arguments
+from ...call import Call as AttentionCall
+from ...patterns import Full, Pattern
+from ...score_functions.reading import Positions, read
+from ...score_functions.scored_program import ScoredProgram
 from ...terms.term import ScoreMod
 from ...torch_compat import uncompiled
 from ...trace.values import Place
 from ...types import acc_dtype
-from ...validate import check_tensors
 from .argument_checks import Call, checked
 from .block_masks import pattern_of
 
@@ -102,24 +105,26 @@ def _attend(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     query, key, value, scale = call
     batch, heads, nq, _ = query.shape
-    place, most = Place(batch, heads, nq, key.shape[2]), None
-    pairs = 0 not in place[:4]
-    pattern = pattern_of(block_mask, place) if pairs else Full()
-    if with_max or not pairs:
-        # imported with the first call that needs it
-        from ...score_functions.score_tiles import attend
-
-        check_tensors(query, key, value, empty=True)
-        given, dtype = score_mod or _unchanged, acc_dtype(query.dtype)
-        found = read((given,), Positions(place), dtype, scale) if pairs else Read(scale, given)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and found.score is None):
-            out, lse, most = attend(query, key, value, pattern, given, scale=scale, graph=found.graph)
-        if found.score is None:
-            return _in_order_of(query, out), lse, most if with_max else None
+    place = Place(batch, heads, nq, key.shape[2])
+    if 0 in place[:4]:
+        validate.check_tensors(query, key, value, empty=True)
+        whole = AttentionCall.of(query, key, value, Full(), scale=scale)
+        program = ScoredProgram.of(whole, score_mod or _unchanged, None, query, key)
+        return *program.attend(query, key, value), program.largest(query, key) if with_max else None
+    pattern = pattern_of(block_mask, place)
     terms = () if score_mod is None else score_mod
     # given, since a causal mask of fewer queries than keys is no mistake here
     out, lse = attention_with_lse(query, key, value, pattern, scale=scale, terms=terms, q_offset=0)
+    most = _largest(call, score_mod or _unchanged, pattern, place) if with_max else None
     return _in_order_of(query, out), lse, most
+
+
+def _largest(call: Call, score_mod: ScoreMod, pattern: Pattern, place: Place) -> Tensor:
+    """Return the largest score of each row."""
+    query, key, value, scale = call
+    graph = read((score_mod,), Positions(place), acc_dtype(query.dtype), scale).graph
+    whole = validate.checked(Arguments(query, key, value, pattern, scale)).call
+    return ScoredProgram.of(whole, score_mod, graph, query, key).largest(query, key)
 
 
 def _unchanged(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def explain(
     Example:
         >>> from ringweave.integrations.flex_attention import explain
         >>> print(explain(q, k, v, lambda score, b, h, i, j: score.relu()).splitlines()[-1])
-        score_mod general path in place of the backend, slower than terms: relu of the score is no score term
+        score_mod general path, slower than terms: relu of the score is no score term
     """
     call = checked(query, key, value, block_mask, scale, enable_gqa)
     check_tensors(*call[:3])

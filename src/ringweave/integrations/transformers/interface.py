@@ -21,6 +21,7 @@ from ...patterns.fitting import refuse
 from ...patterns.global_tokens import within_length
 from ...terms import Bias, Softcap, Term
 from ...torch_compat import version
+from ...weights import COLUMNS, by_columns
 from .indexers import all_keys, swap
 from .keywords import DOCUMENTS, OTHER, POSITIONS, READ, apart, check, same_documents
 from .latents import Latents, expand_later, states_of
@@ -49,9 +50,6 @@ from .saved_patterns import (
     tell_when_saved,
     text_of,
 )
-
-# number of columns of a map of weights that one call of attention gives
-_COLUMNS = 256
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -378,20 +376,17 @@ def _check_tree(pattern: Pattern, own: Pattern, kind: str) -> None:
 
 
 def _weights(query: Tensor, key: Tensor, pattern: Pattern, options: dict[str, Any]) -> Tensor:
-    """Return the weights (B, Hq, q, k) of a call: with unit vectors as values, attention returns columns of weights."""
+    """Return the weights (B, Hq, q, k) of a call."""
     batch, heads, nk = key.shape[:3]
     if not torch.compiler.is_compiling():
         numbers = f"{batch * query.shape[1] * query.shape[2] * nk:,} weights of each layer"
-        remedy = f"Each layer computes attention {1 + -(-nk // _COLUMNS)} times and keeps all pairs."
+        remedy = f"Each layer computes attention {1 + -(-nk // COLUMNS)} times and keeps all pairs."
         warn_once("output_attentions", "output_attentions", numbers, "False where weights are not read", remedy)
-    columns = []
-    for first in range(0, nk, _COLUMNS):
-        # kernels take widths that are multiples of 8
-        width = min(_COLUMNS, -(-(nk - first) // 8) * 8)
-        units = torch.arange(nk, device=key.device)[:, None] == torch.arange(first, first + width, device=key.device)
-        values = units.to(key.dtype).expand(batch, heads, -1, -1)
-        columns.append(attention(query, key, values, pattern, **options))
-    return torch.cat(columns, -1)[..., :nk]
+
+    def attended(values: Tensor) -> Tensor:
+        return attention(query, key, values.expand(batch, heads, -1, -1), pattern, **options)
+
+    return by_columns(attended, torch.arange(nk, device=key.device), nk, key.dtype)
 
 
 def register() -> None:
