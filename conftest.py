@@ -44,7 +44,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
         # a busy machine is no failure
         slow = [hypothesis.HealthCheck.too_slow]
-        hypothesis.settings.register_profile("ringweave", deadline=None, suppress_health_check=slow)
+        examples = 100 if sampled.is_long() else 40
+        hypothesis.settings.register_profile(
+            "ringweave", deadline=None, max_examples=examples, suppress_health_check=slow
+        )
         hypothesis.settings.load_profile("ringweave")
 
 
@@ -63,9 +66,8 @@ LONGEST = [
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that need a GPU are skipped where there is none; what compilers there warn of is no failure."""
     if not sampled.is_long():
-        out = [item for item in items if sampled.is_left_out(item)]
-        config.hook.pytest_deselected(items=out)
-        left_out = set(out)
+        left_out = sampled.left_out(items)
+        config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
     if "PYTEST_XDIST_WORKER" in os.environ:
         begin = {name: place - len(LONGEST) for place, name in enumerate(LONGEST)}

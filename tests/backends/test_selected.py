@@ -59,7 +59,6 @@ def conforms(x: Inputs, pattern: Pattern, backend: str, q_offset: int = 0) -> No
 # ---- the five results ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3, whole="backend")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64, 128])
@@ -77,7 +76,6 @@ def test_groups_and_block_sizes(
         conforms(x, lists & rw.Causal() & ~rw.Strided(5), backend, q_offset=nk - nq)
 
 
-@pytest.mark.sampled(2, whole="backend")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128), (576, 512)], ids=str)

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import importlib.util
-import mmap
+import itertools
 import os
 import secrets
 import signal
-import struct
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections import Counter
 from pathlib import Path
+from random import Random
+from typing import Any
 
 # processes that run together
 _AT_ONCE = 2
-_MOST_FINDS = 3
-# seconds for one case and for shrinking it, on a busy machine
-_LONGEST = 240
+# seconds for one case, on a busy machine, and for shrinking
+_LONGEST, _SHRINKING = 240, 20.0
+# that a case is drawn from
+_BYTES = 4000
 
 
 def main() -> int:
@@ -34,8 +38,6 @@ def main() -> int:
     parser.add_argument(
         "--sequences", action="store_true", help="sequences of calls that share parts, instead of calls"
     )
-    parser.add_argument("--case", type=int, help="the number of one case, to run alone")
-    parser.add_argument("--finds", type=int, default=_MOST_FINDS, help="different ones, after which a process stops")
     parser.add_argument("--progress", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.seed is None:
@@ -63,24 +65,24 @@ def all_of_them(seconds: float, seed: int) -> int:
     share = seconds * _AT_ONCE / len(jobs)
     print(f"seed {seed}, {share:.0f} seconds each", flush=True)
     waiting, running, failed = list(reversed(jobs)), [], 0
-    while waiting or running:
-        while waiting and len(running) < _AT_ONCE:
-            running.append(Process(waiting.pop(), seed, share))
-        time.sleep(0.05)
-        for process in [each for each in running if each.ended()]:
-            running.remove(process)
-            failed += process.report()
+    with tempfile.TemporaryDirectory() as folder:
+        while waiting or running:
+            while waiting and len(running) < _AT_ONCE:
+                running.append(Process(waiting.pop(), seed, share, Path(folder, str(len(waiting)))))
+            time.sleep(0.05)
+            for process in [each for each in running if each.ended()]:
+                running.remove(process)
+                failed += process.report()
     return 1 if failed else 0
 
 
 class Process:
-    """One backend's process, and the number of its present case, which is kept after a crash."""
+    """One backend's process, and a file with its present case, which is kept after a crash."""
 
-    def __init__(self, job: list[str], seed: int, seconds: float):
-        self.job = [*job, "--seed", str(seed)]
-        self.place = Path(f"/tmp/ringweave-fuzz-{os.getpid()}-{'-'.join(word.strip('-') for word in job)}")
-        self.place.write_bytes(bytes(8))
-        command = [sys.executable, "-m", "tests.fuzz", *self.job, "--seconds", str(seconds), "--progress", self.place]
+    def __init__(self, job: list[str], seed: int, seconds: float, case: Path):
+        self.job, self.case = [*job, "--seed", str(seed)], case
+        case.touch()
+        command = [sys.executable, "-m", "tests.fuzz", *self.job, "--seconds", str(seconds), "--progress", str(case)]
         environment = os.environ | {"OMP_NUM_THREADS": "2"}
         self.process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -97,29 +99,29 @@ class Process:
         said, code = self.process.communicate()[0], self.process.returncode
         print(said, end="", flush=True)
         if code < 0 or (code and "FIND" not in said):
-            (index,) = struct.unpack("q", self.place.read_bytes())
             how = f"dies of {signal.Signals(-code).name}" if code < 0 and code != -signal.SIGKILL else "hangs or stops"
-            print(f"FIND: case {index} of {' '.join(self.job)} {how}")
-            if "--sequences" not in self.job:
-                from .calls import draw, program
-
-                inputs, lines = program(draw(self.job[1], int(self.job[-1]), index))
-                print(*inputs, *lines, sep="\n")
-        self.place.unlink()
+            print(f"FIND: python -m tests.fuzz {' '.join(self.job)} {how}\n{self.case.read_text()}")
         return code != 0
 
 
+class Over(KeyboardInterrupt):
+    """The time is over; Hypothesis lets this exception pass."""
+
+
 def one(options: argparse.Namespace) -> int:
-    """Run one backend in this process."""
+    """Run one backend in this process, up to its first find."""
     faulthandler.enable()
-    import torch
+    import hypothesis
+    from hypothesis import strategies as st
+    from hypothesis.database import InMemoryExampleDatabase
 
     from . import sequences
-    from .calls import draw
+    from .calls import FINE, text
     from .check import Find, Refused, check
-    from .shrink import FINE, shrink, text
+    from .strategies import Choices, calls
 
     warnings.simplefilter("error")
+    warnings.simplefilter("ignore", hypothesis.errors.HypothesisWarning)
     if options.backend == "triton":
         # discarded results may combine infinities, and numpy, which computes for the interpreter, warns of that
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -127,61 +129,60 @@ def one(options: argparse.Namespace) -> int:
     name += " --sequences" * options.sequences
     if options.fine:
         exec(FINE)
-    progress = mmap.mmap(os.open(options.progress, os.O_RDWR), 8) if options.progress else bytearray(8)
     counts: Counter[str] = Counter()
-    kinds: set[str] = set()
-    index = -1 if options.case is None else options.case - 1
-    start = time.monotonic()
-    while options.case is None or index < options.case:
-        index += 1
-        if index == 1:
-            # the first call also loads modules that torch loads late, which takes seconds on a busy machine
-            start = time.monotonic()
-        if time.monotonic() - start > options.seconds and options.case is None and index:
-            break
+    shown, before, ends = "", 0, float("inf")
+
+    # a failing case is kept, and then made small
+    @hypothesis.settings(
+        database=InMemoryExampleDatabase(), deadline=None, report_multiple_bugs=False,
+        phases=[hypothesis.Phase.reuse, hypothesis.Phase.shrink], suppress_health_check=[*hypothesis.HealthCheck],
+    )  # fmt: skip
+    @hypothesis.given(st.data())
+    def tried(data: Any) -> None:
+        nonlocal shown, before, ends
+        if time.monotonic() > ends:
+            raise Over
         # a call that hangs prints its stack
         faulthandler.dump_traceback_later(_LONGEST, exit=True)
-        progress[:8] = struct.pack("q", index)
-        again = f"python -m tests.fuzz --backend {name} --seed {options.seed} --case {index}"
-        if options.sequences:
-            try:
-                sequences.run(options.backend, options.seed, index)
-                counts["checked"] += 1
-            except Find as find:
-                counts["finds"] += 1
-                if find.kind not in kinds:
-                    print(f"FIND: {again}\n{find}\n{find.line}\n", flush=True)
-                kinds.add(find.kind)
-                if len(kinds) >= options.finds:
-                    break
-            continue
-        call = draw(options.backend, options.seed, index)
+        call = None if options.sequences else data.draw(calls(options.backend))
+        if call is not None and options.progress:
+            options.progress.write_text(text(call, None, options.variant, options.fine))
         try:
-            counts[check(call)] += 1
+            if call is None:
+                sequences.run(options.backend, Choices(data.draw))
+            counts["checked" if call is None else check(call)] += 1
         except Refused:
             counts["refused"] += 1
         except Find as find:
-            counts["finds"] += 1
-            with torch.random.fork_rng():
-                smaller, shown = shrink(call, find)
-            printed = text(smaller, shown, options.variant, options.fine)
-            terms = [term.kind for term in smaller.score_terms.terms]
-            key = (
-                f"{shown.kind} {smaller.tree.kind} {smaller.layouts if shown.kind.startswith('value') else ''} {terms}"
-            )
-            if key not in kinds:
-                print(f"FIND: {again}\n{printed}\n", flush=True)
-            kinds.add(key)
-            if len(kinds) >= options.finds:
+            if not shown:
+                before, ends = sum(counts.values()), time.monotonic() + _SHRINKING
+            # the last one is the smallest
+            shown = f"{find}\n{find.line}" if call is None else text(call, find, options.variant, options.fine)
+            raise
+
+    start = time.monotonic()
+    try:
+        for index in itertools.count():
+            if index == 1:
+                # the first call also loads modules that torch loads late, which takes seconds on a busy machine
+                start = time.monotonic()
+            if index and time.monotonic() - start > options.seconds:
                 break
-    ran = sum(counts.values())
-    seconds = time.monotonic() - start
+            # uniform draws: Hypothesis' own would be of plain calls for the most part
+            tried.hypothesis.fuzz_one_input(Random(f"{options.backend} {options.seed} {index}").randbytes(_BYTES))
+    except Find:
+        with contextlib.suppress(Find, Over):
+            tried()
+    if shown:
+        again = f"python -m tests.fuzz --backend {name} --seed {options.seed}"
+        print(f"FIND after {before} cases: {again}\n{shown}\n", flush=True)
+    ran, seconds = sum(counts.values()), time.monotonic() - start
     print(
         f"{name}: {ran} cases ({', '.join(f'{n} {what}' for what, n in sorted(counts.items()))}) in {seconds:.0f} s, "
         f"{ran / seconds:.0f} a second, seed {options.seed}",
         flush=True,
     )
-    return 1 if counts["finds"] else 0
+    return 1 if shown else 0
 
 
 if __name__ == "__main__":

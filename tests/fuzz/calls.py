@@ -27,6 +27,14 @@ CALLS = ["attention", "attention", "context", "no_grad", "inference_mode", "merg
 DTYPES = ["float32", "float32", "bfloat16", "float16", "float64"]
 
 
+class Find(Exception):  # noqa: N818
+    """A bug: ``kind`` in a word or two, a description, and a line that shows it."""
+
+    def __init__(self, kind: str, what: str, line: str = ""):
+        super().__init__(f"{kind}: {what}")
+        self.kind, self.what, self.line = kind, what, line
+
+
 @dataclass(frozen=True)
 class Call:
     """One call of the library; its fields determine everything that happens."""
@@ -161,9 +169,28 @@ def program(call: Call) -> tuple[list[str], list[str]]:
     return inputs, lines
 
 
-def draw(backend: str, seed: int, index: int) -> Call:
-    """Draw the call with this number; equal arguments draw an equal call on every instruction set."""
-    r = Random(f"{backend} {seed} {index}")
+#: otherwise small calls would have one tile and one branch
+FINE = (
+    "import sys, ringweave; m = sys.modules; m['ringweave.plan.branches']._BRANCH_COST = -1e9; "
+    "m['ringweave.plan.tile_size'].DEFAULT_TILE_SIZE = 16"
+)
+
+
+def text(call: Call, find: Find | None, variant: str | None, fine: bool) -> str:
+    """Return the call as Python that does not need the fuzzer, and ends in a line that shows the bug."""
+    inputs, lines = program(call)
+    if variant is not None:
+        inputs[0] = f"import os; os.environ[{'RINGWEAVE_CPU_VARIANT'!r}] = {variant!r}; {inputs[0]}"
+    if fine:
+        inputs.insert(1, FINE)
+    if find is None:
+        return "\n".join([*inputs, *lines])
+    shown = [f"print({find.line.replace('  #', ')  #')}"] if find.line else []
+    return "\n".join([f"# {find.kind}: {find.what}", *inputs, *lines, *shown])
+
+
+def draw(r: Random, backend: str) -> Call:
+    """Draw a call of a backend."""
     slow = backend == "triton"
     heads, kv_heads = r.choice(
         [(1, 1), (2, 2), (4, 4), (2, 1), (4, 2), (4, 1), (3, 1), (6, 3), (5, 5), (8, 2), (8, 8), (16, 1)]
@@ -211,9 +238,7 @@ def draw(backend: str, seed: int, index: int) -> Call:
         loss="out" if how in ("attention", "longnet_attention", "weights") else r.choice(["both", "both", "out", "lse"]),
         how=how, detach_weights=detach, threads=r.choice([1] * 5 + [2]), poisoned=r.random() < 0.2, dead=dead, seed=r.randint(0, 10**6), first=first,
     )  # fmt: skip
-    # a generator of its own, so that all other draws stay as they are without it
-    call = _hostile(Random(f"hostile {backend} {seed} {index}"), call)
-    r = Random(f"scoring {backend} {seed} {index}")
+    call = _hostile(r, call)
     if (
         how in ("longnet_attention", "weights")
         or call.broken
@@ -247,7 +272,7 @@ def _hostile(r: Random, call: Call) -> Call:
         return replace(call, broken=broken, dead=False, leaves=leaves)
     if choice < 0.18:
         return replace(call, packed=call.how not in ("no_grad", "inference_mode"))
-    return replace(call, forked=choice > 0.998 and call.backend != "triton")
+    return replace(call, forked=choice < 0.182 and call.backend != "triton")
 
 
 def _sizes(r: Random, heads: int, how: str, slow: bool) -> Sizes:

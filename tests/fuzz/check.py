@@ -19,20 +19,12 @@ import ringweave as rw
 from ..dropped import next_seed
 from ..oracle import Inputs
 from . import score_terms, trees
-from .calls import Call, program
+from .calls import Call, Find, program
 from .truth import Truth, rounding, torch_own
 
 
 class Refused(Exception):  # noqa: N818
     """A named backend refused the call."""
-
-
-class Find(Exception):  # noqa: N818
-    """A bug: ``kind`` in a word or two, a description, and a line that shows it."""
-
-    def __init__(self, kind: str, what: str, line: str = ""):
-        super().__init__(f"{kind}: {what}")
-        self.kind, self.what, self.line = kind, what, line
 
 
 def check(call: Call) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 import ringweave as rw
 
 from ..oracle import attention
-from .check import Find
+from .calls import Find
 
 STEPS = 40
 _MOST = 420  # keys of the longest call
@@ -297,13 +297,12 @@ class World:
             setattr(self, name, new)
 
 
-def run(backend: str, seed: int, index: int) -> None:
+def run(backend: str, r: Random) -> None:
     """Run one sequence.
 
     Raises:
         Find: An answer is wrong, or a call raised.
     """
-    r = Random(f"sequence {backend} {seed} {index}")
     torch.manual_seed(r.randrange(2**31))
     torch.set_num_threads(r.choice([1, 1, 2]))
     world = World(r, backend)

@@ -163,15 +163,15 @@ RESIDUES = ["Strided", "Dilated", "dilated_blocks", "Neighborhood", "natten_1d"]
 def draw(r: Random, s: Sizes, depth: int = 3) -> Tree:
     """Draw a relation."""
     choice = r.random()
-    if depth and choice < 0.45:
+    if choice < 0.1:
+        return _draw_within(r, s, depth)
+    if depth and choice < 0.55:
         kind = r.choice(["&", "|", "|", "~"])
         parts = 1 if kind == "~" else r.choice([2, 2, 3])
         return Tree(kind, (), tuple(draw(r, s, depth - 1) for _ in range(parts)))
-    if depth and choice < 0.5:
+    if depth and choice < 0.6:
         different = [draw(r, s, depth - 2 if depth > 1 else 0) for _ in range(min(s.heads, r.randint(1, 3)))]
         return Tree("PerHead", (), tuple(r.choice(different) for _ in range(s.heads)))
-    if choice > 0.9:
-        return _draw_within(r, s, depth)
     while True:
         kind = r.choice(RESIDUES if r.random() < 0.15 else list(KINDS))
         tree = Tree(kind, KINDS[kind].draw(r, s))

@@ -562,8 +562,21 @@ def compiled(function: Callable[..., Any], place: str, padded: Tensor, *, row: b
     return got > 0, wanted
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "all but a window"])
+#: with every operation and every table that a mask has; compiling takes seconds each
+COMPILED = ("chunks after padding", "packed, window", "window and blocks")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *COMPILED,
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in FUNCTIONS
+            if name not in (*COMPILED, "all but a window")
+        ),
+    ],
+)
 def test_one_graph_has_the_pairs_of_a_mask(name: str) -> None:
     """A prefill, and a step at a position in a tensor; torch.compile cannot trace ``~`` of a symbol."""
     padded = torch.ones(B, N, dtype=torch.bool)

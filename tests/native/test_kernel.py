@@ -81,7 +81,6 @@ def test_scores_of_several_hundred(variant: str) -> None:
     shared_case(70, 90, (32, 32), scale=40.0).check(variant)
 
 
-@pytest.mark.sampled(2)
 @every_variant
 @every_dtype
 @pytest.mark.parametrize(
@@ -213,7 +212,6 @@ def test_threads_change_nothing(lengths: tuple[int, int], heads: tuple[int, int]
         assert all(torch.equal(first[name], again[name]) for name in NAMES)
 
 
-@pytest.mark.sampled(3)
 @every_variant
 @every_dtype
 @pytest.mark.parametrize("density", [0.15, 1.0])

@@ -75,7 +75,6 @@ def masks_of(pattern: str) -> Tensor:
     return (window if pattern == "window" else window | (i < 3))[None]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dim", [64, 24])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("heads", [(2, 2), (4, 1)], ids=str)

@@ -6,6 +6,7 @@ Ranks are held to one device's bits in ``parallel/test_schedules``.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -248,9 +249,8 @@ def draw_rows(n: int) -> list[tuple[int, int]]:
 
 
 @as_many_threads()
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("n", [704, 2896])
-@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.sampled
+@pytest.mark.parametrize(("dtype", "n"), list(itertools.product(DTYPES, [704, 2896])))
 @pytest.mark.parametrize("name", list(cases.PATTERNS | cases.MIXTURES))
 def test_same_bits_of_the_gallery(name: str, dtype: str, n: int) -> None:
     pattern = (cases.PATTERNS | cases.MIXTURES)[name](n)
@@ -269,7 +269,6 @@ def test_same_bits_of_the_gallery(name: str, dtype: str, n: int) -> None:
     assert checked >= (8 if draws_rows(pattern) else 3)
 
 
-@pytest.mark.sampled(12)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("name", ["sinks", "around"])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -88,7 +88,6 @@ def test_painted_rows_have_the_bits_of_planned_rows(tile: int, dtype: torch.dtyp
         assert all(map(torch.equal, got, want)), n
 
 
-@settings(max_examples=60)
 @given(data=st.data())
 def test_pages_of_sequences_of_any_length(data: st.DataObject) -> None:
     """Sequences over pages differ in length, and may be empty; their tables hold any pages."""

@@ -220,7 +220,6 @@ def test_few_and_odd_queries(nq: int, heads: tuple[int, int], dims: tuple[int, i
     scored(name, plain, offsets=True).check(variant)
 
 
-@pytest.mark.sampled(2)
 @every_variant
 @pytest.mark.parametrize("nq", [2, 150])
 @pytest.mark.parametrize("offsets", [False, True])

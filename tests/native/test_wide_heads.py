@@ -20,7 +20,6 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 every_dtype = pytest.mark.parametrize("dtype", list(DTYPES))
 
 
-@pytest.mark.sampled(2, whole="variant")
 @every_variant
 @every_dtype
 @pytest.mark.parametrize("dims", WIDE, ids=str)
@@ -29,7 +28,6 @@ def test_results_and_gradients(dims: tuple[int, int], dtype: str, variant: str) 
     shared_case(130, 100, (64, 32), dtype=dtype, dims=dims).check(variant)
 
 
-@pytest.mark.sampled(4, whole="variant")
 @every_variant
 @every_dtype
 @pytest.mark.parametrize("dims", WIDE, ids=str)

@@ -25,7 +25,6 @@ def hold(pool: Pool, *options: object) -> None:
     assert sum(result["received"] for result in results) > 0
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("compiler", [None, "aot_eager"])
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "computed_again"])
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])

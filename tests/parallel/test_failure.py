@@ -19,8 +19,8 @@ from .jobs_failure import READY
 from .processes import Pool, environment, fresh, server
 
 JOBS = "tests.parallel.jobs_failure"
-# each rank is a victim twice
-REPETITIONS = 20 if is_long() else 8
+# each rank is a victim
+REPETITIONS = 20 if is_long() else 4
 # seconds in which a failure is noticed on a busy machine, long before the deadline of 20 or 30 s
 SOON = 15.0
 

@@ -89,7 +89,6 @@ def tables(draw: st.DrawFn) -> tuple[torch.Tensor, Placement]:
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (4, 2)])
-@settings(max_examples=150)
 @given(case=tables(), of_key=st.integers(1, 12), of_query=st.integers(1, 12))
 def test_movement_is_valid_and_minimal(
     heads: tuple[int, int], case: tuple[torch.Tensor, Placement], of_key: int, of_query: int
@@ -136,7 +135,7 @@ def test_where_no_flow_is_solved_such_pairs_move_keys(
     check_computed_once(demand, (move,))
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(case=tables(), of_key=st.integers(1, 12), of_query=st.integers(1, 6), cap=st.floats(0.5, 1.5))
 def test_delegated_work_stays_under_the_cap(
     case: tuple[torch.Tensor, Placement], of_key: int, of_query: int, cap: float

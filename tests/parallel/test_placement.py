@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ringweave as rw
@@ -32,7 +32,6 @@ MAKERS: dict[str, Callable[[int, int, int], Placement]] = {
 
 
 @pytest.mark.parametrize("name", list(MAKERS))
-@settings(max_examples=60)
 @given(
     tokens=st.integers(1, 3000),
     ranks=st.integers(1, 8),

@@ -45,7 +45,7 @@ def one_device(name: str, tokens: int, **sizes: Any) -> OneDevice:
     return OneDevice.of(Inputs.random(tokens, heads=4, dim=8, **sizes), EVERYTHING[name](tokens))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", list(EVERYTHING))
 @pytest.mark.parametrize(
     ("schedule", "place"), [*(("allgather", place) for place in GATHERED), *(("ring", place) for place in AROUND)]
@@ -59,7 +59,6 @@ def test_every_pattern(name: str, schedule: str, place: tuple[int, str, int | No
     one.check(joined(spread(ranks, one.x, one.pattern, per_node, **options), 333))
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("tokens", [1, 17, 700])
 @pytest.mark.parametrize("name", ["sinks", "per_head", "longnet_causal", "global"])
@@ -86,6 +85,7 @@ BITWISE = {
 @pytest.mark.skipif(
     cpu.module() is None, reason="batched products of another shape round differently: native kernel only"
 )
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", list(BITWISE))
 def test_forward_bits(name: str, dtype: torch.dtype, poisoned: None) -> None:
@@ -104,7 +104,7 @@ def test_forward_bits(name: str, dtype: torch.dtype, poisoned: None) -> None:
 
 
 @pytest.mark.skipif(cpu.module() is None, reason="as above")
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", list(EVERYTHING))
 def test_forward_bits_of_the_gallery(name: str, dtype: torch.dtype) -> None:
@@ -136,7 +136,8 @@ def test_queries_move_to_many_keys(poisoned: None) -> None:
     pattern = rw.SlidingWindow(256) | rw.Global(128)
     around = spread(4, x, pattern, schedule="ring", placement="contiguous")
     gathered = spread(4, x, pattern, schedule="allgather", placement="contiguous")
-    OneDevice.of(x, pattern).check(joined(around, 4096))
+    # the float64 oracle of so many pairs takes nine seconds
+    torch.testing.assert_close(joined(around, 4096), alone(x, pattern), atol=1e-4, rtol=1e-4)
     assert max(sum(share.received) for share in around) < 0.7 * max(sum(share.received) for share in gathered)
 
 

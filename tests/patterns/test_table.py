@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -41,7 +41,6 @@ def listed(draw: st.DrawFn, side: int | tuple[int, int] = 4) -> tuple[rw.BlockTa
     return rw.BlockTable(indices=indices.to(kind), counts=counts, key_blocks=columns, block_size=side), mask
 
 
-@settings(max_examples=100)
 @given(listed())
 def test_lists_are_ascending_and_say_each_block_once(drawn: tuple[rw.BlockTable, Tensor]) -> None:
     table, mask = drawn
@@ -59,7 +58,6 @@ def test_lists_are_ascending_and_say_each_block_once(drawn: tuple[rw.BlockTable,
     assert table.blocks.shape == mask.shape
 
 
-@settings(max_examples=60)
 @given(listed())
 def test_a_table_of_lists_is_a_value(drawn: tuple[rw.BlockTable, Tensor]) -> None:
     table, mask = drawn
@@ -86,7 +84,6 @@ def test_a_table_of_lists_is_a_value(drawn: tuple[rw.BlockTable, Tensor]) -> Non
     assert torch.equal(strided.to_dense(nq // 2, nk // 2, heads, batch=batch), dense[..., 1::2, 1::2])
 
 
-@settings(max_examples=100)
 @given(listed((3, 5)), st.data())
 def test_tiles_of_lists_and_masks_agree(drawn: tuple[rw.BlockTable, Tensor], data: st.DataObject) -> None:
     """Lists and masks reach equal tiles, for tile sizes below and above the block's, and no tile without a pair."""

@@ -24,6 +24,7 @@ from ringweave.trace.graph import UntraceableError
 from ringweave.trace.symbols import trace
 from ringweave.trace.values import Place
 
+from ..sampled import is_long
 from ..trace import test_relation_fuzz as fuzz
 from ..trace.definitions import by_pair
 from ..trace.masks import masks
@@ -102,7 +103,7 @@ def test_how_many_have_a_pattern() -> None:
     assert len(known) == 114
 
 
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("part", range(10 if is_long() else 3))
 def test_random_masks(part: int) -> None:
     outcomes = [compared(seed) for seed in range(part * 50, (part + 1) * 50)]
     assert outcomes.count("zones") >= 15, outcomes

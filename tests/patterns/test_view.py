@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ringweave as rw
@@ -89,7 +89,6 @@ def test_views_of_each_kind(name: str) -> None:
         assert same_pairs(LEAVES[name], 4, offset) is not None
 
 
-@settings(max_examples=80, deadline=None)
 @given(patterns(), st.sampled_from([2, 3, 4, 5, 12]), st.data())
 def test_views_of_expressions(pattern: Pattern, rate: int, data: st.DataObject) -> None:
     seen = same_pairs(pattern, rate, data.draw(st.integers(0, rate - 1)))

@@ -147,7 +147,6 @@ def trees(draw: st.DrawFn, n: int) -> Pattern:
     return pattern
 
 
-@settings(max_examples=150)
 @given(st.data())
 def test_any_tree(data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 300))
@@ -234,7 +233,7 @@ def of_tensor(draw: st.DrawFn, kind: int, n: int, batch: int) -> Pattern:
             return rw.BlockTable(numbers((*lead, *((1,) * len(lead)), n, n), 1).bool(), 1)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.data())
 def test_any_heads_of_few_tokens(data: st.DataObject) -> None:
     """Few tokens have many tensors of equal bytes."""

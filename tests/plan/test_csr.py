@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,7 +43,6 @@ def same(plan: BlockPlan, other: BlockPlan) -> None:
         assert torch.equal(getattr(plan, name)[:nnz], getattr(other, name)[:nnz]), name
 
 
-@settings(max_examples=80)
 @given(listed(SIDE), st.data())
 def test_lists_are_planned_as_their_mask(drawn: tuple[rw.BlockTable, Tensor], data: st.DataObject) -> None:
     table, mask = drawn
@@ -76,7 +75,6 @@ INSIDE: dict[str, Pattern] = {
 }
 
 
-@settings(max_examples=80)
 @given(listed(SIDE), st.data())
 def test_lists_among_patterns(drawn: tuple[rw.BlockTable, Tensor], data: st.DataObject) -> None:
     """A table within other patterns has the tiles and masks of the evaluated combination."""
@@ -107,7 +105,6 @@ def test_lists_among_patterns(drawn: tuple[rw.BlockTable, Tensor], data: st.Data
         assert (plan.tiles, plan.pairs()) == (general.tiles, general.pairs())
 
 
-@settings(max_examples=60)
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 6), st.floats(0, 1), st.integers(0, 99))
 def test_tiles_are_sorted_into_rows_and_columns(sets: int, rows: int, width: int, share: float, seed: int) -> None:
     """On a host and on a device, with and without unused places between the tiles."""

@@ -77,7 +77,6 @@ def contained(node: Node, at: NDArray[np.int64]) -> NDArray[np.bool_]:
     return found
 
 
-@settings(max_examples=60, deadline=None)
 @given(cases(), st.sampled_from(SIZES), st.data())
 def test_definition(case: tuple[OnGrid, torch.Tensor], tile: tuple[int, int], data: st.DataObject) -> None:
     pattern, wanted = case[0], case[1].numpy()
@@ -91,7 +90,6 @@ def test_definition(case: tuple[OnGrid, torch.Tensor], tile: tuple[int, int], da
     assert np.array_equal(dense(Not(node), n, n, tile), ~wanted)
 
 
-@settings(max_examples=60, deadline=None)
 @given(cases(), st.sampled_from(SIZES), st.data())
 def test_plans(case: tuple[OnGrid, torch.Tensor], tile: tuple[int, int], data: st.DataObject) -> None:
     pattern, wanted = case
@@ -99,7 +97,6 @@ def test_plans(case: tuple[OnGrid, torch.Tensor], tile: tuple[int, int], data: s
     same_plan(pattern, len(wanted), tile, data.draw(st.integers(0, len(wanted) - 1)))
 
 
-@settings(max_examples=60, deadline=None)
 @given(cases(), st.data())
 def test_single_tiles(case: tuple[OnGrid, torch.Tensor], data: st.DataObject) -> None:
     """Tiles anywhere and of any size: their class is right, and equal classes and sizes have equal words."""
@@ -222,7 +219,6 @@ def test_gallery(name: str) -> None:
 # ---- pieces ----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
 @given(grids(), st.data())
 def test_pieces_are_intervals(grid: rw.Grid, data: st.DataObject) -> None:
     """Pieces of a run of tokens follow one another, each is an interval along every axis, and there are few."""

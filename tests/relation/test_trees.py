@@ -64,7 +64,7 @@ def wanted(holds: Definition, nq: int, nk: int, firsts: list[tuple[int, int]]) -
     return np.stack(every)
 
 
-@settings(max_examples=250)
+@settings(max_examples=100)
 @given(
     trees(), SIDES, st.integers(1, 37), st.integers(1, 37), st.lists(st.tuples(FIRST, FIRST), min_size=1, max_size=2)
 )
@@ -78,7 +78,6 @@ def test_plans(
     assert np.array_equal(planned(simplified(node), nq, nk, tile, firsts), right)
 
 
-@settings(max_examples=150)
 @given(trees(), FIRST, FIRST, st.integers(0, 1))
 def test_pairs(drawn: tuple[Node, Definition], q_first: int, k_first: int, element: int) -> None:
     node, holds = drawn
@@ -88,7 +87,6 @@ def test_pairs(drawn: tuple[Node, Definition], q_first: int, k_first: int, eleme
     assert np.array_equal(found, right)
 
 
-@settings(max_examples=100)
 @given(trees(), st.data())
 def test_classes(drawn: tuple[Node, Definition], data: st.DataObject) -> None:
     """Tiles of one class and size have equal masks, however many tiles are classified together."""
@@ -109,7 +107,7 @@ def test_classes(drawn: tuple[Node, Definition], data: st.DataObject) -> None:
 
 
 @pytest.mark.skipif(native.module() is None, reason="there was no compiler")
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(zones(), SIDES)
 def test_numpy_paints_as_compiled_code(drawn: tuple[Zones, Definition], tile: tuple[int, int]) -> None:
     node, _ = drawn
@@ -118,7 +116,6 @@ def test_numpy_paints_as_compiled_code(drawn: tuple[Zones, Definition], tile: tu
     assert np.array_equal(unpacked(node.words(tiles, tile), tile[1]), node._bits(*node.sides(tiles), tile))
 
 
-@settings(max_examples=150)
 @given(trees(), st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5), SIDES)
 def test_documents(drawn: tuple[Node, Definition], sizes: list[tuple[int, int]], tile: tuple[int, int]) -> None:
     """Inside documents, positions count from the first key, and the last query is at the last key."""

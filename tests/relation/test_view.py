@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -103,7 +103,6 @@ def tiled(node: Node, n: int, element: int) -> NDArray[np.bool_]:
     return out[:n, :n]
 
 
-@settings(max_examples=120, deadline=None)
 @given(trees(), st.integers(1, 13), st.data())
 def test_a_view_has_the_pairs_at_every_rate_th_position(node: Node, rate: int, data: st.DataObject) -> None:
     offset = data.draw(st.integers(0, rate - 1))
@@ -127,7 +126,6 @@ def residues_of(node: Node) -> list[Residue]:
     return residues_of(node.part) if isinstance(node, Not) else []
 
 
-@settings(max_examples=60, deadline=None)
 @given(trees(), st.integers(1, 13), st.data())
 def test_views_from_the_first_equal_offset_on_are_equal(node: Node, rate: int, data: st.DataObject) -> None:
     offset = data.draw(st.integers(0, rate - 1))

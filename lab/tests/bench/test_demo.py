@@ -121,7 +121,7 @@ def test_two_processes_learn_what_one_does_and_receive_less_than_a_full_ring(run
         error_text(around.difference),
     ):
         assert shown in report
-    assert "2 processes share 1,024 tokens" in " ".join(found.output.split())
+    assert "2 processes share 512 tokens" in " ".join(found.output.split())
 
 
 def test_losses_that_differ_are_wrong(run: tuple[DemoResult, str, Any]) -> None:

@@ -41,11 +41,17 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
-def test_a_line_of_a_comparison(tmp_path: Path) -> None:
-    out = tmp_path / "figures.jsonl"
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
+    """Compare peers once; return the output and the lines."""
+    out = tmp_path_factory.mktemp("comparison") / "figures.jsonl"
     found = run("bench", "memory", "--quick", "--tokens", "256", "--out", str(out))
     assert found.exit_code == 0, found.output
-    for line in lines(out):
+    return " ".join(found.output.split()), lines(out)
+
+
+def test_a_line_of_a_comparison(comparison: tuple[str, list[dict[str, Any]]]) -> None:
+    for line in comparison[1]:
         assert list(line) == HEAD + OUTCOME
         assert list(line["environment"]) == ENVIRONMENT
         assert list(line["options"]) == OPTIONS
@@ -60,12 +66,12 @@ def test_a_line_of_a_comparison(tmp_path: Path) -> None:
         # root mean square and maximum
         assert [type(each) for each in line["accuracy"]["out"]] == [float, float]
         assert isinstance(line["limit"]["out"], float)
-    assert {line["direction"] for line in lines(out)} == {"forward", "forward + backward"}
+    assert {line["direction"] for line in comparison[1]} == {"forward", "forward + backward"}
 
 
 def test_a_line_of_a_plan_and_its_table(tmp_path: Path) -> None:
     out = tmp_path / "figures.jsonl"
-    found = run("bench", "planning", "--quick", "--rounds", "1", "--tokens", "2048", "--out", str(out))
+    found = run("bench", "planning", "--quick", "--rounds", "1", "--tokens", "512", "--out", str(out))
     assert found.exit_code == 0, found.output
     assert all(list(line) == HEAD + PLAN for line in lines(out))
     assert "Cold plans" in found.output
@@ -83,16 +89,16 @@ def test_a_line_of_a_packed_step_and_its_table(tmp_path: Path) -> None:
 
 
 def test_a_narrow_table_of_plans_has_whole_names() -> None:
-    found = run("bench", "planning", "--quick", "--rounds", "1", "--tokens", "1024", columns=80)
+    found = run("bench", "planning", "--quick", "--rounds", "1", "--tokens", "512", columns=80)
     assert found.exit_code == 0, found.output
     assert "pattern tokens tiles ms ns/tile B/tile" in " ".join(found.output.split())
     assert "…" not in found.output
 
 
-def test_the_heads_of_tables(tmp_path: Path) -> None:
+def test_the_heads_of_tables(tmp_path: Path, comparison: tuple[str, list[dict[str, Any]]]) -> None:
     out = tmp_path / "figures.jsonl"
     found = run(
-        "bench", "kernels", "--quick", "--rounds", "1", "--tokens", "512", "--dtype", "float32", "--out", str(out)
+        "bench", "kernels", "--quick", "--rounds", "1", "--tokens", "256", "--dtype", "float32", "--out", str(out)
     )
     assert found.exit_code == 0, found.output
     said = " ".join(found.output.split())
@@ -102,7 +108,7 @@ def test_the_heads_of_tables(tmp_path: Path) -> None:
     assert all(list(line) == HEAD + TARGET for line in targets)
     if targets:
         assert "what size measured target met" in said
-    said = " ".join(run("bench", "memory", "--quick", "--tokens", "256").output.split())
+    said, _ = comparison
     assert "peer ms min max ratio GFLOP/s MiB note" in said
     assert "window + sinks, forward: 256 tokens, 1 heads, D = 64, float32, density 1.0000" not in said
     assert "window + sinks, forward: 256 tokens, 1 heads, D = 64, float32, density 0.5" in said

@@ -1,7 +1,7 @@
 """Measurements: named cases, and peers side by side in one run.
 
 >>> from ringweave_lab.bench import run_case, Options
->>> result = run_case("planning", Options(quick=True))
+>>> result = run_case("planning", Options(quick=True, rounds=1))
 """
 
 from ..tune.problem import Problem

@@ -90,8 +90,8 @@ WHOLE = DemoSizes(
     train_least=40.0, whole_budget=100.0, peers=("sdpa", "flex"),
 )  # fmt: skip
 QUICK = DemoSizes(
-    lengths=(2048, 4096), context=2048, window=256, sinks=16, heads=4, head_dim=64, rounds=3, steps=24,
-    chosen=(1024, 16, 4), around=(1024, 128, 4), speed_budget=3.0, around_budget=60.0, train_budget=10.0,
+    lengths=(1024, 2048), context=1024, window=128, sinks=16, heads=2, head_dim=64, rounds=2, steps=12,
+    chosen=(512, 16, 4), around=(512, 64, 3), speed_budget=2.0, around_budget=60.0, train_budget=10.0,
     train_least=4.0, whole_budget=16.0, peers=("sdpa",),
 )  # fmt: skip
 

@@ -106,7 +106,7 @@ def run_case(
     Raises:
         UnsupportedError: The case is unknown.
     Example:
-        >>> run_case("planning", Options(quick=True)).records[0].workload
+        >>> run_case("planning", Options(quick=True, tokens=1024, rounds=1)).records[0].workload
         'window + sinks'
     """
     if name not in CASES:

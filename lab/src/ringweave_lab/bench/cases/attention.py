@@ -58,7 +58,7 @@ def backends(options: Options, say: Say) -> Measuring:
 
 def dilated(options: Options, say: Say) -> Measuring:
     """Compare a mixture and a relation that are sparse by residue with dense attention."""
-    tokens = options.tokens or (2048 if options.quick else 16384)
+    tokens = options.tokens or (1024 if options.quick else 16384)
     segments = [max(tokens // share, 64) // 16 * 16 for share in (16, 4, 1)]
     flex = () if options.quick else ("flex",)
     records: list[Outcome] = []
@@ -84,7 +84,7 @@ def _against_dense(records: Sequence[Outcome]) -> str:
 def memory(options: Options, say: Say) -> Measuring:
     """Measure the peak memory of a narrow window, which grows with the tokens and not with their square."""
     records: list[Outcome] = []
-    for tokens in [options.tokens] if options.tokens else ([4096, 8192] if options.quick else [32768, 262144]):
+    for tokens in [options.tokens] if options.tokens else ([2048, 4096] if options.quick else [32768, 262144]):
         problem = options.of(Problem("window + sinks", window_with_sinks(512, 64), tokens, 1))
         entry = problem, ("ringweave", "ringweave:*", *(("sdpa",) if tokens <= 32768 else ()))
         records += yield from outcomes(Comparison([entry], rounds=1), say)

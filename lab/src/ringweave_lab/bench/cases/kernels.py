@@ -57,7 +57,7 @@ USUAL = (
     _size(16384, (0.01, 0.05)),
     _size(65536, (0.01,)),
 )
-QUICK = (_size(1024, (0.25, 1.0), *_OTHERS, heads=4, kv_heads=2),)
+QUICK = (_size(512, (0.25, 1.0), *_OTHERS, heads=4, kv_heads=2),)
 
 
 def whole_grid() -> Iterable[Comparison]:

@@ -179,8 +179,10 @@ def _rows(n: int = 2**17) -> Iterator[_Cold]:
 
 def measure(options: Options, say: Say) -> Measuring:
     """Time plans that no cache has: a window at many lengths, a random table, and many patterns."""
-    lengths = [options.tokens] if options.tokens else [2**n for n in range(14, 17 if options.quick else 21)]
-    table = options.tokens or (8192 if options.quick else 65536)
+    lengths = (
+        [options.tokens] if options.tokens else [2**n for n in (range(12, 15) if options.quick else range(14, 21))]
+    )
+    table = options.tokens or (4096 if options.quick else 65536)
     linear: list[PlanCost] = []
     for n in lengths:
         cost = _Cold("window + sinks", lambda: window_with_sinks(4096, 64), n).cost(options, say)
