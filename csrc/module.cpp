@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "build.h"
 #include "check.h"
 #include "run.h"
 #include "step.h"
@@ -863,6 +864,8 @@ NB_MODULE(_cpu, m) {
       PyErr_SetString(kind.ptr(), refusal.what());
     }
   });
+  m.attr("version") = kVersion;
+  m.attr("sources") = kSources;
   m.def("variants", &variants, "Instruction-set builds that this machine can run, the best first.");
   m.def("term_kinds", &term_kinds, "The kinds of score terms that the kernels compute, by name.");
   m.def("forward", &bind_forward, "Whether an allowed score is -inf: a sum that overflowed, or an infinite input.");

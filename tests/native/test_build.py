@@ -11,9 +11,13 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
+import ringweave
+from ringweave import errors, native
+from ringweave.cli.doctor import diagnose, verdict
 from ringweave.environment import CPU_VARIANT
 
 from .emulated import NATIVE, missing
@@ -112,3 +116,42 @@ def test_one_openmp_runtime() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     assert done.stdout.strip() == "1"
+
+
+# ---- a build of other sources ----------------------------------------------------------------------------------------
+
+
+def test_the_loaded_kernel_is_the_build_of_these_sources() -> None:
+    assert _cpu.version == ringweave.__version__
+    assert native.other_build(_cpu) is None
+    assert _cpu.sources == native.digest(ROOT / "csrc")
+
+
+def test_a_kernel_of_another_build_says_so_when_it_loads(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """A version differs in an installation, sources in a clone; an installation without sources has a version alone."""
+    others = {
+        "a build of an earlier version; wanted one of": ModuleType("without names"),
+        "a build of 0.9; wanted one of": SimpleNamespace(version="0.9", sources=_cpu.sources),
+        "a build of other sources; wanted one of those in csrc": SimpleNamespace(version=ringweave.__version__, sources="0"),
+    }  # fmt: skip
+    load = native.module.__wrapped__
+    for text, other in others.items():
+        monkeypatch.setattr(native.importlib, "import_module", lambda name, other=other: other)
+        monkeypatch.setattr(errors, "WARNED", set())
+        caplog.clear()
+        assert load() is other
+        assert text in caplog.text
+        assert native.REINSTALL in caplog.text
+    monkeypatch.setattr(native, "_SOURCES", tmp_path / "absent")
+    assert native.other_build(other) is None
+
+
+def test_doctor_names_a_kernel_of_another_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_SOURCES", ROOT / "src")
+    findings = diagnose()
+    assert findings["native kernel"]["build"] == "a build of other sources, and not one of those in csrc"
+    assert verdict(findings).endswith(native.REINSTALL)
+    monkeypatch.undo()
+    assert "build" not in diagnose()["native kernel"]

@@ -19,7 +19,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from .. import __version__, memory, plugins
+from .. import __version__, memory, native, plugins
 from ..backends import BACKENDS, cpu, tuning
 from ..call import Call
 from ..environment import CPU_VARIANT, commit
@@ -136,7 +136,7 @@ def verdict(findings: dict[str, dict[str, Any]]) -> str:
     used = kernel["in use"]
     if used in kernel.get("can run", "").split(", "):
         said = f"Ready: the native kernel ({used}) computes on this processor"
-        remedy = ""
+        remedy = f" The kernel is {kernel['build']}. {native.REINSTALL}" if "build" in kernel else ""
     elif used.startswith(_NOT_BUILT):
         said, remedy = _SLOW.format("was built without its native kernel"), _COMPILER
     elif used.startswith(_NOT_LOADED):
@@ -163,16 +163,18 @@ def _runs(backends: dict[str, Any], name: str, kind: str) -> bool:
 def _kernel() -> dict[str, str]:
     """Return the instruction sets of the CPU kernel (in use, and supported by this machine), or why it is absent."""
     try:
-        native = cpu.module()
+        kernel = cpu.module()
     except RingweaveError as error:
         return {"in use": str(error)}
-    if native is None:
+    if kernel is None:
         return {"in use": _why_absent()}
     try:
         used = cpu.variant()
     except RingweaveError as error:
         used = str(error)
-    return {"in use": used, "can run": ", ".join(native.variants())}
+    facts = {"in use": used, "can run": ", ".join(kernel.variants())}
+    other = native.other_build(kernel)
+    return facts if other is None else facts | {"build": f"{other[0]}, and not {other[1]}"}
 
 
 def _store() -> dict[str, str | int]:

@@ -50,6 +50,7 @@ def apply_rotary_emb(
         >>> turned = apply_rotary_emb(x, angles.cos(), angles.sin())
         >>> bool(torch.equal(turned[:, 0], x[:, 0])), bool(torch.equal(turned[..., 4:], x[..., 4:]))
         (True, True)
+
     References:
         Su et al. (2021), RoFormer: enhanced transformer with rotary position embedding, section 3.4.
     """
@@ -140,6 +141,7 @@ class RotaryEmbedding(nn.Module):
         >>> qkv = torch.randn(1, 10, 3, 4, 32)
         >>> rotary(qkv.clone()).shape
         torch.Size([1, 10, 3, 4, 32])
+
     References:
         Su et al. (2021), RoFormer: enhanced transformer with rotary position embedding, section 3.4.
         Sun et al. (2022), A length-extrapolatable transformer, section 3.
