@@ -23,7 +23,7 @@ PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 # the oldest, that of the whole test suite, and the newest; each with the transformers of its time
 TORCHES = ("2.11.0", "2.13.0", "2.14.1")
 TRANSFORMERS = {"2.11.0": "5.0.0", "2.13.0": "5.24.0", "2.14.1": "5.24.0"}
-# what versions change: private names of torch, transforms, compiled code, and the modules of transformers
+# these depend on private names of torch, on transforms, compiled code and the modules of transformers
 TESTS = (
     "tests/test_torch_compat.py", "tests/test_api.py", "tests/test_transforms.py", "tests/test_batched_gradients.py",
     "tests/trace/test_symbols.py", "tests/integrations/test_every_version.py",

@@ -58,7 +58,7 @@ BREAKAGES = (
     ),
     Breakage(
         "how far a window reaches to the right", "patterns/local.py", "d=(-self.left, self.right + 1)",
-        "d=(-self.left, self.right)", DENSE,
+        "d=(-self.left, self.right)", ("tests/patterns/test_definitions.py",),
     ),
     Breakage(
         "the offset of queries in a plan's key", "plan/cached_plans.py", "key = (made_of.value, *sizes)",
