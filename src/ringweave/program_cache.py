@@ -249,6 +249,9 @@ def _of_object(pattern: Pattern, key: CallKey, version: object) -> Found:
 
 def _of_lists(pattern: Pattern, key: CallKey, version: Any) -> Found:
     """Look up a call over lists of keys by everything but their contents, which each call reads."""
+    if "Selected" not in names_in(pattern._spec):
+        # a step of another pattern has a plan for each length
+        return _NOTHING
     options, given = key.means.options, pattern.tables
     # measurements may prefer another backend for other lists, and k_offset changes the pattern
     if type(key.means.place) is not int or version.answers or (len(options) > 1 and options[1]):

@@ -247,3 +247,20 @@ def test_threads_call_with_lists_of_their_own() -> None:
     for thread in threads:
         thread.join()
     assert not failed
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        rw.Documents([NK - 1, 1]), rw.KeyPadding(torch.tensor([NK, NK - 3])), BLOCKS & rw.Documents([25, 35]),
+        rw.BlockTable(torch.ones(1, 15, dtype=torch.bool), (NK, 4)), rw.Tree([-1, 0], [25, 35]),
+        rw.TokenMask(lambda b, h, q, k: k <= q),
+    ],
+    ids=lambda pattern: repr(pattern)[:30],
+)  # fmt: skip
+def test_a_step_of_another_pattern_with_tables_is_no_call_over_lists(pattern: Pattern) -> None:
+    q, k, v = (x.detach() for x in tensors())
+    for _ in range(3):
+        out = rw.attention(q[:, :, -1:], k, v, pattern, q_offset="end")
+        wanted = rw.attention(q[:, :, -1:], k, v, pattern, q_offset="end", backend="reference")
+        torch.testing.assert_close(out, wanted)
