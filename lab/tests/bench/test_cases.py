@@ -37,8 +37,9 @@ def test_plans_grow_with_their_tiles() -> None:
     window = [plan for plan in plans if plan.workload == "window + sinks"]
     assert len(window) >= 3
     assert max(plan.bytes_per_tile for plan in window) <= 64
-    # four times the tokens have about four times the tiles and bytes, not sixteen
-    assert window[-1].nbytes / window[0].nbytes < 1.5 * window[-1].tokens / window[0].tokens
+    # the shortest is no longer than the window, so its tiles are those of a triangle
+    assert window[-1].nbytes / window[0].nbytes < 1.5 * window[-1].tiles / window[0].tiles
+    assert window[-1].tiles < 0.75 * (window[-1].tokens / window[0].tokens) ** 2 * window[0].tiles
 
 
 def test_sizes_and_types_can_be_chosen() -> None:
