@@ -92,7 +92,7 @@ CHANGED: dict[str, object] = {
     "batch": 2, "heads": 8, "kv_heads": 4, "nq": 61, "nk": 61, "head_dim": 8, "value_dim": 8, "dtype": torch.float64,
     "device": "cuda", "needs_grad": True, "features": frozenset({"Softcap"}), "learned": 3, "paged": True,
     "kv_dtype": torch.int8, "pattern": rw.SlidingWindow(3), "scale": 2.0, "q_offset": 1, "backend": "dense_batched",
-    "terms": "Softcap(3.0)", "dropout": 5, "on_oom": "raise", "summation_order": "fast",
+    "terms": "Softcap(3.0)", "dropout": 5, "on_oom": "raise", "summation_order": "fast", "pair_bytes": 24,
 }  # fmt: skip
 
 
