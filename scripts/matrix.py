@@ -47,7 +47,7 @@ def last(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def environment(python: str, torch: str, transformers: str, folder: Path) -> Path | str:
-    """Return the interpreter of an environment with these versions, or why there is none."""
+    """Return the interpreter of an environment with these versions, or the reason why pip cannot make it."""
     path = folder / f"{Path(python).name}-torch{torch}-transformers{transformers}"
     inside, ready = path / "bin" / "python", path / "ready"
     if not ready.exists():

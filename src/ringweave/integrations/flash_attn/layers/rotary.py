@@ -127,7 +127,7 @@ def apply_rotary_emb_kv_(
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary embeddings, or xPos with ``scale_base``, whose tables grow with the sequence.
+    """Rotary embeddings, or xPos with ``scale_base``. The tables grow with the sequence.
 
     Args:
         dim: Dimensions that rotate, an even number.
