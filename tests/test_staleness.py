@@ -10,7 +10,7 @@ import sys
 import textwrap
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
 import ringweave as rw
+from ringweave import api
 from ringweave.errors import PatternError, RingweaveError
 from ringweave.integrations.flex_attention.block_masks import pattern_of
-from ringweave.patterns import Pattern, traced
+from ringweave.patterns import Pattern, cache_key, traced
 from ringweave.patterns.cache_key import TableId
 from ringweave.score_functions import recognised
 from ringweave.trace.relation import Place
@@ -392,6 +393,44 @@ def test_a_write_while_something_is_computed(what: str, monkeypatch: pytest.Monk
             called(bound)
     assert written
     assert torch.equal(called(bound), want)
+
+
+def test_a_write_between_the_key_and_the_check_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program of a call is kept for the pairs that it computes, not for those before another thread's write."""
+    bound = torch.tensor(0)
+    pattern = rw.from_mask_mod(lambda b, h, q, k: k <= q - bound)
+    check = api.checked
+
+    def interrupted(*args: Any) -> Any:
+        bound.fill_(30)
+        return check(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(api, "checked", interrupted)
+        attended(pattern)
+    for value in (0, 30):
+        bound.fill_(value)
+        assert torch.equal(attended(pattern), Q - value >= K)
+
+
+@pytest.mark.parametrize("at", ["before the contents", "after the contents"])
+def test_a_key_whose_tensors_change_while_it_is_made(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys around a write do not match, though torch counts it after it has written."""
+    bound = torch.tensor(3)
+    pattern = rw.from_mask_mod(lambda b, h, q, k: k <= q - bound)
+    contents = cache_key.content_key
+
+    def written(table: torch.Tensor) -> Hashable | None:
+        found = contents(table) if at == "after the contents" else None
+        table.fill_(4).fill_(3)
+        return found or contents(table)
+
+    monkeypatch.setattr(cache_key, "content_key", written)
+    during = pattern.key()
+    monkeypatch.setattr(cache_key, "content_key", contents)
+    assert during.value == pattern.key().value
+    with pytest.raises(PatternError, match="another thread"):
+        during.check(pattern)
 
 
 def test_equal_bounds_that_may_change_are_not_merged() -> None:

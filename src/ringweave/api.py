@@ -207,7 +207,7 @@ def _attend(given: Arguments, with_lse: bool = True) -> tuple[Tensor, Any]:
     """
     key = None
     if not torch.compiler.is_dynamo_compiling():
-        key, program, lists = find(given)
+        key, program, lists, pairs = find(given)
         if program is not None and program.over_lists is not None:
             needs_lse = with_lse or given.sink_logits is not None
             found = program.over_lists.forward(*given[:3], needs_lse, lists=lists)
@@ -219,6 +219,8 @@ def _attend(given: Arguments, with_lse: bool = True) -> tuple[Tensor, Any]:
             if call.features and program.terms is None:
                 tables = tuple(pack(call.pattern, as_terms(given.terms), call.dropout)[1])
             return _with_sinks(given, *run(program, q, k, v, tables, with_lse or given.sink_logits is not None))
+        if key is not None and pairs is not None:
+            given = given._replace(pattern=pairs)
     sharded = any(map(_is_sharded, given[:3]))
     check_on_oom(given.on_oom, given.context, sharded)
     if given.on_oom == "sparsify":
@@ -411,7 +413,7 @@ def attend_pages(
     given = Arguments(q, cache.k, cache.v, pattern, scale, most, backend, terms=terms, sink_logits=sink_logits)
     key = None
     if not traced:
-        key, program, _ = find(given, cache, fewest)
+        key, program, *_ = find(given, cache, fewest)
         if program is not None and program.over_pages is not None:
             pages = Pages(cache.table, cache.lengths, cache.page)
             needs_lse = with_lse or sink_logits is not None

@@ -111,11 +111,14 @@ class Found(NamedTuple):
         program: Program of a known call. A step over pages takes the general path if its program has no prepared
             arguments.
         lists: Lists of keys that the program's ``over_lists`` reads; None if it reads none.
+        pairs: The pattern of the key if the call's own has functions. The call must go on with it: another thread may
+            write to what a function reads, which then has other pairs.
     """
 
     key: Hashable | None
     program: Program | None
     lists: Tensor | None = None
+    pairs: Pattern | None = None
 
 
 _NOTHING = Found(None, None)
@@ -173,7 +176,7 @@ def find(given: Arguments, cache: PagedCache | None = None, fewest: int = 0) -> 
         return _NOTHING
     if pattern.has_function:
         pairs = None if cache is not None else _without_functions(given, key)
-        return _NOTHING if pairs is None else find(given._replace(pattern=pairs))
+        return _NOTHING if pairs is None else find(given._replace(pattern=pairs))._replace(pairs=pairs)
     if not pattern.fixed:
         return _of_object(pattern, key, version)
     spec = pattern._spec

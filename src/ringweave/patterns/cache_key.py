@@ -53,7 +53,8 @@ class CacheKey(NamedTuple):
     Attributes:
         value: The hashable key.
         nbytes: Bytes of the tensors that the key keeps alive.
-        versions: Versions of the tensors that are identified by contents; they reveal a change that was undone.
+        versions: Versions of the tensors before and after their contents were read. They reveal a change that was
+            undone, and a write in between, which torch counts after it has written.
     """
 
     value: Hashable
@@ -72,10 +73,11 @@ class CacheKey(NamedTuple):
     @classmethod
     def following(cls, text: str, tables: tuple[Tensor, ...]) -> CacheKey:
         """Make the key of a text and of tensors that others may write to: small ones are identified by contents."""
+        before = tuple(map(version, tables))
         contents = tuple(map(content_key, tables))
         large = [table for table, known in zip(tables, contents, strict=True) if known is None]
-        value = text, *contents, *map(TableId, large)
-        return cls(value, sum([table.nbytes for table in large]), tuple(map(TableId, tables)))
+        versions = (before, *map(TableId, tables)) if tables else ()
+        return cls((text, *contents, *map(TableId, large)), sum([table.nbytes for table in large]), versions)
 
 
 def changed(what: str, name: str = "TokenMask") -> PatternError:
