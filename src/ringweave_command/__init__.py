@@ -29,7 +29,7 @@ ELSEWHERE = {
 def how_to_install(distribution: str) -> str:
     """Return a sentence that says how to install a distribution."""
     folder = distribution.removeprefix("ringweave-")
-    return f"Run pip install {distribution}, or pip install ./{folder} in a clone of the repository."
+    return f"In a clone run pip install ./{folder}; with the wheels in dist, pip install --find-links dist {distribution}."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
