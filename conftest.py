@@ -57,7 +57,8 @@ LONGEST = [
     "tests/parallel/test_failure.py", "tests/test_conformance.py", "tests/parallel/test_schedules.py",
     "lab/tests/bench/test_demo.py", "gpu/tests/compiled/test_triton_compiled.py", "lab/tests/bench/test_ring.py",
     "tests/parallel/test_compose.py", "tests/native/test_kernel.py", "tests/test_docs.py",
-    "lab/tests/bench/test_cases.py", "tests/native/test_terms.py", "audit/tests/test_kernels.py", "tests/integrations/test_flex_attention_calls.py",
+    "lab/tests/bench/test_cases.py", "tests/native/test_terms.py", "audit/tests/test_kernels.py",
+    "tests/integrations/test_flex_attention_calls.py",
     "lab/tests/bench/test_campaign.py", "lab/tests/bench/test_peers.py",
 ]  # fmt: skip
 
