@@ -190,8 +190,8 @@ def find(given: Arguments, cache: PagedCache | None = None, fewest: int = 0) -> 
     key: CallKey = _new(
         CallKey,
         (
-            q.shape, k.shape, v.shape, scale, q_offset, backend, k_offset, written, threshold, on_oom, fewest, pages, grad,
-            (q.dtype, k.dtype, v.dtype), gpu or torch.get_num_threads(), setting(CPU_VARIANT),
+            q.shape, k.shape, v.shape, scale, q_offset, backend, k_offset, written, threshold, on_oom, fewest, pages,
+            grad, (q.dtype, k.dtype, v.dtype), gpu or torch.get_num_threads(), setting(CPU_VARIANT),
         ),
     )  # fmt: skip
     last = _last.get(id(pattern))
