@@ -57,8 +57,8 @@ LONGEST = [
     "tests/parallel/test_failure.py", "tests/test_conformance.py", "tests/parallel/test_schedules.py",
     "lab/tests/bench/test_demo.py", "gpu/tests/compiled/test_triton_compiled.py", "lab/tests/bench/test_ring.py",
     "tests/parallel/test_compose.py", "tests/native/test_kernel.py", "tests/test_docs.py",
-    "lab/tests/bench/test_cases.py", "tests/native/test_terms.py", "lab/tests/tune/test_interpreted.py",
-    "audit/tests/test_kernels.py", "tests/integrations/test_flex_attention_calls.py",
+    "lab/tests/bench/test_cases.py", "tests/native/test_terms.py", "audit/tests/test_kernels.py",
+    "tests/integrations/test_flex_attention_calls.py",
     "lab/tests/bench/test_campaign.py", "lab/tests/bench/test_peers.py",
 ]  # fmt: skip
 
@@ -80,12 +80,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.filterwarnings("default") if torch.cuda.is_available() else skipped)
 
 
-def pytest_collection_finish() -> None:
-    """No collection walks through torch and all tests again: measured steps make hundreds."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True)
 def _seed(request: pytest.FixtureRequest, doctest_namespace: dict[str, object]) -> None:
     # torch.manual_seed keeps, for a GPU that is not there yet, the stack that it was called from: half a millisecond
@@ -94,6 +88,16 @@ def _seed(request: pytest.FixtureRequest, doctest_namespace: dict[str, object]) 
     deprecations.refuse()
     if isinstance(request.node, pytest.DoctestItem):
         doctest_namespace.update(example_names())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_collections() -> None:
+    """Exclude from garbage collection the objects that exist when a file begins.
+
+    Each step of a benchmark collects. After some hundred files, a collection of all objects takes seconds.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -111,7 +111,8 @@ def main() -> int:
     shutil.rmtree(given.folder / "wheels", ignore_errors=True)
     for version, torch in itertools.product(given.python, given.torch):
         python = shutil.which(f"python{version}")
-        if python is None:
+        # pyenv has a command for each version that is installed, which fails unless one of them is chosen
+        if python is None or run(python, "--version").returncode:
             found: Path | str = "not run: this machine does not have this Python"
         else:
             print(f"Python {version}, torch {torch} ...", file=sys.stderr, flush=True)

@@ -2,20 +2,25 @@
 
 Each row is a valid call; each of its arguments in turn is replaced by each hostile value. The library must refuse a value
 with a typed error, or the signature must allow it, and the answer must equal that for the plain value and be right by
-the dense relation. A new public name, method or argument fails until it has a row.
+the dense relation. A new public name, method or argument fails until it has a row. errors.txt has the words of every
+refusal: the argument, the kind of the error, what it wants with the remedy, and the functions that say so.
 
-The second part lists probable mistakes with their errors. ``python -m tests.test_contract`` writes them to docs/errors.md.
+The second part lists probable mistakes with their errors. ``python -m tests.test_contract`` writes them to docs/errors.md,
+and the refusals to errors.txt.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import itertools
+import re
 import resource
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -54,7 +59,7 @@ def hostile() -> dict[str, Any]:
     return {
         "None": None, "True": True, "False": False, "nan": float("nan"), "inf": float("inf"), "-inf": float("-inf"),
         "-1": -1, "0": 0, "1": 1, "3": 3, "16": 16, "2**31": 2**31, "-2**63": -(2**63), "2**63": 2**63, "2**70": 2**70,
-        "10**400": 10**400, "10**5000": 10**5000, "0.5": 0.5, "1.0": 1.0, "1e39": 1e39, "complex": 1j,
+        "10**400": 10**400, "10**5000": 10**5000, "0.5": 0.5, "1.0": 1.0, "1e-40": 1e-40, "1e39": 1e39, "complex": 1j,
         "empty text": "", "text": "abc", "long text": "ab" * 5000, "surrogate": "\ud800", "bytes": b"abc", "path": Path("abc.svg"),
         "empty list": [], "empty tuple": (), "floats": [1.0, 2.0], "bools": [True], "Nones": [None], "texts": ["a"],
         "lists": [[1, 2], [3]], "huge": [2**70], "too large": [2**40, 1], "negative": [-1], "twice": [3, 3], "ints": [1, 2],
@@ -590,6 +595,58 @@ def is_taken(row: Row, argument: str, annotation: str, value: Any) -> bool:
 
 
 CASES = [(name, argument) for name in ROWS for argument in ROWS[name].arguments() if argument != "self"]
+#: Other names of arguments in errors, which a part of the call raises.
+SPOKEN = {"window": "left", "global_tokens": "tokens", "cu_seqlens_q": "cu_seqlens", "fn": "mask_mod"}
+REFUSALS = Path(__file__).with_name("errors.txt")
+WANTED = "; wanted "
+
+
+def tried(name: str, argument: str) -> Iterator[tuple[str, dict[str, Any], Any]]:
+    """Yield for each hostile value its name, the arguments, and the answer or the library's error."""
+    row, function = ROWS[name], called(name)
+    for what, value in hostile().items():
+        arguments = row.arguments() | {argument: value}
+        began = time.process_time()
+        try:
+            answer = function(**arguments)
+        except RingweaveError as error:
+            answer = error
+        except ZeroDivisionError:
+            # the own error of a function of the caller
+            assert "ScoreMod" in str(inspect.signature(function).parameters[argument].annotation), what
+            continue
+        assert time.process_time() - began < SECONDS, what
+        yield what, arguments, answer
+
+
+def in_words(error: RingweaveError) -> tuple[str, str]:
+    """Return the kind of an error, and what it wants with the remedy."""
+    return type(error).__name__, str(error).partition(WANTED)[2]
+
+
+def refusals() -> str:
+    """Return the lines of errors.txt."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for name, argument in CASES:
+        for said in {in_words(answer) for *_, answer in tried(name, argument) if isinstance(answer, RingweaveError)}:
+            found.setdefault((argument, *said), []).append(name)
+    return "".join(f"{' | '.join(said)} | {', '.join(names)}\n" for said, names in sorted(found.items()))
+
+
+@functools.cache
+def known_refusals() -> dict[tuple[str, str], set[tuple[str, str]]]:
+    """Return the kinds and words of errors.txt by function and argument."""
+    known: dict[tuple[str, str], set[tuple[str, str]]] = {}
+    for line in REFUSALS.read_text("utf-8").splitlines():
+        argument, kind, rest = line.split(" | ", 2)
+        words, _, names = rest.rpartition(" | ")
+        for name in names.split(", "):
+            known.setdefault((name, argument), set()).add((kind, words))
+    return known
+
+
+def test_every_refusal_is_of_an_argument() -> None:
+    assert known_refusals().keys() == {*CASES}
 
 
 @pytest.mark.parametrize(("name", "argument"), CASES, ids=lambda each: str(each).replace(" ", "_"))
@@ -600,23 +657,18 @@ def test_a_hostile_argument_is_refused_or_answered_right(
     row, function = ROWS[name], called(name)
     annotation = str(inspect.signature(function).parameters[argument].annotation)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    refused = 0
-    for what, value in hostile().items():
-        arguments, said = row.arguments() | {argument: value}, None
-        began = time.process_time()
-        try:
-            answer = function(**arguments)
-        except RingweaveError as error:
-            said = str(error)
-        except ZeroDivisionError:
-            # the own error of a function of the caller
-            assert "ScoreMod" in annotation, what
-            continue
-        assert time.process_time() - began < SECONDS, what
-        if said is not None:
+    names = {argument, SPOKEN.get(argument, argument)}
+    refused, of_others, said = 0, list[str](), set[tuple[str, str]]()
+    for what, arguments, answer in tried(name, argument):
+        value = arguments[argument]
+        if isinstance(answer, RingweaveError):
             refused += 1
-            assert "; wanted " in said, what
-            assert len(said) < 2000, what
+            text = str(answer)
+            assert WANTED in text, what
+            assert len(text) < 2000, what
+            said.add(in_words(answer))
+            if not names & {*re.findall(r"\w+", text.partition(WANTED)[0])}:
+                of_others.append(text)
             continue
         assert is_taken(row, argument, annotation, value), f"{what} was taken as {argument}: {annotation}"
         right = arguments | {argument: plain(value)}
@@ -624,6 +676,10 @@ def test_a_hostile_argument_is_refused_or_answered_right(
         if isinstance(answer, rw.Pattern) and argument not in ("mask", "indices", "counts"):
             assert answer == function(**right), what
     assert refused > 20
+    # values that fit alone, but not beside another argument
+    assert len(of_others) <= 10, of_others
+    # after a change of words: python -m tests.test_contract
+    assert said == known_refusals()[name, argument]
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     assert grown < MIB, f"{grown:.0f} MiB"
 
@@ -732,3 +788,5 @@ def test_the_page_of_errors_is_current() -> None:
 if __name__ == "__main__":
     before, _, rest = ERRORS.read_text("utf-8").partition(BEGIN)
     ERRORS.write_text(before + BEGIN + mistakes() + END + rest.partition(END)[2], "utf-8")
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        REFUSALS.write_text(refusals(), "utf-8")

@@ -307,7 +307,7 @@ from ringweave import plugins
 try:
     plugins.require_command("density")
 except plugins.AbsentError as error:
-    assert "pip install ringweave-density, or pip install ./density" in str(error), error
+    assert "run pip install ./density; with the wheels in dist, pip install --find-links dist ringweave-density" in str(error), error
 else:
     raise AssertionError("an absent command")
 # what an installation writes of the project

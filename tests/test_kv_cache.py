@@ -435,8 +435,6 @@ def refusals() -> Iterator[tuple[type[Exception], str, Callable[[Tensor, rw.Page
     unsupported, shape = rw.UnsupportedError, rw.ShapeError
     yield unsupported, "requires gradients; wanted none.*no_grad", lambda q, c: attend(q.requires_grad_(), c)
     yield unsupported, "it reads no pages", lambda q, c: attend(q, c, backend="sdpa")
-    yield unsupported, "backend: got 'nope'", lambda q, c: attend(q, c, backend="nope")
-    yield shape, "cache: got Tensor", lambda q, c: attend(q, q)  # type: ignore[arg-type]
     yield shape, "q: got 5 queries of row 1, which has 3 tokens", lambda q, c: attend(q.expand(-1, -1, 5, -1), c)
     yield (
         shape,
@@ -445,7 +443,6 @@ def refusals() -> Iterator[tuple[type[Exception], str, Callable[[Tensor, rw.Page
     )
     yield shape, r"q\.dtype: got torch\.float16; wanted torch\.float32", lambda q, c: attend(q.half(), c)
     yield rw.PatternError, "LongNet.*wanted a relation", lambda q, c: attend(q, c, rw.LongNet([16], [2]))
-    yield rw.PatternError, "pattern: got 'causal'", lambda q, c: attend(q, c, "causal")  # type: ignore[arg-type]
     yield (
         shape,
         "table: got page 99 in row 0, column 1",

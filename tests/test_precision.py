@@ -228,7 +228,6 @@ def _q() -> Tensor:
 
 _PAGES = (torch.zeros(2, 1).int(), torch.zeros(2).int())
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "a type": (lambda: rw.Precision(kv=torch.uint8), "precision.kv: got torch.uint8; wanted one of None, torch.int8"),
     "a wire": (lambda: rw.Precision(wire="fp8"), "precision.wire"),
     "tf32": (lambda: rw.Precision(compute="tf32"), "precision.compute: got 'tf32'"),  # type: ignore[arg-type]
     "no policy": (lambda: rw.attention(_q(), _q(), _q(), precision="int8"), "wanted a Precision"),  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave import program
-from ringweave.backends import BACKENDS, cpu, flex
+from ringweave.backends import BACKENDS, Backends, cpu, flex
 from ringweave.backends.backend import delta_in_chunks
 from ringweave.call import Call
 from ringweave.environment import CPU_VARIANT
@@ -150,3 +151,16 @@ def test_no_pass_over_out_where_the_kernel_sums_it_itself(monkeypatch: pytest.Mo
     out, lse = rw.attention_with_lse(q, k, v, rw.Causal(), backend="sdpa")
     torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
     assert len(passes) == 1
+
+
+@pytest.mark.parametrize("name", ["reference", "dense_batched", "cpu"])
+def test_whole_graphs_name_a_backend_that_was_never_looked_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace needs to know that the backend exists, and does not import it."""
+    monkeypatch.setattr(program, "BACKENDS", Backends())
+    x = torch.randn(1, 2, 33, 8)
+
+    @functools.partial(torch.compile, fullgraph=True, backend="eager")
+    def called(x: torch.Tensor) -> torch.Tensor:
+        return rw.attention(x, x, x, rw.Causal(), backend=name)
+
+    assert torch.equal(called(x), rw.attention(x, x, x, rw.Causal(), backend=name))

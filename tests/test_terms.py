@@ -597,9 +597,6 @@ def test_records() -> None:
     assert hash(rw.Softcap(30)) == hash(rw.Softcap(30.0))
     again = pickle.loads(pickle.dumps(rw.DistanceBias(torch.ones(2, 3))))
     assert torch.equal(again.table, torch.ones(2, 3))
-    for bad in (0, -1.0, torch.nan, "a", True, 1e39, 1e-50):
-        with pytest.raises(rw.ShapeError, match="cap: got"):
-            rw.Softcap(bad)  # type: ignore[arg-type]
 
 
 def _call(**options: object) -> Tensor:
@@ -626,7 +623,6 @@ def _call(**options: object) -> Tensor:
             rw.ShapeError,
             "table.dtype: got torch.int32; wanted a floating type",
         ),
-        (lambda: rw.Bias(torch.ones(3, 3)), rw.ShapeError, "table: got shape (3, 3); wanted (B or 1, Hq or 1, Nq, Nk)"),
         (
             lambda: _call(terms=rw.ALiBi([1.0])),
             rw.ShapeError,

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch._dynamo.testing
 
 import ringweave as rw
+from ringweave.backends import BACKENDS
+from ringweave.terms import Term
+from ringweave.weights import in_places
 
-from .oracle import attention
+from .oracle import Inputs, attention, errors, results
 from .patterns import candidates
 
 LENGTHS = [1, 37, 90, 5]
@@ -182,13 +189,169 @@ def test_patterns_that_look_positions_up_refuse_more_queries_than_keys() -> None
             rw.varlen_attention(q, k, k, [0, 6], [0, 4], pattern)
 
 
-def test_bounds_that_change_recompile_nothing() -> None:
-    q = torch.randn(60, 2, 16)
+def alibi() -> rw.ALiBi:
+    return rw.ALiBi([0.5, 0.25, 1.0, -0.125])
+
+
+def distances() -> rw.DistanceBias:
+    """A table that is shorter than some distances."""
+    generator = torch.Generator().manual_seed(3)
+    return rw.DistanceBias(torch.randn(4, 61, generator=generator, dtype=torch.float64).requires_grad_())
+
+
+OF_DISTANCE = {
+    "alibi": lambda: [alibi()],
+    "table": lambda: [distances()],
+    "several": lambda: [rw.Softcap(2.0), distances(), alibi()],
+}
+
+
+def apart(queries: list[int], keys: list[int]) -> rw.Documents:
+    return rw.Documents(cu_seqlens_q=bounds(queries), cu_seqlens_k=bounds(keys))
+
+
+def penalised(terms: list[Term], queries: list[int], keys: list[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function of scores of packed sequences, from the formulas of the terms."""
+    each = (torch.arange(k) - (torch.arange(q)[:, None] + k - q) for q, k in zip(queries, keys, strict=True))
+    distance = torch.block_diag(*each).long()
+
+    def scored(t: torch.Tensor) -> torch.Tensor:
+        for term in terms:
+            if isinstance(term, rw.Softcap):
+                t = term.cap * torch.tanh(t / term.cap)
+            elif isinstance(term, rw.ALiBi):
+                t = t - term.slopes.double()[:, None, None] * distance.abs()
+            elif isinstance(term, rw.DistanceBias):
+                reach = term.table.shape[1] // 2
+                t = t + term.table[:, distance.clamp(-reach, reach) + reach]
+        return t
+
+    return scored
+
+
+@pytest.mark.parametrize("name", OF_DISTANCE)
+@pytest.mark.parametrize("backend", [*BACKENDS, "compiled"])
+def test_terms_of_distance_where_lengths_differ(backend: str, name: str) -> None:
+    """One call has the output, lse and gradients of each sequence, or refuses the backend."""
+    call = rw.attention_with_lse
+    if backend == "compiled":
+        torch._dynamo.reset()
+        call = torch.compile(rw.attention_with_lse, fullgraph=True, backend="aot_eager")
+    dtype = torch.float64 if backend == "reference" else torch.float32
+    patterns = [
+        rw.Causal(),
+        rw.Full(),
+        rw.SlidingWindow(5, 3),
+        rw.SlidingWindow(5) | rw.Strided(16) & rw.Causal(),
+        BEFORE[-1],
+    ]
+    for (queries, keys), pattern in itertools.product(RAGGED, patterns[:1] if backend == "compiled" else patterns):
+        x = Inputs.random(sum(queries), sum(keys), heads=4, kv_heads=2, dim=16, dtype=dtype)
+        terms, exact_terms, leaves, exact = (
+            OF_DISTANCE[name](),
+            OF_DISTANCE[name](),
+            x.leaves(),
+            x.leaves(torch.float64),
+        )
+        given = {"terms": terms, "backend": "auto" if backend == "compiled" else backend}
+        try:
+            found = call(*leaves, pattern.within(apart(queries, keys)), **given)
+        except rw.UnsupportedError:
+            if backend in ("reference", "dense_batched", "cpu", "compiled"):
+                raise
+            return
+        allowed = torch.stack(
+            [
+                torch.block_diag(*(relation(pattern.select(0, h), *each) for each in zip(queries, keys, strict=True)))
+                for h in range(4)
+            ]
+        )
+        wanted = attention(*exact, allowed, scored=penalised(exact_terms, queries, keys))
+        both = [
+            results(*each, x, of, **{f"table {i}": t for i, t in enumerate(table for term in made for table in term.learned)})
+            for each, of, made in ((found, leaves, terms), (wanted, exact, exact_terms))
+        ]  # fmt: skip
+        bound = 1e-12 if dtype == torch.float64 else 2e-5
+        for each, error in errors(*both).items():
+            assert error < bound, (each, pattern, queries)
+
+
+def test_a_sequence_of_whole_tiles_has_its_bits() -> None:
+    """The native kernel sums keys by tiles, so sequences of whole tiles have the bits that they have alone."""
+    pytest.importorskip("ringweave._cpu", exc_type=ImportError)
+    queries, keys = [128, 40, 0, 128], [256, 128, 128, 384]
+    x, terms = Inputs.random(sum(queries), sum(keys), heads=4, kv_heads=2, dim=16), [alibi(), distances()]
+    packed = rw.attention_with_lse(x.q, x.k, x.v, rw.Causal().within(apart(queries, keys)), terms=terms, backend="cpu")
+    parts = zip(x.q.split(queries, 2), x.k.split(keys, 2), x.v.split(keys, 2), strict=True)
+    for out, lse, one in zip(packed.out.split(queries, 2), packed.lse.split(queries, 2), parts, strict=True):
+        if one[0].numel():
+            alone = rw.attention_with_lse(*one, rw.Causal(), terms=terms, q_offset="end", backend="cpu")
+            assert torch.equal(out, alone.out)
+            assert torch.equal(lse, alone.lse)
+
+
+def test_dropout_beside_terms_of_distance() -> None:
+    """Backends drop the same pairs of sequences whose queries begin before the first key."""
+    queries, keys = [7, 200, 1, 0, 5, 130], [3, 17, 0, 6, 5, 129]
+    x, found = Inputs.random(sum(queries), sum(keys), heads=4, kv_heads=2, dim=16), []
+    for backend in ("reference", "dense_batched", "cpu"):
+        torch.manual_seed(4)
+        leaves, terms = x.leaves(), OF_DISTANCE["several"]()
+        pattern = rw.SlidingWindow(9, 4).within(apart(queries, keys))
+        out, lse = rw.attention_with_lse(*leaves, pattern, terms=terms, dropout=0.3, backend=backend)
+        found.append(results(out, lse, x, leaves, table=terms[1].table))
+    for other in found[1:]:
+        for name, error in errors(other, found[0]).items():
+            assert error < 2e-5, name
+
+
+def test_some_of_the_packed_queries() -> None:
+    """A call of later queries counts distances from their positions."""
+    queries, keys = [5, 0, 20], [9, 4, 31]
+    x, pattern = (
+        Inputs.random(sum(queries), sum(keys), heads=4, kv_heads=2, dim=16),
+        rw.Causal().within(apart(queries, keys)),
+    )
+    for backend in ("reference", "dense_batched", "cpu"):
+        given = {"terms": [alibi(), distances()], "backend": backend}
+        whole = rw.attention(x.q, x.k, x.v, pattern, **given)
+        some = rw.attention(x.q[:, :, 3:21], x.k, x.v, pattern, q_offset=3, **given)
+        torch.testing.assert_close(some, whole[:, :, 3:21])
+
+
+def test_terms_of_distance_in_a_batch_and_in_transforms() -> None:
+    """All batch elements have the packing; vmap, and the mass of tiles, have the positions too."""
+    queries, keys = [5, 40], [9, 21]
+    x, documents = Inputs.random(sum(queries), sum(keys), batch=3, heads=4, kv_heads=2, dim=16), apart(queries, keys)
+    pattern, terms = rw.Causal().within(documents), [alibi(), rw.DistanceBias(distances().table.detach().float())]
+    out, lse = rw.attention_with_lse(x.q, x.k, x.v, pattern, terms=terms)
+    for b in range(3):
+        one = [each[b : b + 1] for each in (x.q, x.k, x.v)]
+        torch.testing.assert_close(out[b : b + 1], rw.attention(*one, pattern, terms=terms))
+    mapped = torch.vmap(lambda *one: rw.attention(*(each[None] for each in one), pattern, terms=terms)[0])
+    torch.testing.assert_close(mapped(x.q, x.k, x.v), out)
+    mass = rw.adaptive.tile_mass(x.q, x.k, lse, pattern, terms=terms, per="row")
+    rows = torch.zeros(3, 4, sum(queries))
+    rows[:, :, ~torch.isneginf(lse[0, 0])] = 1
+    torch.testing.assert_close(
+        in_places(mass.values, mass.plan, mass.first).sum(3).flatten(2)[..., : sum(queries)], rows
+    )
+
+
+@pytest.mark.parametrize("terms", [None, *OF_DISTANCE])
+def test_bounds_that_change_recompile_nothing(terms: str | None) -> None:
+    """Bounds are read when the operator runs, also those that positions follow."""
+    q, made = torch.randn(60, 4, 16), [] if terms is None else OF_DISTANCE[terms]()
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    call = torch.compile(lambda q, cu: rw.varlen_attention(q, q, q, cu), fullgraph=True, backend=counter)
-    for lengths in ([20, 40], [59, 1], [33, 27]):
-        torch.testing.assert_close(call(q, bounds(lengths)), rw.varlen_attention(q, q, q, bounds(lengths)))
+
+    def call(q: torch.Tensor, *cu: torch.Tensor) -> torch.Tensor:
+        return rw.varlen_attention(q, q, q, *cu, terms=made)
+
+    compiled = torch.compile(call, fullgraph=True, backend=counter)
+    for lengths, others in (([20, 40], [30, 30]), ([59, 1], [2, 58]), ([33, 27], [33, 27])):
+        cu = [bounds(lengths)] if terms is None else [bounds(lengths), bounds(others)]
+        torch.testing.assert_close(compiled(q, *cu), call(q, *cu))
     assert counter.frame_count == 1
 
 
@@ -202,6 +365,25 @@ def test_refusals() -> None:
         rw.varlen_attention(q, q, q, [0, 4, 9])
     with pytest.raises(rw.PatternError, match="LongNet"):
         rw.varlen_attention(q, q, q, [0, 10], pattern=rw.LongNet([4], [1]))
-    # positions on two axes have no distance
-    with pytest.raises(rw.UnsupportedError, match="terms: got ALiBi where queries and keys are packed apart"):
-        rw.varlen_attention(q[:4], q, q, [0, 4], [0, 10], terms=rw.ALiBi([1.0, 1.0]))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "options", "got"),
+    [
+        (rw.Causal(), {}, "ALiBi where queries and keys are packed apart, with Causal"),
+        (~rw.Segments(4), {}, "ALiBi where queries and keys are packed apart, with ~"),
+        (rw.Full().within(rw.KeyPadding(10)), {}, "ALiBi where queries and keys are packed apart, with "),
+        (None, {"k_offset": 1}, "ALiBi where queries and keys are packed apart, with Shifted"),
+        (None, {"terms": [rw.ALiBi([1.0, 1.0]), rw.Bias(torch.zeros(1, 1, 4, 10))]}, "ALiBi, Bias where queries and keys are packed apart; wanted"),
+    ],
+)  # fmt: skip
+def test_distances_that_are_not_those_of_the_documents(
+    pattern: rw.Pattern | None, options: dict[str, Any], got: str
+) -> None:
+    """Terms refuse a pattern that counts positions elsewhere, and indices of queries beside their positions."""
+    q, k = torch.randn(1, 2, 4, 16), torch.randn(1, 2, 10, 16)
+    documents = rw.Documents(cu_seqlens_q=[0, 4], cu_seqlens_k=[0, 10])
+    with pytest.raises(rw.UnsupportedError, match=f"terms: got {got}"):
+        rw.attention(
+            q, k, k, documents if pattern is None else pattern & documents, q_offset=0, **{"terms": rw.ALiBi([1.0, 1.0])} | options
+        )  # fmt: skip

@@ -303,8 +303,9 @@ def varlen_attention(
         cu_seqlens_k: Cumulative lengths of their keys; None if they are those of the queries.
         pattern: A relation; causal by default.
         scale: Factor of the scores; 1 / sqrt(D) by default.
-        terms: Score terms, as in :func:`ringweave.attention`; terms of distance need cu_seqlens_k=None. A function gets
-            0 as b, and tokens of the packed axis as q and k; with cu_seqlens_k it may not depend on them.
+        terms: Score terms, as in :func:`ringweave.attention`, with distances in each sequence; with cu_seqlens_k, not
+            beside a Bias. A function gets 0 as b, and tokens of the packed axis as q and k; with cu_seqlens_k it may
+            not depend on them.
         sink_logits: (Hq,), one learned logit per head.
         dropout: Share of the weights that are dropped.
         backend: ``"auto"`` or the name of a backend.

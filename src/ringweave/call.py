@@ -363,6 +363,9 @@ def term_operands(
         term.check(call.batch, call.heads, *tokens, device)
         totals += [term.total(name, acc_dtype(call.dtype)) if next(flags) else None for name in term.axes]
     places = [torch.arange(n, device=device) for n in (call.heads, *tokens)]
+    if call.pattern._packed_apart and any(term.distances for term in terms):
+        # without such terms, dropout and a Bias take the queries' indices
+        places[1] = call.pattern._among_keys(places[1] + call.q_offset) - call.q_offset
     dropout = Dropout(call.dropout, int(tensors.dropout[0])) if tensors.dropout else None
     offsets = first_positions(call.pattern, call.q_offset, call.batch, device) if positions is None else positions
     return TermOperands(terms, dropout, places[0], places[1], places[2], offsets, tuple(totals))

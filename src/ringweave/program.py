@@ -81,8 +81,16 @@ def named_backend(name: object) -> Backend:
 
 def check_name(name: object) -> None:
     """Raise UnsupportedError unless ``backend=`` accepts a value."""
-    if not isinstance(name, str) or name != "auto":
+    if not isinstance(name, str) or (name != "auto" and not _known(name)):
         named_backend(name)
+
+
+def _known(name: str) -> bool:
+    return name in BACKENDS
+
+
+# torch.compile calls it instead of tracing it, since it may import what other distributions declare
+_known._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def preference(device: str) -> list[str]:

@@ -24,6 +24,7 @@ from .errors import ShapeError, UnsupportedError, shown
 from .patterns import Pattern, check_extents
 from .patterns.alignment import END, ends_at_query, first_query, padded_keys
 from .patterns.base import parts_of
+from .patterns.batch_axis import Packing
 from .patterns.fitting import refuse
 from .patterns.global_tokens import check_places
 from .patterns.shifted import with_offsets
@@ -269,20 +270,33 @@ def check_terms(
     """Raise an error unless the terms fit a call of sizes (batch, heads, queries, keys)."""
     for term in terms:
         term.check(*sizes, device)
-    of_distance = {type(term).__name__ for term in terms if term.distances}
-    if of_distance and pattern.tables:
-        check_distances(", ".join(sorted(of_distance)), pattern)
+    if pattern.tables and any(term.distances for term in terms):
+        positioned = sorted({type(term).__name__ for term in terms if term.distances or term.places})
+        check_distances(", ".join(positioned), pattern, by_index=any(term.places for term in terms))
 
 
-def check_distances(names: str, pattern: Pattern) -> None:
-    """Raise UnsupportedError if the difference of two places is not a distance of tokens."""
-    # imported where a pattern may contain documents or a tree
-    from .patterns.documents import packed_apart
+def check_distances(names: str, pattern: Pattern, *, by_index: bool) -> None:
+    """Raise UnsupportedError if the difference of two positions is not a distance of tokens.
+
+    Args:
+        names: Names of the terms, for messages.
+        pattern: The pattern of the call.
+        by_index: Whether they need the indices of queries too. Queries that are packed apart from keys have positions
+            that are not their indices.
+    """
+    # imported where a pattern may contain a tree
     from .patterns.tree import Tree
 
-    if packed_apart(pattern):
+    packings = parts_of(pattern, Packing)  # type: ignore[type-abstract]
+    if apart := [each for each in packings if each._packed_apart]:
         got = f"{names} where queries and keys are packed apart"
-        raise UnsupportedError("terms", got, "one packing for both", "Pad the queries, or add a Bias.")
+        if by_index:
+            remedy = "Pass an ALiBi or DistanceBias without a Bias and without a function, or pad the queries."
+            raise UnsupportedError("terms", got, "one packing for both, or terms that only count distances", remedy)
+        if len(apart) > 1 or not pattern._packed_apart:
+            # other parts count positions in the whole sequence, or in other documents
+            remedy = "Write all of it as pattern.within(documents)."
+            raise UnsupportedError("terms", f"{got}, with {pattern}", "a pattern inside the documents", remedy)
     if trees := parts_of(pattern, Tree):
         got = f"{names} with {trees[0]!r}, on which tokens that follow each other on a path are apart"
         wanted = "terms that count no distances"

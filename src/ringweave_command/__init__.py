@@ -29,7 +29,8 @@ ELSEWHERE = {
 def how_to_install(distribution: str) -> str:
     """Return a sentence that says how to install a distribution."""
     folder = distribution.removeprefix("ringweave-")
-    return f"Run pip install {distribution}, or pip install ./{folder} in a clone of the repository."
+    clone, wheels = f"pip install ./{folder}", f"pip install --find-links dist {distribution}"
+    return f"In a clone run {clone}; with the wheels in dist, {wheels}."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

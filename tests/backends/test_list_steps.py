@@ -108,27 +108,28 @@ def test_bits_on_every_variant(
 @pytest.mark.parametrize("block_size", [1, 32])
 @pytest.mark.parametrize("name", RELATIONS)
 def test_relations_filter_lists(name: str, block_size: int, taken: list[bool]) -> None:
-    for keys in (130, 131, 40, 9000):
+    for keys, seeds in ((130, 3), (131, 3), (40, 3), (9000, 1)):
         x = inputs(8, 2, keys, batch=2)
-        for seed in range(3):
+        for seed in range(seeds):
             lists = chosen(2, 1, most=9, keys=keys, block_size=block_size, seed=seed)
             pattern = RELATIONS[name](rw.Selected(lists, block_size))
             same(x, pattern)
             torch.testing.assert_close(step(x, pattern).out, step(x, pattern, backend="reference").out)
     # only a kind's first step of all keeps it
     assert all(taken)
-    assert len(taken) == 3 * 12 - 1
+    assert len(taken) == 3 * 10 - 1
 
 
 def test_the_definition(taken: list[bool]) -> None:
     """Latent keys of many heads: the values are channels of the keys, and lists are long enough to be split."""
-    q, k, _ = inputs(128, 1, 3000, dims=(576, 512))
-    for seed in range(3):
+    # more heads than a vector has lanes, and not a multiple; the reference repeats the keys for each head
+    q, k, _ = inputs(20, 1, 3000, dims=(576, 512))
+    for seed in range(2):
         pattern = rw.Selected(chosen(most=2048, keys=3000, seed=seed)) & rw.Causal()
         got = rw.attention(q, k, k[..., :512], pattern, q_offset="end")
         wanted = rw.attention(q, k, k[..., :512], pattern, q_offset="end", backend="reference")
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
-    assert taken == [True, True]
+    assert taken == [True]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -63,17 +63,21 @@ def conforms(x: Inputs, pattern: Pattern, backend: str, q_offset: int = 0) -> No
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64, 128])
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (4, 1), (6, 1), (16, 1)], ids=str)
+@pytest.mark.parametrize("shared", ["all heads", "a key head", "a query head"])
+@pytest.mark.parametrize("filtered", [False, True])
 def test_groups_and_block_sizes(
-    heads: tuple[int, int], block_size: int, dtype: str, backend: str, poisoned: None
+    filtered: bool, shared: str, heads: tuple[int, int], block_size: int, dtype: str, backend: str, poisoned: None
 ) -> None:
     """Lists shared by all heads, of each key head and of each query head agree with the definition."""
     nq, nk, sizes = 75, 200, {"batch": 2, "heads": heads[0], "kv_heads": heads[1], "dtype": DTYPES[dtype]}
     x = Inputs.random(nq, nk, dim=64, value_dim=64, **sizes)  # type: ignore[arg-type]
-    most = 12 if block_size < 16 else 3
-    for lead, of in (((), "query"), ((2, heads[1]), "kv"), ((heads[0],), "query")):
-        lists = rw.Selected(chosen(*lead, nq, most, nk=nk, block_size=block_size), block_size, heads=of)
-        conforms(x, lists, backend)
+    lead = {"all heads": (), "a key head": (2, heads[1]), "a query head": (heads[0],)}[shared]
+    indices = chosen(*lead, nq, 12 if block_size < 16 else 3, nk=nk, block_size=block_size)
+    lists = rw.Selected(indices, block_size, heads="kv" if shared == "a key head" else "query")
+    if filtered:
         conforms(x, lists & rw.Causal() & ~rw.Strided(5), backend, q_offset=nk - nq)
+    else:
+        conforms(x, lists, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

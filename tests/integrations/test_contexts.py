@@ -175,11 +175,14 @@ def test_the_librarys_trainer_with_a_collator(workers: int, tmp_path: Path) -> N
 
 
 def test_compiled_models_take_batches_in_turn() -> None:
-    """A whole model in one graph takes padded and whole batches in turn, of two lengths, and also without a context."""
+    """A whole model in one graph takes padded and whole batches in turn, and also without a context.
+
+    Batches of other lengths are compiled on two ranks, in parallel/test_models.py.
+    """
     torch.compiler.reset()
     model = model_of("gemma3_text", "ringweave").eval()
     context = context_parallel(model)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for batch in (BATCHES[0], BATCHES[1], BATCHES[0], BATCHES[7]):
+    for batch in (BATCHES[0], BATCHES[1], BATCHES[0]):
         assert off(shared(context, compiled, context.shard(**batch)), alone(model, batch), batch) < 1e-5
     assert off(alone(compiled, BATCHES[1]), alone(model, BATCHES[1]), BATCHES[1]) < 1e-5

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from ringweave.api import attention
 from ringweave.integrations import flash_attn
+from ringweave.integrations.flash_attn import conventions
 
 from .flash import Options, check, dense, packed
 
@@ -109,6 +111,33 @@ def test_packed_sequences_with_terms(queries: list[int], keys: list[int], shape:
         check_packed(queries, keys, Options(causal, window, softcap=2.0, slopes=slopes))
     check_packed(queries, keys, Options(True, scale=0.2), torch.bfloat16)
     check_packed(queries, keys, Options(True), torch.float64)
+
+
+@pytest.mark.parametrize("queries", [[9, 40, 0, 130], [1, 1, 1, 1]], ids=str)
+def test_packed_sequences_are_one_call(queries: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So are those with ALiBi and with other numbers of keys; slopes for each sequence need a call for each."""
+    made = []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        made.append(args[0].shape[2])
+        return attention(*args, **options)
+
+    monkeypatch.setattr(conventions, "attention", counted)
+    keys = [30, 40, 5, 130]
+    q, k, v = drawn((sum(queries), 4, 16), (sum(keys), 2, 16), (sum(keys), 2, 16))
+    for slopes, count in ((None, 1), (torch.ones(4), 1), (torch.ones(4, 4), sum(n > 0 for n in queries))):
+        made.clear()
+        flash_attn.flash_attn_varlen_func(
+            q, k, v, bounds(queries), bounds(keys), max(queries), max(keys), causal=True, alibi_slopes=slopes
+        )
+        assert len(made) == count
+
+
+def test_few_queries_over_many_keys_are_a_call_for_each_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tile of their queries would be computed with the keys of all; the results do not depend on that."""
+    monkeypatch.setattr(conventions, "_MANY_PAIRS", 100)
+    monkeypatch.setattr(conventions, "_in_documents", None)
+    check_packed([1, 2, 0, 1], [40, 3, 5, 0], Options(True, slopes=drawn((4,), seed=9)[0].abs() / 8))
 
 
 PLAIN = {

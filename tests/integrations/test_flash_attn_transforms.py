@@ -100,8 +100,10 @@ def test_pages_in_transforms() -> None:
 @pytest.mark.parametrize(
     "stops", [((9, 20), (9, 20)), ((9, 20), (0, 32)), ((0, 0), (0, 0)), ((4, 32), (5, 7))], ids=str
 )
-@pytest.mark.parametrize("version", MODULES)
-def test_compiled_packs_that_end_before_the_buffer(version: str, stops: tuple[tuple[int, ...], ...]) -> None:
+@pytest.mark.parametrize(("version", "slopes"), [("2", None), ("3", None), ("2", torch.tensor([0.5, 0.25]))], ids=str)
+def test_compiled_packs_that_end_before_the_buffer(
+    version: str, slopes: Tensor | None, stops: tuple[tuple[int, ...], ...]
+) -> None:
     """Tokens after the last bound give 0 in one graph too, have no gradients, and reach no other token."""
     x = torch.randn(32, 2, 16)
     rest = max(stops[0][-1], stops[1][-1])
@@ -109,8 +111,8 @@ def test_compiled_packs_that_end_before_the_buffer(version: str, stops: tuple[tu
     of_q, of_k = (torch.tensor([0, *each], dtype=torch.int32) for each in stops)
 
     def call(x: Tensor, of_q: Tensor, of_k: Tensor) -> tuple[Tensor, Tensor]:
-        function = MODULES[version].flash_attn_varlen_func
-        return function(x, x, x, of_q, of_k, 32, 32, causal=True, return_attn_probs=True)[:2]
+        function, terms = MODULES[version].flash_attn_varlen_func, {} if slopes is None else {"alibi_slopes": slopes}
+        return function(x, x, x, of_q, of_k, 32, 32, causal=True, return_attn_probs=True, **terms)[:2]
 
     torch._dynamo.reset()
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")

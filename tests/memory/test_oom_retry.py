@@ -137,6 +137,27 @@ def test_terms_dropout_and_their_gradients_stay() -> None:
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "dense_batched"])
+def test_distances_in_documents_that_are_packed_apart(backend: str) -> None:
+    """A piece of the queries counts distances from the positions that they have in the whole call."""
+    if backend == "cpu":
+        pytest.importorskip("ringweave._cpu", exc_type=ImportError)
+    documents = rw.Documents(cu_seqlens_q=[0, 100, 300, N], cu_seqlens_k=[0, 300, 301, 400])
+    table = torch.randn(HEADS, 41, requires_grad=True)
+    x, found = oracle.Inputs.random(N, 400, heads=HEADS, kv_heads=KV_HEADS), []
+    for most in (10**9, *RUNGS.values()):
+        with short_of(most):
+            torch.manual_seed(5)
+            leaves = x.leaves()
+            terms = [rw.ALiBi.of_heads(HEADS), rw.DistanceBias(table)]
+            given = {"terms": terms, "dropout": 0.25, "backend": backend}
+            out, lse = rw.attention_with_lse(*leaves, rw.Causal().within(documents), **given)
+            found.append(oracle.results(out, lse, x, leaves, table=table))
+    for other in found[1:]:
+        for each, error in oracle.errors(other, found[0]).items():
+            assert error < 1e-5, each
+
+
 @pytest.mark.parametrize("opaque", [False, True], ids=["formula", "mapped"])
 @pytest.mark.parametrize("name", ["window", "by head", "chosen"])
 def test_score_functions_and_their_gradients_stay(name: str, opaque: bool) -> None:

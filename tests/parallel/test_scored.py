@@ -108,6 +108,8 @@ def double(x: Inputs) -> Inputs:
 WINDOW = rw.SlidingWindow(100)
 BY_HEAD = rw.PerHead([rw.Causal(), WINDOW, rw.Causal(), rw.Dilated(8, 4)])
 DILATED = rw.SlidingWindow(20) | rw.Dilated(30, 8)
+# a query's place and its distance to a key's place differ
+APART = rw.Causal().within(rw.Documents(cu_seqlens_q=[0, 50, 50, 120, TOKENS], cu_seqlens_k=[0, 90, 100, 110, TOKENS]))
 
 
 def by(schedule: str, placement: str, dropout: float = 0.0, **rest: Any) -> dict[str, Any]:
@@ -126,6 +128,8 @@ CASES = {
     "ring": (rw.Causal(), "shared bias", by("ring", "zigzag")),
     "ring, by dense_batched": (rw.Causal(), "all", by("ring", "zigzag", 0.2, backend="dense_batched")),
     "ring, heads differ": (BY_HEAD, "bias", by("ring", "contiguous")),
+    "packed apart": (APART, "alibi", by("allgather", "zigzag", 0.2)),
+    "ring, packed apart": (APART, "distance", by("ring", "striped", 0.2)),
     "ring, a cap": (rw.Full(), "softcap", by("ring", "striped", 0.2)),
 }
 

@@ -128,7 +128,6 @@ def test_a_list_for_every_token_attends_its_blocks() -> None:
         (lambda t: rw.explain(t, N, heads=6, kv_heads=3, batch=2), "for 6 query heads over 3 key heads"),
         (lambda t: t.select(0, 0), r"BlockTable: got tables per key head; wanted a call's heads. Call bound\(heads\) first"),
         (lambda t: rw.BlockTable(MASK[:, :, :1], SIDE).plan(33, N, heads=2, batch=2), r"a table of \(1, 4\) blocks"),
-        (lambda t: rw.BlockTable(MASK, SIDE, heads="q"), "heads: got 'q'; wanted one of query, kv"),
     ],
 )  # fmt: skip
 def test_errors(call: Callable[[BlockTable], object], text: str) -> None:

@@ -132,7 +132,7 @@ def library() -> Any:
         return importlib.import_module("transformers")
     except ModuleNotFoundError:
         raise UnsupportedError(
-            "transformers", "not installed", "transformers, to build its models", "pip install 'ringweave-audit[hf]'."
+            "transformers", "not installed", "transformers, to build its models", "pip install transformers."
         ) from None
 
 

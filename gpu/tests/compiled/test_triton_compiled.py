@@ -26,7 +26,8 @@ def compiled(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     cache = getattr(request.config, "cache", None)
     if cache is None:
         return tmp_path
-    sources = sorted((ROOT / "src" / "ringweave" / "backends" / "triton").rglob("*.py"))
+    sources = sorted((ROOT / "gpu" / "src" / "ringweave_gpu" / "triton" / "kernels").rglob("*.py"))
+    assert sources
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
     folder = Path(cache.mkdir("triton"))
     for other in folder.iterdir():

@@ -22,6 +22,7 @@ from ringweave_lab.commands import register
 from ringweave_lab.demo import command as module
 from ringweave_lab.demo.demo import DemoResult, bits
 from ringweave_lab.demo.report import render
+from ringweave_lab.tune.oracle import Error
 
 app = typer.Typer()
 register(app)
@@ -122,6 +123,24 @@ def test_two_processes_learn_what_one_does_and_receive_less_than_a_full_ring(run
     ):
         assert shown in report
     assert "2 processes share 512 tokens" in " ".join(found.output.split())
+
+
+def test_another_library_past_its_bound_is_shown_and_does_not_fail_the_demonstration(
+    run: tuple[DemoResult, str, Any],
+) -> None:
+    result = run[0]
+    first = next(o for o in result.outcomes if o.peer == "sdpa")
+    mine = next(o for o in result.outcomes if o.peer == "ringweave" and o.direction == first.direction)
+    for peer, correct in ((first, True), (mine, False)):
+        assert peer.accuracy is not None
+        assert peer.limit is not None
+        past = dataclasses.replace(peer.accuracy, out=Error(3 * peer.limit.out, 1.0))
+        wrong = dataclasses.replace(peer, accuracy=past, timing=None, over_first=None, reason="wrong: of the test")
+        others = tuple(wrong if o is peer else o for o in result.outcomes)
+        found = dataclasses.replace(result, outcomes=others)
+        assert found.correct == correct
+        assert any("wrong: of the test" in remark for remark in found.remarks())
+        assert "wrong, not timed" in render(found)
 
 
 def test_losses_that_differ_are_wrong(run: tuple[DemoResult, str, Any]) -> None:

@@ -15,7 +15,7 @@ from ringweave_lab.bench.peers import PEERS, gather_scatter, peers, taking_part
 from ringweave_lab.tune import session
 from ringweave_lab.tune.oracle import Oracle, sample_rows
 from ringweave_lab.tune.problem import Problem, RandomBlocks, Sample
-from ringweave_lab.tune.session import Built, Peer
+from ringweave_lab.tune.session import Built, Peer, Session
 
 # the package's function hides its module of the same name
 module = importlib.import_module("ringweave_lab.bench.compare")
@@ -205,6 +205,15 @@ def test_the_oracle_of_some_heads_is_that_of_all() -> None:
         wrong[:, head] *= 1.01
         assert every.check_out(wrong).excess(every.limit) is not None
         assert (ends.check_out(wrong).excess(ends.limit) is not None) == seen
+
+
+def test_other_libraries_are_timed_up_to_twice_our_limits() -> None:
+    problem = _problem(rw.Causal())
+    checks = Session(problem.inputs())
+    limit = checks.oracle(problem.pattern).limit
+    for name, most in (("ringweave", limit), ("ringweave:dense_batched", limit), ("sdpa", limit.doubled())):
+        (peer,) = peers(name)
+        assert checks.check(problem, peer, "forward").limit == most
 
 
 def test_names_of_peers() -> None:

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..axes import Axes
 from ..backends import BACKENDS
 from ..backends.backend import readable
-from ..call import Arguments, Call, Operands
+from ..call import Arguments, Operands, term_operands
 from ..checks import one_of
 from ..errors import PatternError, UnsupportedError
 from ..patterns import LongNet, Pattern
-from ..patterns.shifted import first_positions
 from ..plan import BlockPlan, Branch, plan
 from ..terms import Term
-from ..terms.operands import TermOperands
 from ..torch_compat import mapped, wrapped
 from ..types import acc_dtype
 from ..validate import checked
@@ -113,7 +110,8 @@ def tile_mass(
     """
     one_of("per", per, _PER)
     one_of("backend", backend, _BACKENDS)
-    call, *_, terms = checked(Arguments(q, k, k, pattern, scale, q_offset, "dense_batched", k_offset, terms=terms))
+    given = checked(Arguments(q, k, k, pattern, scale, q_offset, "dense_batched", k_offset, terms=terms))
+    call, terms = given.call, given.terms
     pattern, q_offset = call.pattern, call.q_offset
     if isinstance(pattern, LongNet):
         got = repr(pattern)
@@ -126,7 +124,8 @@ def tile_mass(
         wanted = "ordinary tensors"
         raise UnsupportedError("tile_mass", "tensors inside of torch.vmap", wanted, "Call it without vmap.")
     p = plan(pattern, nq, k.shape[2], heads=heads, batch=batch, q_offset=q_offset, tile=tile, device=q.device)
-    inputs = Operands(readable(q), readable(k), readable(k), call.scale, _term_operands(q, call, terms))
+    of_terms = term_operands(call, (nq, k.shape[2]), q.device, given.tensors)
+    inputs = Operands(readable(q), readable(k), readable(k), call.scale, of_terms)
     cpu, dense_batched = BACKENDS["cpu"], BACKENDS["dense_batched"]
     reason = cpu.unsupported_reason(
         inputs.call(), Branch.whole(pattern, nq, k.shape[2], heads=heads, batch=batch, q_offset=q_offset)
@@ -141,11 +140,3 @@ def tile_mass(
     chosen = dense_batched if reason is not None or backend == "dense_batched" else cpu
     assert chosen.mass is not None
     return TileMass(p, chosen.mass(inputs, lse.detach(), p, per == "row"), p.first_tiles())
-
-
-def _term_operands(q: Tensor, call: Call, terms: tuple[Term, ...]) -> TermOperands | None:
-    if not terms:
-        return None
-    places = [torch.arange(n, device=q.device) for n in (call.heads, call.nq, call.nk)]
-    first = first_positions(call.pattern, call.q_offset, call.batch, q.device)
-    return TermOperands(terms, None, places[0], places[1], places[2], first, (None,) * len(terms))

@@ -12,7 +12,6 @@ from ..api import attention, attention_with_lse
 from ..checks import flag, number
 from ..errors import PatternError, ShapeError, UnsupportedError, shown
 from ..patterns import Documents, Pattern, check_extents
-from ..patterns.documents import packed_apart
 from ..precision import NATIVE, Precision, as_precision
 from ..types import AttentionOutput
 from .key_cache import KeyCache, Owner
@@ -166,7 +165,7 @@ class ChoosingAttention(nn.Module):
         """Return the bounds of the documents: a list for each batch element, or one for all."""
         if documents is None:
             return None
-        if not isinstance(documents, Documents) or packed_apart(documents):
+        if not isinstance(documents, Documents) or documents._packed_apart:
             wanted = "rw.Documents with the same bounds for queries and keys"
             raise PatternError("documents", shown(documents), wanted, "Pass rw.Documents(lengths).")
         if self.context is not None:

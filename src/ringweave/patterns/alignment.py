@@ -136,10 +136,8 @@ def ends_at_query(pattern: Pattern) -> bool:
 
         return isinstance(pattern, LongNet) and pattern.causal
     if isinstance(pattern, Within):
-        from .documents import packed_apart
-
         # queries that are packed apart from keys are the last tokens of their sequences already
-        return ends_at_query(pattern.pattern) and not packed_apart(pattern)
+        return ends_at_query(pattern.pattern) and not pattern._packed_apart
     if isinstance(pattern, PerHead):
         return all(map(ends_at_query, pattern.patterns))
     return isinstance(pattern, Causal) or (isinstance(pattern, And) and any(map(ends_at_query, pattern.parts)))

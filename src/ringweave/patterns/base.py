@@ -52,7 +52,8 @@ class Pattern(ABC):
     - ``extents`` and ``select``, if batch elements or heads differ; ``check``, if it fits certain lengths only;
     - the property ``residue_rate``, which makes plans cheaper;
     - the property ``tables``, if it has tensors; ``bound`` and the property ``tile_size``, if they contain blocks;
-    - ``by_place``, if its tensors have a row for each query of a call, wherever the call begins.
+    - ``by_place``, if its tensors have a row for each query of a call, wherever the call begins;
+    - ``_packed_apart`` and ``_among_keys``, if queries and keys may be packed with different lengths.
 
     It overrides no other method of this class. A pattern that contains patterns derives from :class:`Composite`, and a
     name for another pattern from :class:`Derived`.
@@ -120,6 +121,22 @@ class Pattern(ABC):
     def tile_size(self) -> int | None:
         """The tile size that suits the pattern: the tokens in a side of the blocks that it consists of; else None."""
         return None
+
+    @property
+    def _packed_apart(self) -> bool:
+        """Whether it counts all positions in documents that have separate bounds for queries and for keys."""
+        return False
+
+    def _among_keys(self, place: Tensor) -> Tensor:
+        """Return the places of queries on the axis of keys, so that differences of places are distances.
+
+        In documents that are packed apart, the last query of each is at its last key. A document that has fewer keys
+        than queries begins before its first key, perhaps at a negative place.
+
+        Args:
+            place: Places of queries on their axis, int64.
+        """
+        return place
 
     def _allowed_pairs(self, nq: int, nk: int) -> int | None:
         """Return the number of allowed pairs by a formula; None without one."""

@@ -18,7 +18,7 @@ from ..relation.opaque import Opaque
 from ..relation.shapes import MOST_ZONES
 from ..relation.zones import Zones
 from ..torch_compat import require
-from .base import Pattern, parts_of
+from .base import Pattern
 from .batch_axis import Packing, Spans, rows_of
 from .declared import declare
 from .fitting import made_again, made_by
@@ -122,6 +122,16 @@ class Documents(Packing):
             return f"Documents({sizes})"
         return f"Documents(<{len(sizes)} documents, {min(sizes)}-{max(sizes)} tokens>)"
 
+    @property
+    def _packed_apart(self) -> bool:
+        return "cu_seqlens_q" in self._tables
+
+    def _among_keys(self, place: Tensor) -> Tensor:
+        if not self._packed_apart:
+            return place
+        of_q, of_k = (table.to(place.device) for table in self.tables)
+        return place + (of_k - of_q)[_number(place, of_q) + 1]
+
     def extents(self) -> tuple[int | None, int | None]:
         ids = self._tables.get("ids")
         return (ids.shape[0] if ids is not None and ids.ndim == 2 and len(ids) > 1 else None), None
@@ -189,14 +199,13 @@ def keys_of(documents: Documents, queries: int) -> tuple[Tensor, Tensor]:
         first = torch.where(begins, place, 0).cummax(-1).values
         return first, torch.where(ends, place + 1, len(place)).flip(-1).cummin(-1).values.flip(-1)
     of_q, of_k = next(iter(documents._tables.values())), list(documents._tables.values())[-1]
-    place = torch.arange(queries, device=of_q.device)
-    document = torch.searchsorted(of_q[1:].contiguous(), place, right=True).clamp(max=len(of_k) - 2)
+    document = _number(torch.arange(queries, device=of_q.device), of_q)
     return of_k[document], of_k[document + 1]
 
 
-def packed_apart(pattern: Pattern) -> bool:
-    """Return whether documents in a pattern have separate bounds for queries and for keys."""
-    return any("cu_seqlens_q" in each._tables for each in parts_of(pattern, Documents))
+def _number(place: Tensor, bounds: Tensor) -> Tensor:
+    """Return the number of the document of each place, by cumulative bounds."""
+    return torch.searchsorted(bounds[1:].contiguous(), place, right=True).clamp(max=len(bounds) - 2)
 
 
 def _pieces(ids: Int64) -> tuple[Int64, Int64, Int64]:

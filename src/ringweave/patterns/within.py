@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from torch import Tensor
 
 from ..errors import PatternError, shown
 from ..relation.arrays import Int64, combine_ids, distinct
@@ -81,6 +82,13 @@ class Within(Composite):
 
     def parts_within(self) -> tuple[Pattern, ...]:
         return self.pattern, self.bounds
+
+    @property
+    def _packed_apart(self) -> bool:
+        return self.bounds._packed_apart
+
+    def _among_keys(self, place: Tensor) -> Tensor:
+        return self.bounds._among_keys(place)
 
     def remade(self, parts: Sequence[Pattern]) -> Pattern:
         return Within(*parts)

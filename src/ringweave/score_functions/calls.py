@@ -64,6 +64,8 @@ def by_terms(call: Scored) -> Arguments:
     """
     given, score = call.given, call.found.score
     assert score is not None
+    if given.pattern.tables and any(term.distances for term in score.terms):
+        check_distances("a function of q and k", given.pattern, by_index=True)
     changed = given._replace(terms=score.terms, scale=call.found.scale)
     if isinstance(score.pattern, Full):
         return changed
@@ -103,6 +105,6 @@ def attend(call: Scored) -> tuple[Tensor, Tensor]:
     terms = [term for term in as_listed(given.terms) if isinstance(term, Term)]
     known, q, k, v, tensors, _ = checked(given._replace(terms=terms))
     if known.pattern.tables and (graph is None or deps_of(graph.result) & (Q | K)):
-        check_distances("a function of q and k", known.pattern)
+        check_distances("a function of q and k", known.pattern, by_index=True)
     dropout = Dropout(known.dropout, int(known.by_field(tensors).dropout[0])) if known.dropout else None
     return ScoredProgram.of(replace(known, scale=scale), function, graph, q, k, dropout).attend(q, k, v)

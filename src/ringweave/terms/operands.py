@@ -21,7 +21,7 @@ class TermOperands(NamedTuple):
     terms: tuple[Term, ...]
     dropout: Dropout | None
     heads: Tensor  # (Hq,) int64
-    rows: Tensor  # (Nq,) int64
+    rows: Tensor  # (Nq,) int64; places among the keys if terms count distances: see Pattern._among_keys
     columns: Tensor  # (Nk,) int64
     offsets: Tensor  # (B, 2) int64, positions of each batch element's first query and first key
     totals: tuple[Tensor | None, ...]  # the sum of each table's gradient, or None if it is not needed

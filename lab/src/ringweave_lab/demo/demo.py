@@ -23,7 +23,7 @@ from ..bench.record import Environment, Outcome, environment
 from ..bench.text import Corpus, Training, standard_library, text_inputs, train
 from ..tune.oracle import Accuracy, Limit
 from ..tune.problem import BOTH, Problem, Sample
-from ..tune.session import Session
+from ..tune.session import Session, is_ours
 
 #: A function that receives the part, the share of it that is done, and a progress message.
 Advance = Callable[[str, float, str], None]
@@ -196,9 +196,10 @@ class DemoResult:
 
     @property
     def correct(self) -> bool:
-        """Whether every checked result is correct."""
+        """Whether every checked result of ringweave is correct; the page shows which other ones are not."""
         together = isinstance(self.around, str) or self.around.correct
-        return self.exact and together and not any(o.wrong for o in (*self.outcomes, *self.chosen.outcomes))
+        wrong = [o for o in (*self.outcomes, *self.chosen.outcomes) if o.wrong and is_ours(o.peer)]
+        return self.exact and together and not wrong
 
     def find(self, tokens: int, direction: str, peer: str) -> Outcome:
         """Return the outcome of a peer."""

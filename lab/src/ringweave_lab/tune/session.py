@@ -100,6 +100,11 @@ class Peer:
     how: Callable[[Problem, bool], str] | None = None
 
 
+def is_ours(peer: str) -> bool:
+    """Return whether a peer of this name is ringweave, with any backend."""
+    return peer.split(":")[0] == "ringweave"
+
+
 @dataclass
 class Entry:
     """A peer on a problem in one direction, and the results of its check and its timing.
@@ -207,12 +212,15 @@ class Session:
                 # stop: later peers would be checked on the modified inputs
                 got = "a peer that writes to its inputs"
                 raise ShapeError(peer.name, got, "a peer that does not modify them", "Copy the inputs in it.")
-            excess = accuracy.excess(oracle.limit)
+            # Fused kernels compute weights again from lse, and so round more than torch's masked attention: PyTorch's
+            # own has 2.0 times its error of dv on some processors. Its time is still that of a correct result.
+            limit = oracle.limit if is_ours(peer.name) else oracle.limit.doubled()
+            excess = accuracy.excess(limit)
             known = {
                 "computes": repr(built.function),
                 "how": built.how if peer.how is None else peer.how(problem, direction != FORWARD),
                 "accuracy": accuracy,
-                "limit": oracle.limit,
+                "limit": limit,
                 "setup_seconds": built.setup_seconds,
                 "reason": None if excess is None else f"wrong: {excess}; not timed",
             }

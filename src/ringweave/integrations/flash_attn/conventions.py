@@ -21,11 +21,14 @@ from ...checks import INTEGERS, number
 from ...errors import ShapeError, UnsupportedError, shown
 from ...patterns import Causal, Documents, Full, Pattern, Segments, SlidingWindow
 from ...patterns.base import parts_of
+from ...plan.tile_size import DEFAULT_TILE_SIZE
 from ...terms import ALiBi, Softcap, Term
 from ...validate import checked_dropout, checked_scale
 
-# mean number of queries of a sequence up to which packed sequences take a call each, as in a decoding step
-_FEW = 8
+# Sequences with up to this mean number of queries, as in a decoding step, may take a call each. In one call, a tile of
+# queries is computed with the keys of all its sequences: a call each is faster from this number of pairs a sequence on,
+# over all heads.
+_FEW, _MANY_PAIRS = 8, 2**17
 _SIDES = ("cu_seqlens_q", "cu_seqlens_k")
 _DENSE = Axes("q: float[B Nq Hq D]; k: q[B Nk Hkv D]; v: q[B Nk Hkv Dv]; Hq % Hkv")
 _PACKED = Axes("q: float[Nq Hq D]; k: q[Nk Hkv D]; v: q[Nk Hkv Dv]; Hq % Hkv")
@@ -222,17 +225,15 @@ def attend_packed(inputs: Inputs, bounds: tuple[Tensor, Tensor], options: Option
         options: Arguments besides the tokens.
     """
     q, k, v = inputs
-    if torch.compiler.is_compiling() and options.slopes is None:
+    if torch.compiler.is_compiling() and options.shared:
         # a trace does not know the bounds; the operator checks them
         return _in_documents(inputs, _with_last(bounds, len(q), len(k)), options)
     of_q, of_k = checked_bounds(bounds, (len(q), len(k)))
     inputs = q[: of_q[-1]], k[: of_k[-1]], v[: of_k[-1]]
     same = of_q == of_k
-    # the distance of a query and a key is that of their indices only if they are packed together
-    together = options.slopes is None or (same and options.shared)
-    # a tile of queries of many sequences would be computed with the keys of all of them
-    few = not same and of_q[-1] <= _FEW * (len(of_q) - 1)
-    if together and not few and of_k[-1]:
+    count, rows = len(of_q) - 1, min(of_q[-1], DEFAULT_TILE_SIZE)
+    few = not same and of_q[-1] <= _FEW * count and rows * of_k[-1] * q.shape[1] > _MANY_PAIRS * count
+    if options.shared and not few and of_q[-1] and of_k[-1]:
         # documents of one packing may not be empty
         given: dict[str, Any] = (
             {"cu_seqlens": sorted({*of_q})} if same else {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k}
@@ -275,12 +276,10 @@ def _in_documents(inputs: Inputs, documents: Documents, options: Options) -> Res
 
 def _one_by_one(inputs: Inputs, of_q: list[int], of_k: list[int], options: Options) -> Result:
     """Compute attention of packed sequences in a call for each."""
-    q, k, v = inputs
-    parts = []
-    for b in range(len(of_q) - 1):
-        rows, columns = slice(of_q[b], of_q[b + 1]), slice(of_k[b], of_k[b + 1])
-        one = q[rows][None], k[columns][None], v[columns][None]
-        parts.append(attend(one, options.of_sequence(b)))
+    sizes = [[b - a for a, b in itertools.pairwise(bounds)] for bounds in (of_q, of_k, of_k)]
+    # the gradients of a split are joined once, where those of slices are summed in full
+    each = zip(*(x.split(lengths) for x, lengths in zip(inputs, sizes, strict=True)), strict=True)
+    parts = [attend((q[None], k[None], v[None]), options.of_sequence(b)) for b, (q, k, v) in enumerate(each)]
     lse = joined(parts, 2)
     return Result(torch.cat([part.out[0] for part in parts]), None if lse is None else lse[0])
 

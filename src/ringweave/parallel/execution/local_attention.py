@@ -132,8 +132,9 @@ class SubBranch:
         """Return the terms and dropout with the heads and positions of the kernel's queries and keys."""
         if terms is None:
             return None
-        rows, columns = (torch.from_numpy(x).to(terms.heads.device) for x in (self.query_positions, self.key_positions))
-        return terms._replace(heads=terms.heads[slice(*self.whole.heads)], rows=rows, columns=columns)
+        heads, rows, columns = terms[2:5]
+        queries, keys = (torch.from_numpy(x).to(heads.device) for x in (self.query_positions, self.key_positions))
+        return terms._replace(heads=heads[slice(*self.whole.heads)], rows=rows[queries], columns=columns[keys])
 
     def _positions(self, tiles: Int64, first: int, length: int) -> Int64:
         inside = (tiles[:, None] * self.tile + np.arange(self.tile)).reshape(-1)

@@ -73,7 +73,7 @@ def measure(options: Options, say: Say) -> Measuring:
         transformers = importlib.import_module("transformers")
     except ModuleNotFoundError:
         wanted = "transformers, to build its models"
-        raise UnsupportedError("transformers", "not installed", wanted, "pip install 'ringweave-lab[hf]'.") from None
+        raise UnsupportedError("transformers", "not installed", wanted, "pip install transformers.") from None
     importlib.import_module("ringweave.integrations.transformers")
     said = []
     for shape in _SHAPES:
