@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import ringweave as rw
-from ringweave.call import Arguments, Call, Operands
+from ringweave.call import NUMBERS, SIZES, Arguments, Call, Operands
 from ringweave.kv_cache import PagedCache
+from ringweave.parallel.operators import ring_attention, ring_attention_backward
 from ringweave.program import Program
+from ringweave.torch_ops import attention, attention_backward
 from ringweave.validate import Checked, checked, paged
 
 from .cases import MIXTURES, PATTERNS, TREES
@@ -107,6 +110,50 @@ def test_calls_are_equal_by_value(field: str) -> None:
     assert len({CALL, same, other}) == 2
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(CALL, field, CHANGED[field])
+
+
+#: The fields that do not cross an operator, and why the call is right without them.
+STAY = {
+    "needs_grad": "the operator of backward sets it",
+    "learned": "the operator of backward counts it",
+    "pair_bytes": "a call with a function has no operator",
+}
+#: Fields that another field needs, or is derived from.
+BESIDE: dict[str, dict[str, Any]] = {"features": {"terms": "Softcap(3.0)"}}
+
+
+@pytest.mark.parametrize("field", [each.name for each in dataclasses.fields(Call) if each.name not in (*SIZES, *STAY)])
+def test_every_field_crosses_an_operator(field: str) -> None:
+    """A field that is neither text, flag, number nor derived from the others would be lost in an operator."""
+    given = BESIDE.get(field, {}) | {field: CHANGED[field]}
+    call = dataclasses.replace(CALL, **given)
+    stored = call.kv_dtype or call.dtype
+    q, k = torch.zeros(1, 4, 60, 16), torch.zeros(1, 2, 60, 16, dtype=stored)
+    tensors = [
+        *call.pattern.tables,
+        *[torch.tensor(1)] * (call.dropout > 0),
+        *[torch.zeros(1, 1, dtype=torch.int32), torch.tensor([60], dtype=torch.int32)] * call.paged,
+        *[torch.ones(1, 2, 60)] * 2 * (call.kv_dtype is not None),
+    ]
+    again = Call.read(call.text, q, k, k, tensors, *call.numbers)
+    assert getattr(again, field) == CHANGED[field]
+    assert sum(len(part) for part in call.by_field(tensors)) == len(tensors)
+
+
+@pytest.mark.parametrize("kernel", [attention, attention_backward, ring_attention, ring_attention_backward])
+def test_operators_take_the_numbers_of_a_call(kernel: Callable[..., object]) -> None:
+    names = list(kernel.__annotations__)
+    first = names.index("call") + 1
+    assert tuple(names[first : first + len(NUMBERS)]) == NUMBERS
+
+
+def test_a_text_of_another_version_is_refused() -> None:
+    q = torch.zeros(1, 1, 8, 8)
+    for text in ("Full()\nno_such option", "Full()\ndegrade"):
+        with pytest.raises((KeyError, ValueError)):
+            Call.read(text, q, q, q, [], 1.0, 0, 0)
+    with pytest.raises(ValueError, match="shorter"):
+        Call.read("Full()", q, q, q, [], 1.0, 0)
 
 
 def test_every_argument_of_a_call_is_one_of_attention() -> None:

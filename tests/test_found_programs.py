@@ -726,7 +726,7 @@ def test_no_program_serves_another_call() -> None:
             continue
         for value in OTHERS[name] if name in OTHERS else [VALUES[name](50)]:
             try:
-                key, found, _ = program_cache.find(usual._replace(**{name: value}))
+                key, found, *_ = program_cache.find(usual._replace(**{name: value}))
             except rw.RingweaveError:
                 # a dropout rate that is out of range
                 continue

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringweave as rw
 from ringweave.call import PER_HEAD, Arguments, pack
@@ -393,9 +394,8 @@ def on_ranks(option: str, make: Callable[[], dict[str, Any]]) -> dict[str, Tenso
 def _one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fix the seed: ranks are threads of one random generator, so a seed drawn by rank 0 would depend on their order."""
 
-    def fixed(*args: Any) -> tuple[str, list[Tensor]]:
-        text, tensors = pack(*args)
-        return text, [torch.tensor(77) if x.dtype == torch.int64 and not x.ndim else x for x in tensors]
+    def fixed(*args: Any) -> list[Tensor]:
+        return [torch.tensor(77) if x.dtype == torch.int64 and not x.ndim else x for x in pack(*args)]
 
     for module in (rw.api, rw.validate):
         monkeypatch.setattr(module, "pack", fixed)
@@ -420,6 +420,23 @@ def as_on_one(option: str, value: Callable[[], dict[str, Any]], halves: float = 
     found = on_ranks(option, value)
     for each, x in on_one(option, value()).items():
         torch.testing.assert_close(found[each], x, rtol=halves, atol=halves * float(x.abs().max()), msg=each)
+
+
+class _Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("option", VALUES)
+def test_a_watched_call_uses_an_option(option: str) -> None:
+    """A call that a mode watches crosses operators, as text, numbers and tensors, and loses no option there."""
+    given = usual("attention", option) | value_of("attention", option)
+    alone = measured("attention", given)
+    with _Watching():
+        watched = measured("attention", given)
+    assert torch.equal(watched.out, alone.out)
+    for name, grad in alone.grads.items():
+        torch.testing.assert_close(watched.grads[name], grad, msg=name)
 
 
 @pytest.mark.parametrize(("option", "kind"), [(option, kind) for option in KINDS for kind in KINDS[option]])

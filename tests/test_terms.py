@@ -261,7 +261,7 @@ def test_dropout_does_not_depend_on_tiles_or_branches(tile: int) -> None:
 
     n, pattern = 300, rw.SlidingWindow(20) | rw.Dilated(8, 16)
     x = Inputs.random(n, heads=HEADS)
-    call = Call.of(x.q, x.k, x.v, pattern, scale=0.25, dropout=2**14, features=frozenset({"dropout"}))
+    call = Call.of(x.q, x.k, x.v, pattern, scale=0.25, dropout=2**14)
     record = Operands.of(call, x.q, x.k, x.v, [*pattern.tables, torch.tensor(77)])
 
     def by(name: str) -> tuple[Tensor, Tensor]:

@@ -106,7 +106,7 @@ def test_places_of_a_mixture() -> None:
 
 def test_the_same_pairs_in_tiles_of_any_size() -> None:
     n, x = 40, Inputs.random(40, heads=1, dim=8)
-    call = Call.of(x.q, x.k, x.v, rw.Full(), scale=0.25, dropout=2**14, features=frozenset({"dropout"}))
+    call = Call.of(x.q, x.k, x.v, rw.Full(), scale=0.25, dropout=2**14)
     record = Operands.of(call, x.q, x.k, x.v, [torch.tensor(77)])
     want = None
     for side in (16, 128):

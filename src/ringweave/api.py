@@ -217,7 +217,7 @@ def _attend(given: Arguments, with_lse: bool = True) -> tuple[Tensor, Any]:
             q, k, v = given[:3]
             call, tables = program.call, program.tables
             if call.features and program.terms is None:
-                tables = tuple(pack(call.pattern, as_terms(given.terms), call.dropout)[1])
+                tables = tuple(pack(call.pattern, as_terms(given.terms), call.dropout))
             return _with_sinks(given, *run(program, q, k, v, tables, with_lse or given.sink_logits is not None))
         if key is not None and pairs is not None:
             given = given._replace(pattern=pairs)

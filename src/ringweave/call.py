@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,10 +18,12 @@ from .precision import Precision, Scales, dequantize_rows
 from .terms import Term
 from .terms.term import ScoreMod, tables_in, terms_of, written
 from .torch_compat import require
-from .types import Context, Pages, acc_dtype
+from .types import DTYPES, Context, Pages, acc_dtype
 
 if TYPE_CHECKING:
     from .terms.operands import TermOperands
+
+T = TypeVar("T")
 
 
 class Arguments(NamedTuple):
@@ -49,9 +52,17 @@ class Arguments(NamedTuple):
 PER_HEAD = ("sink_logits",)
 
 
+# marks a field that does not cross an operator by its type: other fields determine it, or the call needs none
+_OWN = {"crosses": False}
+
+
 @dataclass(frozen=True)
 class Call:
     """Everything about one attention call except its tensors: frozen, hashable, and writable as one text.
+
+    A new option is one field. The sizes, which have no defaults, follow from the tensors. Each other field that is not
+    marked crosses an operator by its type: a number as an argument of the operator, text or a flag as a line of
+    :attr:`text`.
 
     Attributes:
         batch: Batch elements.
@@ -89,12 +100,12 @@ class Call:
     value_dim: int
     dtype: torch.dtype
     device: str
-    needs_grad: bool = False
-    features: frozenset[str] = frozenset()
-    learned: int = 0
+    needs_grad: bool = field(default=False, metadata=_OWN)
+    features: frozenset[str] = field(default=frozenset(), metadata=_OWN)
+    learned: int = field(default=0, metadata=_OWN)
     paged: bool = False
-    kv_dtype: torch.dtype | None = None
-    pattern: Pattern = field(default=Full(), kw_only=True)
+    kv_dtype: torch.dtype | None = field(default=None, metadata=_OWN)
+    pattern: Pattern = field(default=Full(), kw_only=True, metadata=_OWN)
     scale: float = field(default=1.0, kw_only=True)
     q_offset: int = field(default=0, kw_only=True)
     backend: str = field(default="auto", kw_only=True)
@@ -102,62 +113,56 @@ class Call:
     dropout: int = field(default=0, kw_only=True)
     on_oom: str = field(default="degrade", kw_only=True)
     summation_order: str = field(default="fixed", kw_only=True)
-    pair_bytes: int = field(default=0, kw_only=True)
+    pair_bytes: int = field(default=0, kw_only=True, metadata=_OWN)
 
     @staticmethod
-    def of(
-        q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, page_table: Tensor | None = None, **rest: object
-    ) -> Call:
+    def of(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, page_table: Tensor | None = None, **rest: Any) -> Call:
         """Build a call from its tensors; ``rest`` are the fields that the tensors do not determine."""
         batch, heads, nq, head_dim = q.shape
         nk = k.shape[2] if page_table is None else page_table.shape[1] * k.shape[2]
         sizes = batch, heads, k.shape[1], nq, nk, head_dim, v.shape[3]
-        paged = page_table is not None
-        return Call(*sizes, q.dtype, q.device.type, paged=paged, pattern=pattern, **rest)  # type: ignore[arg-type]
+        derived = {
+            "paged": page_table is not None,
+            "kv_dtype": _stored_dtype(k),
+            "features": features_of(rest.get("terms", ""), rest.get("dropout", 0)),
+        }
+        return Call(*sizes, q.dtype, q.device.type, pattern=pattern, **(derived | rest))
 
     @property
     def text(self) -> str:
-        """The call without its tensors as text, which an operator can take: see :meth:`read`.
+        """The pattern's text, and a line for each other text or flag that is not its default: see :meth:`read`.
 
-        Numbers that ``torch.compile`` may treat as symbols are passed separately: see :attr:`numbers`.
+        Numbers are passed separately, since ``torch.compile`` may treat them as symbols: see :attr:`numbers`.
         """
-        dropout = "dropout" if self.dropout else ""
-        kv = " ".join(["pages"] * self.paged + ["scales"] * (self.kv_dtype is not None))
-        return "\n".join((self.pattern.spec, self.terms, dropout, self.on_oom, kv, self.summation_order, self.backend))
+        lines = [f"{name} {getattr(self, name)}" for name in _LINES if getattr(self, name) != _DEFAULTS[name]]
+        return "\n".join([self.pattern.spec, *lines])
 
     @property
-    def numbers(self) -> tuple[float, int, int]:
-        """Scale, q_offset and dropout, in the order of :meth:`read`."""
-        return self.scale, self.q_offset, self.dropout
+    def numbers(self) -> tuple[Any, ...]:
+        """The values of :data:`NUMBERS`."""
+        return tuple([getattr(self, name) for name in NUMBERS])
 
     @staticmethod
-    def read(
-        text: str,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tensors: Sequence[Tensor],
-        scale: float,
-        q_offset: int = 0,
-        dropout: int = 0,
-    ) -> Call:
+    def read(text: str, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], *numbers: float) -> Call:
         """Build the call from its text, numbers and tensors, the latter in the order of :func:`pack`."""
-        spec, terms, seeded, on_oom, kv, order, backend = text.split("\n", 6)
-        before = len(tensors) - tables_in(terms) - bool(seeded) - 2 * len(kv.split())
-        call = Call.of(
-            q, k, v, pattern_of(spec, tensors[:before]), page_table=_page_table(tensors, kv), scale=scale,
-            q_offset=q_offset, backend=backend, terms=terms, dropout=dropout, on_oom=on_oom, summation_order=order,
-            features=features_of(terms, dropout), kv_dtype=k.dtype if "scales" in kv else None,
-        )  # fmt: skip
+        spec, lines = lines_of(text)
+        given: dict[str, Any] = {name: _LINES[name](value) for name, value in lines.items()}
+        given |= zip(NUMBERS, numbers, strict=True)
+        by_field = ByField.of(tensors, _stored_dtype(k), **given)
+        table = by_field.pages[0] if by_field.pages else None
+        call = Call.of(q, k, v, pattern_of(spec, by_field.pattern), page_table=table, **given)
         return call.at_lengths(k, tensors) if call.paged else call
+
+    def by_field(self, tensors: Sequence[T]) -> ByField[T]:
+        """Return the tensors of the call besides q, k and v by field; also flags, one for each."""
+        return ByField.of(tensors, self.kv_dtype, self.terms, self.dropout, self.paged)
 
     def at_lengths(self, k: Tensor, tensors: Sequence[Tensor]) -> Call:
         """Return a paged call for the current lengths of its sequences, with the queries as their last tokens."""
         # imported when a call has pages
         from .kv_cache import check_pages, host_lengths, last_tokens
 
-        last = len(tensors) - 2 * (self.kv_dtype is not None)
-        table, lengths = tensors[last - 2 : last]
+        table, lengths = self.by_field(tensors).pages
         size = k.shape[2]
         if table.device.type == "cpu":
             check_pages(table.numpy(), lengths.numpy(), k.shape[0], size)
@@ -174,10 +179,60 @@ class Call:
         return dataclasses.replace(self, **sizes, pattern=pattern, q_offset=q_offset)  # type: ignore[arg-type]
 
 
-def _page_table(tensors: Sequence[Tensor], kv: str) -> Tensor | None:
-    if "pages" not in kv:
-        return None
-    return tensors[-2 * len(kv.split())]
+_DEFAULTS = {each.name: each.default for each in dataclasses.fields(Call)}
+#: The fields that follow from the tensors.
+SIZES = tuple([name for name, default in _DEFAULTS.items() if default is dataclasses.MISSING])
+_CROSS = {each.name: each.type for each in dataclasses.fields(Call) if not (each.name in SIZES or each.metadata)}
+#: The fields that operators take as arguments, in their order.
+NUMBERS = tuple([name for name, kind in _CROSS.items() if kind in ("int", "float")])
+_READERS: dict[Any, Callable[[str], object]] = {"str": str, "bool": "True".__eq__}
+# reads the line of each other field
+_LINES = {name: _READERS[kind] for name, kind in _CROSS.items() if name not in NUMBERS}
+#: How calls cross operators: another version with another format cannot read their texts.
+FORMAT = "\n".join([f"{name} {_DEFAULTS[name]}" for name in _CROSS])
+
+
+def lines_of(text: str) -> tuple[str, dict[str, str]]:
+    """Return the pattern's text and the other lines, by field, of a :attr:`Call.text`."""
+    spec, *lines = text.split("\n")
+    return spec, dict([line.split(" ", 1) for line in lines])
+
+
+def _stored_dtype(k: Tensor) -> torch.dtype | None:
+    """Return the dtype of keys in 8 bits, which need scales, else None."""
+    return None if k.dtype in DTYPES else k.dtype
+
+
+class ByField(NamedTuple, Generic[T]):
+    """The tensors of a call besides q, k and v, or a flag for each, in the order of :func:`pack`.
+
+    Attributes:
+        pattern: Tables of the pattern.
+        terms: Tables of the terms.
+        dropout: The seed if weights are dropped, else none.
+        pages: Page table and lengths if keys and values are stored in pages, else none.
+        scales: Scales of k and v if they are stored in 8 bits, else none.
+    """
+
+    pattern: Sequence[T]
+    terms: Sequence[T]
+    dropout: Sequence[T]
+    pages: Sequence[T]
+    scales: Sequence[T]
+
+    @staticmethod
+    def of(
+        tensors: Sequence[T],
+        kv_dtype: torch.dtype | None,
+        terms: str = "",
+        dropout: int = 0,
+        paged: bool = False,
+        **others: object,
+    ) -> ByField[T]:
+        """Split the tensors of a call with these fields; the pattern has those that are left."""
+        counts = tables_in(terms) if terms else 0, int(dropout > 0), 2 * paged, 2 * (kv_dtype is not None)
+        ends = itertools.accumulate(counts, initial=len(tensors) - sum(counts))
+        return ByField(*[tensors[start:end] for start, end in itertools.pairwise((0, *ends))])
 
 
 def features_of(terms: str, dropout: float) -> frozenset[str]:
@@ -222,18 +277,14 @@ class Operands(NamedTuple):
         """
         if not tensors and not call.terms:
             return Operands(q, k, v, call.scale)
-        rest, scales, pages = list(tensors), None, None
-        if call.kv_dtype is not None:
-            rest, scales = rest[:-2], Scales(*rest[-2:])
-        if call.paged:
-            rest, pages = rest[:-2], Pages(rest[-2], rest[-1], k.shape[2])
+        by_field = call.by_field(tensors)
+        scales = Scales(*by_field.scales) if by_field.scales else None
+        pages = Pages(by_field.pages[0], by_field.pages[1], k.shape[2]) if by_field.pages else None
         terms = None
         if call.features:
-            whole = call.nq, call.nk
             # from the lengths on the device: to copy the pattern's positions there would wait for it
             first = None if pages is None else pages.first_positions(call.nq)
-            flags = None if learns is None else learns[: len(rest)]
-            terms = term_operands(call, whole, q.device, rest, flags, first)
+            terms = term_operands(call, (call.nq, call.nk), q.device, by_field, learns, first)
         return Operands(q, k, v, call.scale, terms, pages, scales)
 
     @property
@@ -244,14 +295,13 @@ class Operands(NamedTuple):
     def call(self, needs_grad: bool = False) -> Call:
         """Describe these tensors as a call over the full pattern, for the choice of a backend."""
         table = None if self.pages is None else self.pages.table
-        kv_dtype = None if self.scales is None else self.k.dtype
         features, learned = frozenset[str](), 0
         if self.terms is not None:
             features = self.terms.names
             learned = sum(total.numel() for total in self.terms.totals if total is not None)
         return Call.of(
             self.q, self.k, self.v, Full(), page_table=table, needs_grad=needs_grad, features=features, learned=learned,
-            kv_dtype=kv_dtype, scale=self.scale,
+            scale=self.scale,
         )  # fmt: skip
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Operands:
@@ -273,24 +323,22 @@ class Operands(NamedTuple):
         return self._replace(k=k, v=v, scales=None)
 
 
-def pack(pattern: Pattern, terms: Sequence[Term], dropout: int, *more: Tensor) -> tuple[str, list[Tensor]]:
-    """Return the text of the terms, and the tensors of a call besides q, k and v.
+def pack(pattern: Pattern, terms: Sequence[Term], dropout: int, *more: Tensor) -> list[Tensor]:
+    """Return the tensors of a call besides q, k and v, with a new dropout seed: see :class:`ByField`.
 
-    Their order is: tables of the pattern, tables of the terms, a new dropout seed, page table and lengths, and the
-    scales of k and v.
+    ``more`` are page table and lengths, and the scales of k and v, of a call that has them.
     """
-    text, tables = written(terms) if terms else ("", [])
-    tensors = [*pattern.tables, *tables]
+    tensors = [*pattern.tables, *written(terms)[1]]
     if dropout:
         tensors.append(torch.randint(-(2**63), 2**63 - 1, (), device="cpu"))
-    return text, [*tensors, *more]
+    return [*tensors, *more]
 
 
 def term_operands(
     call: Call,
     tokens: tuple[int, int],
     device: torch.device,
-    tensors: Sequence[Tensor],
+    tensors: ByField[Tensor],
     learns: Sequence[bool] | None = None,
     positions: Tensor | None = None,
 ) -> TermOperands | None:
@@ -300,7 +348,7 @@ def term_operands(
         call: The call.
         tokens: (queries, keys) of the whole sequence, also where ranks share it.
         device: Device of the computation.
-        tensors: Tensors of the call up to the seed, in the order of :func:`pack`.
+        tensors: Tensors of the call besides q, k and v.
         learns: Whether each of these tensors gets a sum of gradients.
         positions: First positions of queries and keys, (B, 2) int64; those of the call's pattern by default.
     """
@@ -309,10 +357,8 @@ def term_operands(
     from .terms.dropout import Dropout
     from .terms.operands import TermOperands
 
-    count, seeds = tables_in(call.terms), int(call.dropout > 0)
-    first = len(tensors) - seeds - count
-    flags = iter([False] * count if learns is None else learns[first : first + count])
-    terms, totals = terms_of(call.terms, tensors[first : first + count]), list[Tensor | None]()
+    flags = itertools.repeat(False) if learns is None else iter(call.by_field(learns).terms)
+    terms, totals = terms_of(call.terms, tensors.terms), list[Tensor | None]()
     for term in terms:
         term.check(call.batch, call.heads, *tokens, device)
         totals += [term.total(name, acc_dtype(call.dtype)) if next(flags) else None for name in term.axes]
@@ -320,6 +366,6 @@ def term_operands(
     if call.pattern._packed_apart and any(term.distances for term in terms):
         # without such terms, dropout and a Bias take the queries' indices
         places[1] = call.pattern._among_keys(places[1] + call.q_offset) - call.q_offset
-    dropout = Dropout(call.dropout, int(tensors[-1])) if seeds else None
+    dropout = Dropout(call.dropout, int(tensors.dropout[0])) if tensors.dropout else None
     offsets = first_positions(call.pattern, call.q_offset, call.batch, device) if positions is None else positions
     return TermOperands(terms, dropout, places[0], places[1], places[2], offsets, tuple(totals))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .cache import process_cache
-from .call import Call
+from .call import Call, lines_of
 from .program import Program
 from .torch_compat import dispatch_modes
 
@@ -26,15 +26,18 @@ def _pairs(call: Call, tables: Sequence[Tensor]) -> int:
     )
 
 
-def _forward_flops(q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], text: str, *rest: Any, **_: Any) -> int:
-    if "pages" in text.split("\n")[4]:
+def _forward_flops(
+    q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], text: str, *numbers: Any, **_: Any
+) -> int:
+    if "paged" in lines_of(text)[1]:
         return 0
-    call = Call.read(text, q, k, v, tensors, *rest[:3])
+    call = Call.read(text, q, k, v, tensors, *numbers)
     return _FORWARD * (call.head_dim + call.value_dim) * _pairs(call, call.pattern.tables)
 
 
 def _backward_flops(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *call: Any, **_: Any) -> int:
-    return _forward_flops(q, k, v, *call[2:]) * _BACKWARD // _FORWARD
+    # without (out, lse), and which tensors learn
+    return _forward_flops(q, k, v, *call[2:-1]) * _BACKWARD // _FORWARD
 
 
 @process_cache

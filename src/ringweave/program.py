@@ -378,7 +378,7 @@ class Program:
         # on a GPU the places of heads, queries and keys would have to wait for the stream that made them
         if not self.constant or call.device != "cpu" or not call.terms or call.dropout or tables_in(call.terms):
             return None
-        return term_operands(call, (call.nq, call.nk), torch.device(call.device), ())
+        return term_operands(call, (call.nq, call.nk), torch.device(call.device), call.by_field(()))
 
     def operands(
         self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], learns: Sequence[bool] | None = None

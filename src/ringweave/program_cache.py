@@ -40,41 +40,64 @@ if TYPE_CHECKING:
 _PROGRAM_BYTES, _ROW_BYTES, _TILE_BYTES = 16 * 2**10, 64, 16
 
 
-class Means(NamedTuple):
-    """How a call is computed.
-
-    Attributes:
-        dtypes: Dtypes of q, k and v.
-        place: Number of threads, or the GPU.
-        options: ``on_oom``, and k_offset, terms and dropout unless they are defaults.
-    """
-
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
-    scale: float | None
-    backend: str
-    place: int | torch.device
-    variant: str
-    options: tuple[Any, ...]
-
-
 class CallKey(NamedTuple):
     """The arguments of a call on which its program depends, besides the pattern.
 
+    An argument has its name here. A call with an argument that has no field here has no key, unless it is the default.
+
     Attributes:
-        place: ``q_offset``, or the fewest and the most keys of a sequence in a step over pages.
         q: Shape of q.
-        grad: Whether an input requires gradients.
+        scale: The factor of the scores.
+        q_offset: The position; in a step over pages, the most keys of a sequence.
+        terms: Text of each term, with the shape and dtype of its tables and whether they learn.
+        dropout: The threshold: see :class:`ringweave.call.Call`.
+        fewest: Fewest keys of a sequence in a step over pages, else 0.
         pages: Tokens for which a row of the page table has room, and the layouts of table, lengths and scales; None
             without pages.
+        grad: Whether an input requires gradients.
+        dtypes: Dtypes of q, k and v.
+        place: Number of threads, or the GPU.
+        variant: Name of the native kernel's variant that the environment asks for.
     """
 
-    place: int | str | tuple[int, int]
     q: torch.Size
     k: torch.Size
     v: torch.Size
-    grad: bool
-    means: Means
+    scale: float | None
+    q_offset: int | str
+    backend: str
+    k_offset: int
+    terms: tuple[tuple[str, tuple[Any, ...]], ...]
+    dropout: int
+    on_oom: str
+    fewest: int
     pages: tuple[int, Hashable] | None
+    grad: bool
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    place: int | torch.device
+    variant: str
+
+    @property
+    def plain(self) -> bool:
+        """Whether the call has no k_offset, terms or dropout."""
+        return not (self.k_offset or self.terms or self.dropout)
+
+
+# The arguments that a key does not hold: (place among the arguments, default). The pattern is a key beside this one,
+# and learned sinks join after the program has run.
+_UNKEYED = [
+    (Arguments._fields.index(name), default)
+    for name, default in Arguments._field_defaults.items()
+    if name not in (*CallKey._fields, "pattern", "sink_logits")
+]
+# takes the arguments that a key holds, besides the tensors
+_held = operator.itemgetter(
+    *map(Arguments._fields.index, ("scale", "q_offset", "backend", "k_offset", "terms", "dropout", "on_oom"))
+)
+# the fields that are equal in all decoding steps of a kind
+_of_kind = operator.itemgetter(
+    *[i for i, name in enumerate(CallKey._fields) if name not in ("k", "v", "q_offset", "fewest")]
+)
 
 
 class StepKey(NamedTuple):
@@ -138,7 +161,8 @@ def find(given: Arguments, cache: PagedCache | None = None, fewest: int = 0) -> 
     With a cache, its sequences have from ``fewest`` to ``q_offset`` keys. Nothing is found where a mode, transform or
     profiler watches operators, or an argument cannot be part of a key.
     """
-    q, k, v, pattern, scale, q_offset, backend = given[:7]
+    q, k, v, pattern = given[:4]
+    scale, q_offset, backend, k_offset, terms, dropout, on_oom = _held(given)
     gpu: torch.device | None = None
     if not is_plain_cpu(q, k, v):
         # pages need the lengths, which are read in the call
@@ -147,26 +171,29 @@ def find(given: Arguments, cache: PagedCache | None = None, fewest: int = 0) -> 
         gpu = q.device
     if not (no_interception() and type(backend) is str):
         return _NOTHING
-    options = _options(given)
-    if type(q_offset) not in _OFFSETS or not (scale is None or type(scale) is float) or options is None:
+    features = _features(given, k_offset, terms, dropout, on_oom)
+    if type(q_offset) not in _OFFSETS or not (scale is None or type(scale) is float) or features is None:
         usual = _with_usual_numbers(given)
         return _NOTHING if usual is given else find(usual, cache, fewest)
+    written, threshold = features
     version = tuning.current()
     # inlined: between the layers of a model a separate function costs a microsecond
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     pages: tuple[int, Hashable] | None = None
-    place: Any = q_offset
     if cache is not None:
         pages = _layouts(cache)
-        if grad or len(options) > 1 or version.answers or q.ndim != 4 or q.shape[2] != 1:
+        if grad or written or k_offset or threshold or version.answers or q.ndim != 4 or q.shape[2] != 1:
             return _NOTHING
         if pages is None or not 1 <= fewest <= int(q_offset) <= pages[0]:
             return _NOTHING
-        place = fewest, int(q_offset)
-    dtypes = q.dtype, k.dtype, v.dtype
-    # the constructors of named tuples take a microsecond more
-    means = _new(Means, (dtypes, scale, backend, gpu or torch.get_num_threads(), setting(CPU_VARIANT), options))
-    key = _new(CallKey, (place, q.shape, k.shape, v.shape, grad, means, pages))
+    # the constructor of a named tuple takes a microsecond more
+    key: CallKey = _new(
+        CallKey,
+        (
+            q.shape, k.shape, v.shape, scale, q_offset, backend, k_offset, written, threshold, on_oom, fewest, pages,
+            grad, (q.dtype, k.dtype, v.dtype), gpu or torch.get_num_threads(), setting(CPU_VARIANT),
+        ),
+    )  # fmt: skip
     last = _last.get(id(pattern))
     if last is not None and last[0] is pattern and last[1] == key:
         known = last[2]()
@@ -245,7 +272,7 @@ def _of_object(pattern: Pattern, key: CallKey, version: object) -> Found:
         return Found(None, program)
     if pattern.__dict__.get("_called") == key:
         return Found(of_object, None)
-    if pattern._constant and all(table.device in (_CPU, key.means.place) for table in pattern.tables):
+    if pattern._constant and all(table.device in (_CPU, key.place) for table in pattern.tables):
         object.__setattr__(pattern, "_called", key)
     return _NOTHING
 
@@ -255,14 +282,14 @@ def _of_lists(pattern: Pattern, key: CallKey, version: Any) -> Found:
     if "Selected" not in names_in(pattern._spec):
         # a step of another pattern has a plan for each length
         return _NOTHING
-    options, given = key.means.options, pattern.tables
+    given = pattern.tables
     # measurements may prefer another backend for other lists, and k_offset changes the pattern
-    if type(key.means.place) is not int or version.answers or (len(options) > 1 and options[1]):
+    if type(key.place) is not int or version.answers or key.k_offset:
         return _NOTHING
     tables = _layout(pattern) if are_plain_cpu(given) else None
     if tables is None:
         return _NOTHING
-    alone = len(given) == len(options) == 1 and given[0].shape[-2] == 1 and given[0].is_contiguous()
+    alone = len(given) == 1 and key.plain and given[0].shape[-2] == 1 and given[0].is_contiguous()
     step = _step_key(pattern._spec, key, version.answers) if alone else None
     if step is not None:
         step = StepKey((*step.kind, tables), step.keys)
@@ -349,20 +376,15 @@ def _put(key: Hashable, program: Program) -> None:
 
 def _step_key(spec: str, key: CallKey, measured: object) -> StepKey | None:
     """Return the key of a decoding step, which has one query at the position of the last key; None for other calls."""
-    q, k, v, place = key.q, key.k, key.v, key.place
+    q, k, v, first = key.q, key.k, key.v, key.q_offset
     if key.pages is not None:
-        assert isinstance(place, tuple)
-        keys = place
-        kind: tuple[Hashable, ...] = spec, q, k, v, key.pages, key.means
-    else:
-        if key.grad or measured or not len(q) == len(k) == len(v) == 4 or q[2] != 1 or k[2] != v[2]:
-            return None
-        keys = k[2], k[2]
-        at_end = place == k[2] - 1 or (place == END and "KeyPadding" not in names_in(spec))
-        if not at_end or not _differ_in_plan_only(key.means.options):
-            return None
-        kind = spec, q, k[:2], k[3], v[:2], v[3], key.means
-    return StepKey(kind, keys)
+        return StepKey((spec, _of_kind(key), k, v), (key.fewest, int(first)))
+    if key.grad or measured or not len(q) == len(k) == len(v) == 4 or q[2] != 1 or k[2] != v[2]:
+        return None
+    at_end = first == k[2] - 1 or (first == END and "KeyPadding" not in names_in(spec))
+    if not at_end or not _differ_in_plan_only(key):
+        return None
+    return StepKey((spec, _of_kind(key), k[:2], k[3], v[:2], v[3]), (k[2], k[2]))
 
 
 def _layouts(cache: PagedCache) -> tuple[int, Hashable] | None:
@@ -378,12 +400,10 @@ def _layouts(cache: PagedCache) -> tuple[int, Hashable] | None:
     return table.shape[1] * cache.page, layouts
 
 
-def _differ_in_plan_only(options: tuple[Any, ...]) -> bool:
+def _differ_in_plan_only(key: CallKey) -> bool:
     """Return whether decoding steps with these options differ only in their plan."""
-    if len(options) == 1:
-        return True
-    _, k_offset, kinds, dropped = options
-    return not (k_offset or dropped or any(learns for _, tables in kinds for *_, learns in tables))
+    terms = key.terms
+    return not (key.k_offset or key.dropout or (terms and any(learns for _, tables in terms for *_, learns in tables)))
 
 
 def _step(key: StepKey, paged: bool, version: object) -> Program | None:
@@ -409,27 +429,24 @@ def _step(key: StepKey, paged: bool, version: object) -> Program | None:
 
 # ---- options ---------------------------------------------------------------------------------------------------------
 
-_OTHERS = tuple(Arguments._field_defaults.values())[Arguments._fields.index("on_oom") - 2 :]
 
-
-def _options(given: Arguments) -> tuple[Any, ...] | None:
-    """Return the other arguments as a key, of length 1 if they are defaults, or None if a key cannot contain them."""
-    # learned sinks are not part of the key: they join after the program has run
-    k_offset, context, terms, _sinks, dropout, precision, on_oom = given[7:14]
+def _features(
+    given: Arguments, k_offset: object, terms: object, dropout: object, on_oom: object
+) -> tuple[tuple[Hashable, ...], int] | None:
+    """Return terms and dropout as a key has them, or None if a key cannot contain the arguments."""
+    for place, default in _UNKEYED:
+        if given[place] is not default:
+            return None
     if (
-        context is not None
-        or (precision is not None and precision is not NATIVE)
-        or type(k_offset) is not int
+        type(k_offset) is not int
         or type(on_oom) is not str
         or (on_oom != "degrade" and on_oom != "raise")
         or type(dropout) is not float
-        # options after on_oom are not part of the key yet, so they must be defaults
-        or (_OTHERS and any(map(operator.is_not, given[14:], _OTHERS)))
     ):
         return None
     listed = terms if isinstance(terms, (tuple, list)) else () if terms is None else (terms,)
     if not k_offset and not listed and dropout == 0.0:
-        return (on_oom,)
+        return (), 0
     if not 0 <= dropout < 1 or k_offset < 0:
         return None
     kinds, grad = [], torch.is_grad_enabled()
@@ -440,7 +457,7 @@ def _options(given: Arguments) -> tuple[Any, ...] | None:
         if tables is None:
             return None
         kinds.append((term._spec, tables))
-    return on_oom, k_offset, tuple(kinds), threshold_of(dropout) if dropout else 0
+    return tuple(kinds), threshold_of(dropout) if dropout else 0
 
 
 def _table_kinds(tables: tuple[Tensor, ...], grad: bool) -> tuple[Hashable, ...] | None:
@@ -457,6 +474,6 @@ def _with_usual_numbers(given: Arguments) -> Arguments:
         whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool) and abs(int(value)) < 2**53
         if type(value) is not kind and (whole or (kind is float and isinstance(value, np.floating))):
             usual[name] = kind(value)
-    if given.precision is not NATIVE and isinstance(given.precision, Precision) and given.precision == NATIVE:
-        usual["precision"] = NATIVE
+    if isinstance(given.precision, Precision) and given.precision == NATIVE:
+        usual["precision"] = None
     return given._replace(**usual) if usual else given

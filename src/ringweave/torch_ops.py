@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from .call import Call, Operands
+from .call import FORMAT, Call, Operands, lines_of
 from .errors import UnsupportedError, is_out_of_memory
 from .patterns import Pattern
 from .patterns.base import names_in
@@ -50,10 +50,11 @@ def operators(*kernels: tuple[Callable[..., Any], Callable[..., Any]]) -> list[A
     """Define an operator ``ringweave::<name of the kernel>`` for each (kernel, fake) and return them.
 
     A kernel's annotations are the operator's schema; the fake computes shapes. All operators share one overload name, a
-    hash of their schemas, so that PyTorch never reuses a graph from its cache on disk that another version compiled.
+    hash of their schemas and of the format of a call, so that PyTorch never reuses a graph from its cache on disk that
+    another version compiled.
     """
     schemas = [_schema(kernel) for kernel, _ in kernels]
-    overload = "of_" + hashlib.blake2b("".join(schemas).encode(), digest_size=4).hexdigest()
+    overload = "of_" + hashlib.blake2b("".join([FORMAT, *schemas]).encode(), digest_size=4).hexdigest()
     return [_operator(*each, schema, overload) for each, schema in zip(kernels, schemas, strict=True)]
 
 
@@ -327,7 +328,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 def followed(text: str, tensors: Sequence[Tensor], q: Tensor) -> Pattern | None:
     """Build the pattern of an operator's text if it contains a function or key bounds, and the call is not traced."""
-    spec = text.partition("\n")[0]
+    spec, _ = lines_of(text)
     follows = are_plain_cpu((q,)) and names_in(spec) & {"TokenMask", "KeyPadding"}
     return pattern_of(spec, tensors) if follows else None
 
@@ -431,7 +432,7 @@ def _prepared_backward(
 
 def _backward_compiled(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     dq, dk, dv, of_tensors = _gradients(ctx, None, list(ctx.needs_input_grad[3]), *grads)
-    return dq, dk, dv, of_tensors, None, None, None, None
+    return dq, dk, dv, of_tensors, *[None] * len(ctx.call)
 
 
 differentiate(attention_op, _setup, _backward_compiled)

@@ -32,7 +32,7 @@ from .precision import as_precision, quantize_rows
 from .program import check_name, compiled
 from .terms import Term
 from .terms.dropout import threshold_of
-from .terms.term import as_terms, rounded
+from .terms.term import as_terms, rounded, written
 from .torch_ops import refuse_gradient
 from .types import DTYPES, FIRST_POSITION
 
@@ -146,7 +146,7 @@ def checked(given: Arguments) -> Checked:
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *tables))
     call = Call.of(
         q, k, v, pattern, scale=scale, q_offset=q_offset, backend=given.backend, needs_grad=needs_grad,
-        features=features(terms, dropout), dropout=threshold_of(dropout), on_oom=given.on_oom,
+        terms=written(terms)[0], dropout=threshold_of(dropout), on_oom=given.on_oom,
     )  # fmt: skip
     # These checks may plan, so a trace skips them: the operator raises the same errors when it runs.
     if not torch.compiler.is_compiling():
@@ -242,10 +242,10 @@ def _with_precision(given: Arguments, call: Call, terms: tuple[Term, ...]) -> Ch
         _check_stored(given, policy.kv, terms)
         (k, of_k), (v, of_v) = quantize_rows(k, policy.kv), quantize_rows(v, policy.kv)
         more = of_k, of_v
-    text, tensors = pack(call.pattern, terms, call.dropout, *more)
+    tensors = pack(call.pattern, terms, call.dropout, *more)
     # Set after the checks, so that forward runs even on a named backend that refuses the gradient of a table.
     learned = sum(x.numel() for term in terms for x in term.learned if call.needs_grad and x.requires_grad)
-    call = replace(call, terms=text, kv_dtype=policy.kv, summation_order=policy.summation_order, learned=learned)
+    call = replace(call, kv_dtype=policy.kv, summation_order=policy.summation_order, learned=learned)
     return Checked(call, given.q, k, v, tensors, terms)
 
 
@@ -352,17 +352,9 @@ def paged(given: Arguments, cache: PagedCache) -> Checked:
         # the last key for which the pages have room; a step is one row, in which nothing is recognised
         last = cache.table.shape[1] * cache.page
         pattern = _recognised(pattern, q, 1, last, last - 1)
-    text, tensors = pack(pattern, terms, 0, cache.table, cache.lengths, *(cache.scales or ()))
-    call = Call.of(
-        q, k, v, pattern, page_table=cache.table, scale=scale, backend=backend, terms=text,
-        features=features(terms, 0.0), kv_dtype=None if cache.scales is None else k.dtype,
-    )  # fmt: skip
+    tensors = pack(pattern, terms, 0, cache.table, cache.lengths, *(cache.scales or ()))
+    call = Call.of(q, k, v, pattern, page_table=cache.table, scale=scale, backend=backend, terms=written(terms)[0])
     return Checked(call, q, k, v, tensors, terms)
-
-
-def features(terms: Sequence[Term], dropout: float) -> frozenset[str]:
-    """Return the names of the score terms of a call, and "dropout" if it drops weights."""
-    return frozenset([type(term).__name__ for term in terms] + ["dropout"] * bool(dropout))
 
 
 def check_sinks(sink_logits: Tensor, q: Tensor) -> None:

@@ -12,6 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import ringweave as rw
+from ringweave.errors import RingweaveError
+
+from ..options import BATCH, DIM, HEADS, TOKENS, VALUES
 
 PATTERNS = {
     "window": rw.SlidingWindow(20),
@@ -78,6 +81,24 @@ def results(
     out, lse = call(pattern, *others, rw.ALiBi.of_heads(4).slopes, sinks)
     loss = (out * spread(dout)).sum() + lse.sin().sum()
     return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def with_option(option: str) -> str:
+    """Return whether a call with another value of an option is computed as on one device, or refused."""
+    mesh, whole = init_device_mesh("cpu", (2,)), torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(BATCH, HEADS, TOKENS, DIM, generator=whole) for _ in range(3))
+    given = {"pattern": rw.Causal(), option: VALUES[option](TOKENS)}
+    wanted = rw.attention(q, k, v, **given)
+    try:
+        found = rw.attention(*[distribute_tensor(x, mesh, [Shard(1)]) for x in (q, k, v)], **given)
+    except RingweaveError:
+        return "refused"
+    close = torch.allclose(found.full_tensor(), wanted, atol=1e-2 if option == "precision" else 1e-5)  # type: ignore[attr-defined]
+    changed = not torch.allclose(wanted, rw.attention(q, k, v, rw.Causal()), atol=1e-5) or option in (
+        "backend",
+        "on_oom",
+    )
+    return "as on one device" if close and changed else "another result"
 
 
 def dropped() -> tuple[bool, bool]:

@@ -8,6 +8,7 @@ import torch
 import ringweave as rw
 
 from ..cases import PATTERNS
+from ..options import VALUES
 from .processes import Pool
 
 JOBS = "tests.parallel.jobs_sharded"
@@ -37,6 +38,14 @@ def test_refusals(pool2: Pool) -> None:
         assert "with Hkv = 4, the number of key heads of k" in texts[10]
         assert "terms: got the function <lambda>; wanted Softcap" in texts[11]
         assert "wanted one pattern for all batch elements if ranks share the batch" in texts[12]
+
+
+@pytest.mark.parametrize("option", [name for name in VALUES if name != "context"])
+def test_ranks_use_or_refuse_an_option(pool2: Pool, option: str) -> None:
+    """DTensors that are sharded by heads give what one device gives with the option, or raise a typed error."""
+    found = pool2.run(f"{JOBS}:with_option", option, timeout=240)
+    assert found == [found[0]] * 2
+    assert found[0] == ("refused" if option == "dropout" else "as on one device")
 
 
 def test_dropout_on_one_rank(pool2: Pool) -> None:

@@ -340,10 +340,7 @@ def test_a_step_over_pages_copies_nothing(terms: str, device: Notes, monkeypatch
     table, lengths = (torch.empty(*of, dtype=torch.int32, device="meta") for of in ((2, 20), (2,)))
     # whole tiles, since masks are read once for each plan
     kv_cache._note_lengths(lengths, np.array([1024, 1152], np.int32), kept=True)
-    call = described_call.Call.of(
-        q, pool, pool, rw.Causal(), page_table=table, backend="triton", terms=terms,
-        features=described_call.features_of(terms, 0),
-    )  # fmt: skip
+    call = described_call.Call.of(q, pool, pool, rw.Causal(), page_table=table, backend="triton", terms=terms)
 
     def step() -> None:
         torch_ops.attention(q, pool, pool, [table, lengths], call.text, *call.numbers)

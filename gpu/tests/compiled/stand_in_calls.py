@@ -58,9 +58,8 @@ class Call:
         tables = [torch.zeros(shape) for shape in ((self.heads, 129), (1, 1, q.shape[2], k.shape[2]))[:n]]
         seed = [torch.randint(-(2**63), 2**63 - 1, ())] if self.threshold else []
         call = described.Call.of(
-            q, k, v, self.pattern, scale=0.125, q_offset=self.q_offset, terms=self.terms, dropout=self.threshold,
-            features=described.features_of(self.terms, self.threshold), kv_dtype=self.stored,
-        )  # fmt: skip
+            q, k, v, self.pattern, scale=0.125, q_offset=self.q_offset, terms=self.terms, dropout=self.threshold
+        )
         return Operands.of(call, q, k, v, [*tables, *seed, *scales])
 
     def __call__(self) -> None:

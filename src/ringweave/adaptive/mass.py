@@ -124,7 +124,7 @@ def tile_mass(
         wanted = "ordinary tensors"
         raise UnsupportedError("tile_mass", "tensors inside of torch.vmap", wanted, "Call it without vmap.")
     p = plan(pattern, nq, k.shape[2], heads=heads, batch=batch, q_offset=q_offset, tile=tile, device=q.device)
-    of_terms = term_operands(call, (nq, k.shape[2]), q.device, given.tensors)
+    of_terms = term_operands(call, (nq, k.shape[2]), q.device, call.by_field(given.tensors))
     inputs = Operands(readable(q), readable(k), readable(k), call.scale, of_terms)
     cpu, dense_batched = BACKENDS["cpu"], BACKENDS["dense_batched"]
     reason = cpu.unsupported_reason(

@@ -19,7 +19,6 @@ from ..call import Arguments, Call, Operands, term_operands
 from ..errors import UnsupportedError
 from ..terms import Term
 from ..terms.dropout import DROPOUT_LEVELS
-from ..terms.term import tables_in
 from ..torch_compat import transforming, untraced
 from ..torch_ops import (
     differentiate,
@@ -107,7 +106,7 @@ def attend(
     fixed = "".join(["0" if x.requires_grad else "1" for x in compared])
     shared = "\n".join([session.number, str(int(grads)), fixed, written])
     others = [tag, *[x.detach() for x in compared]]
-    out, lse, *_ = ring_attention_op(*inputs, tensors, call.text, call.scale, call.dropout, others, shared)
+    out, lse, *_ = ring_attention_op(*inputs, tensors, call.text, *call.numbers, others, shared)
     return out, lse
 
 
@@ -118,6 +117,7 @@ def ring_attention(
     tensors: Sequence[Tensor],
     call: str,
     scale: float,
+    q_offset: int,
     dropout: int,
     others: Sequence[Tensor],
     shared: str,
@@ -129,7 +129,7 @@ def ring_attention(
     1 if gradients are needed, else 0; for each compared tensor 1 if its values are compared, else 0; the compared text.
     """
     number, grads, fixed, written = shared.split("\n", 3)
-    about, session = Call.read(call, q, k, v, tensors, scale, dropout=dropout), _session(number)
+    about, session = Call.read(call, q, k, v, tensors, scale, q_offset, dropout), _session(number)
     q, k, v = map(readable, (q, k, v))
     fields: dict[str, Value] = {
         "scale": scale,
@@ -141,7 +141,7 @@ def ring_attention(
         schedule, operands = _prepared(session, about, (q, k, v), tensors)
         also = {"terms": _terms_field(about, tensors), "arguments": _arguments_field(written, others[1:], fixed)}
         agreed = agreed.with_fields(**also, **schedule.header)
-        agreed.seed = int(tensors[-1]) if about.dropout else 0
+        agreed.seed = int(about.by_field(tensors).dropout[0]) if about.dropout else 0
         out, lse, received, forms = executor.forward(schedule, agreed, operands, about.backend)
     saved = [*received, *(torch.empty(0, dtype=torch.uint8, device=q.device) for _ in range(2 - len(received)))]
     forms = torch.cat([forms.flatten(), torch.tensor([*agreed.name, agreed.seed], dtype=torch.int64, device="cpu")])
@@ -156,6 +156,7 @@ def ring_attention_backward(
     tensors: Sequence[Tensor],
     call: str,
     scale: float,
+    q_offset: int,
     dropout: int,
     shared: str,
     learns: Sequence[bool],
@@ -163,7 +164,7 @@ def ring_attention_backward(
     """Compute (dq, dk, dv) of the shard, and gradients of ``tensors`` summed over the pairs that this rank computed."""
     # A hook on saved tensors may return them in another memory layout.
     of = Saved(*saved[:3], *map(Tensor.contiguous, saved[3:]))
-    about = Call.read(call, of.q, of.k, of.v, tensors, scale, dropout=dropout)
+    about = Call.read(call, of.q, of.k, of.v, tensors, scale, q_offset, dropout)
     session = _session(shared.partition("\n")[0])
     dout, q, k, v = map(readable, (dout, of.q, of.k, of.v))
     forms, (number, *tag, seed) = of.forms[: -NAME_WORDS - 1], of.forms[-NAME_WORDS - 1 :].tolist()
@@ -185,7 +186,7 @@ def _prepared(
 ) -> tuple[Schedule, Operands]:
     """Return the schedule of a call, and its operands with terms over positions of the whole sequence."""
     schedule, tokens = session.schedules.of(call.pattern, call.batch), session.schedules.placement.tokens
-    terms = term_operands(call, (tokens, tokens), inputs[0].device, tensors, learns)
+    terms = term_operands(call, (tokens, tokens), inputs[0].device, call.by_field(tensors), learns)
     q, k, v = inputs
     return schedule, Operands(q, k, v, call.scale, terms)
 
@@ -194,9 +195,8 @@ def _terms_field(call: Call, tensors: Sequence[Tensor]) -> Digest | None:
     """Return the header value for terms and dropout: their text with the shapes of tables; None without either."""
     if not call.terms and not call.dropout:
         return None
-    last = len(tensors) - (call.dropout > 0)
-    shapes = iter(tensors[last - tables_in(call.terms) : last])
-    shown = re.sub(r"\b_\b", lambda _: str(tuple(next(shapes).shape)), call.terms)
+    tables = iter(call.by_field(tensors).terms)
+    shown = re.sub(r"\b_\b", lambda _: str(tuple(next(tables).shape)), call.terms)
     drops = f"dropout {call.dropout / DROPOUT_LEVELS:.6g}"
     shown = ", ".join(([shown] if call.terms else []) + ([drops] if call.dropout else []))
     return Digest(text_words(f"{shown} {call.dropout}", 1)[0], shown)
@@ -266,10 +266,10 @@ ring_attention_op, ring_attention_backward_op = operators(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, tensors, ctx.text, ctx.scale, ctx.dropout, others, ctx.shared = inputs
+    q, k, v, tensors, *ctx.call, others, ctx.shared = inputs
     # The registry is weak: this reference keeps the session alive until backward has run.
     ctx.holder = _sessions.get(ctx.shared.partition("\n")[0])
-    pattern = followed(ctx.text, tensors, q)
+    pattern = followed(ctx.call[0], tensors, q)
     ctx.pinned, ctx.others = None if pattern is None else pinned(pattern, tensors, q), len(others)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
@@ -285,10 +285,10 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> t
     learns = list(ctx.needs_input_grad[3])
     # Other ranks need this rank's part of their gradients even if its output does not contribute to the loss.
     dout = torch.zeros_like(saved.out) if dout is None else dout
-    args = dout, dlse, saved, tensors, ctx.text, ctx.scale, ctx.dropout, ctx.shared, learns
+    args = dout, dlse, saved, tensors, *ctx.call, ctx.shared, learns
     *grads, sums = ring_attention_backward_op(*args)
     of_tensors = [grad if one else None for grad, one in zip(sums, learns, strict=True)]
-    return *grads, of_tensors, None, None, None, [None] * ctx.others, None
+    return *grads, of_tensors, *[None] * len(ctx.call), [None] * ctx.others, None
 
 
 # The graph does not know the sizes of the operator's outputs, so it breaks there unless compiled with fullgraph=True.

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import plugins, program
 from ..backends import BACKENDS
 from ..backends.backend import Backend
-from ..call import Call
+from ..call import SIZES, Call, features_of
 from ..checks import flag, named_device, whole
 from ..errors import ShapeError, shown
 from ..patterns import Full, Pattern
@@ -30,11 +30,11 @@ from ..plan.causality import causality
 from ..score_functions.reading import Positions, check_device, read
 from ..score_functions.scored_program import function_of, with_function
 from ..terms import Term
-from ..terms.term import ScoreMod, as_listed, is_function
+from ..terms.term import ScoreMod, as_listed, is_function, written
 from ..trace.values import Place
 from ..types import DTYPES, Causality, acc_dtype
 from ..units import count, flops, nbytes, percent
-from ..validate import checked_dropout, checked_scale, features
+from ..validate import checked_dropout, checked_scale
 
 _BACKWARD = 2.5  # five matrix products against two
 
@@ -127,8 +127,9 @@ def explain(
         term.check(batch, heads, nq, nk, term.tables[0].device if term.tables else torch.device(kind))
     learned = sum(table.numel() for term in listed for table in term.learned if table.requires_grad)
     call = Call(
-        batch, heads, kv_heads, nq, nk, head_dim, value_dim, dtype, kind, needs_grad, features(listed, dropout),
-        learned if needs_grad else 0, pattern=pattern, q_offset=q_offset, backend=backend,
+        batch, heads, kv_heads, nq, nk, head_dim, value_dim, dtype, kind, needs_grad,
+        features_of(written(listed)[0], dropout), learned if needs_grad else 0, pattern=pattern, q_offset=q_offset,
+        backend=backend,
     )  # fmt: skip
     made = Explanation.of(call if function is None else with_function(call, function), functions)
     if not said:
@@ -221,9 +222,8 @@ class Explanation:
             "pattern": repr(self.call.pattern),
             "functions": self._functions(),
             "sizes": {
-                "batch": call.batch, "heads": call.heads, "kv_heads": call.kv_heads, "nq": call.nq, "nk": call.nk,
-                "head_dim": call.head_dim, "value_dim": call.value_dim, "dtype": str(call.dtype).removeprefix("torch."),
-                "device": call.device, "q_offset": self.first[0], "k_offset": self.first[1],
+                **{name: getattr(call, name) for name in SIZES}, "dtype": str(call.dtype).removeprefix("torch."),
+                "q_offset": self.first[0], "k_offset": self.first[1],
                 "needs_grad": call.needs_grad, "features": sorted(call.features),
             },
             "pairs": {

@@ -106,5 +106,5 @@ def attend(call: Scored) -> tuple[Tensor, Tensor]:
     known, q, k, v, tensors, _ = checked(given._replace(terms=terms))
     if known.pattern.tables and (graph is None or deps_of(graph.result) & (Q | K)):
         check_distances("a function of q and k", known.pattern, by_index=True)
-    dropout = Dropout(known.dropout, int(tensors[-1])) if known.dropout else None
+    dropout = Dropout(known.dropout, int(known.by_field(tensors).dropout[0])) if known.dropout else None
     return ScoredProgram.of(replace(known, scale=scale), function, graph, q, k, dropout).attend(q, k, v)

@@ -111,7 +111,7 @@ def _caches(k: Tensor, v: Tensor, dtype: torch.dtype) -> list[tuple[Callable[[Te
     def alone(q: Tensor) -> object:
         if not scales:
             return rw.attention(q, k, v, rw.Causal(), q_offset=last, backend="cpu")
-        call = Call.of(q, k, v, rw.Causal(), scale=dim**-0.5, q_offset=last, backend="cpu", kv_dtype=dtype)
+        call = Call.of(q, k, v, rw.Causal(), scale=dim**-0.5, q_offset=last, backend="cpu")
         return attend(call, q, k, v, scales)
 
     return [(alone, nbytes), (lambda q: rw.paged_attention(q, cache, backend="cpu"), nbytes)]
