@@ -30,7 +30,7 @@ from . import candidates
 #: The methods that a pattern may define, as the docstring of Pattern lists them.
 REQUIRED = {"_text", "zones"}
 OPTIONAL = {"extents", "select", "bound", "check"}
-SAID = {"tables", "residue_rate", "tile_size", "by_place"}
+SAID = {"tables", "residue_rate", "tile_size", "by_place", "_packed_apart", "_among_keys"}
 #: The methods that identify a function mask by the values it reads and bounds by their contents, and those of a mixture.
 BESIDES = {
     "OfFunction": {"value", "looks_up"},

@@ -233,6 +233,7 @@ class module_ {
  public:
   static object import_(const char *) { return {}; }
   std::string &doc() { return doc_; }
+  std::string &attr(const char *name) { return attributes_[name]; }
   template <class R, class... Args, class... Extra>
   void def(const char *name, R (*function)(Args...), Extra &&...) {
     calls[name] = [function](Call &call) -> std::string {
@@ -270,6 +271,7 @@ class module_ {
 
  private:
   std::string doc_;
+  std::map<std::string, std::string> attributes_;
   std::map<std::string, std::function<std::string(Call &)>> calls;
 };
 
