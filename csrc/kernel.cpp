@@ -1,5 +1,5 @@
 // One instruction-set build of the kernels. This file is compiled several times; RINGWEAVE_VARIANT names the build.
-#include "backward.h"
+#include "backward_lists.h"
 #include "mass.h"
 #include "decode.h"
 #include "indexer.h"
@@ -52,6 +52,18 @@ void run_mass(const Problem &pb, const Unit &u, const Piece &p, const Mass &mass
 void run_backward(const Problem &pb, const Unit &u, const Piece &p, const Turns &turns, char *m, float *partial) {
   RW_OTHERS(widens(pb, pb.q), backward(pb, u, p, turns, m, partial));
   RW_CALL(backward_piece, pb, u, p, turns, m, partial);
+}
+
+size_t kept_query_bytes(const Problem &pb, int most) { return KeptQuery(pb, most, nullptr).bytes; }
+size_t query_bytes(const Problem &pb) { return ListMemory(pb, nullptr).bytes; }
+void run_query(const Problem &pb, const Unit &u, int64_t tile, const ListSums &sums, char *m, char *kept) {
+  RW_OTHERS(widens(pb, pb.q), backward_query(pb, u, tile, sums, m, kept));
+  RW_CALL(backward_query, pb, u, tile, sums, m, kept);
+}
+void run_range(const Problem &pb, const Unit &u, const ListSums &sums, int64_t first, int64_t last, char *kept,
+               size_t stride, int64_t from, int64_t to) {
+  RW_OTHERS(widens(pb, pb.q), backward_range(pb, u, sums, first, last, kept, stride, from, to));
+  backward_range<Own>(pb, u, sums, first, last, kept, stride, from, to);
 }
 
 // all types are widened, so that 16-bit inputs have the scores of equal float32 inputs
@@ -128,6 +140,12 @@ const Kernel RW_JOIN(kernel_, RINGWEAVE_VARIANT) = {RW_TEXT(RINGWEAVE_VARIANT),
                                                     backward_bytes,
                                                     run_backward,
                                                     backward_join,
+                                                    kept_query_bytes,
+                                                    query_bytes,
+                                                    run_query,
+                                                    run_range,
+                                                    begin_sums,
+                                                    end_sums,
                                                     run_delta,
                                                     run_merge,
                                                     longest,

@@ -199,7 +199,7 @@ void rows_of_plan(Problem &pb, Arguments &given) {
 void choose(Problem &pb, Arguments &given) {
   const Maybe chosen = given.maybe("chosen");
   if (!chosen) return;
-  const int64_t keys = pb.nk;
+  const int64_t keys = pb.tokens = pb.nk;
   pb.k.chosen = pb.v.chosen = ints("chosen", *chosen, {-1});
   pb.nk = (int64_t)chosen->shape(0);
   if (!pb.nk) refuse("chosen", "has no elements");
@@ -219,6 +219,39 @@ void check_chosen(const Problem &pb) {
   }
   for (int64_t i = 0; i < pb.batch * pb.q_heads; ++i)
     if (most[p.row_set[i]] >= pb.k.pages->lengths[i / pb.q_heads]) refuse("chosen", "a key is past the last page");
+}
+
+// Checks that the plan is one of lists that are packed: all heads of a group attend the keys of a query, which ascend, in
+// tiles that follow one another, and only the last of them is partial.
+void check_packed(const Problem &pb) {
+  const Plan &p = pb.plan;
+  if (p.q_tile != pb.group) refuse("group", "wanted the rows of a query tile, " + std::to_string(p.q_tile));
+  bool fits = pb.nk % p.kv_tile == 0;
+  for (int64_t e = 0; e < p.entries; ++e) fits &= p.col[e] == e;
+  if (!fits) refuse("col", "wanted whole tiles of packed keys, in order");
+  for (int64_t m = 0; m < p.masks; ++m) {
+    const int32_t *mask = p.mask_words + m * p.q_tile * p.words;
+    for (int w = 0; w < p.words; ++w) {
+      const uint32_t bits = (uint32_t)mask[w], most = p.kv_tile - 32 * w < 32 ? (1u << p.kv_tile % 32) - 1 : ~0u;
+      fits &= bits <= most && (bits & (bits + 1)) == 0 && (!w || !bits || mask[w - 1] == -1);
+    }
+    for (int r = 1; r < p.q_tile; ++r) fits &= !std::memcmp(mask, mask + r * p.words, 4 * (size_t)p.words);
+  }
+  for (int64_t g = 0; g < p.row_sets; ++g)
+    for (int64_t tile = 0; tile < p.q_tiles; ++tile) {
+      const int32_t *ends = p.row_ptr + g * (p.q_tiles + 1) + tile;
+      for (int64_t e = ends[0]; e + 1 < ends[1]; ++e) fits &= p.mask_id[e] < 0;
+    }
+  if (!fits) refuse("mask_words", "wanted the first keys of the last tile of a query, for all heads");
+  for (int64_t i = 0; i < pb.batch * pb.q_heads; ++i)
+    for (int64_t tile = 0; tile < p.q_tiles; ++tile) {
+      const Listed list = listed(pb, {(int32_t)(i / pb.q_heads), (int32_t)(i % pb.q_heads), 1, 0}, tile);
+      fits &= ascends(pb.k.chosen + list.first, list.count);
+    }
+  if (!fits) refuse("chosen", "wanted the keys of each query in ascending order");
+  if (pb.score_terms.drop) refuse("drop", "wanted none with chosen keys");
+  for (int i = 0; i < pb.score_terms.count; ++i)
+    if (pb.score_terms.terms[i].kind != Term::pointwise) refuse("terms", "wanted none with positions with chosen keys");
 }
 
 // The columns of the plan, over which backward runs.
@@ -482,13 +515,18 @@ void bind_backward(const nb::kwargs &named) {
   pb.dk = view_of("dk", given.array("dk"), {pb.batch, pb.kv_heads, pb.nk, pb.d}, true);
   pb.dv = view_of("dv", given.array("dv"), {pb.batch, pb.kv_heads, pb.nk, pb.dv_dim}, true);
   check_gradient("dq", pb.dq, pb), check_gradient("dk", pb.dk, pb), check_gradient("dv", pb.dv, pb);
+  choose(pb, given);
   rows_of_plan(pb, given);
-  columns_of_plan(pb, given);
+  if (!pb.k.chosen) columns_of_plan(pb, given);
   std::vector<Term> found;
   read_score_terms(pb, given, found);
   given.end();
+  if (pb.k.chosen) check_packed(pb);
   nb::gil_scoped_release release;
-  backward(pb, column_work(pb), kernel, threads);
+  if (pb.k.chosen)
+    backward_lists(pb, kernel, threads);
+  else
+    backward(pb, column_work(pb), kernel, threads);
 }
 
 // A problem with the sizes of these outputs.

@@ -111,6 +111,7 @@ struct Problem {
   Spacing spacing;
   ScoreTerms score_terms;
   int64_t batch = 0, q_heads = 0, kv_heads = 0, nq = 0, nk = 0;
+  int64_t tokens = 0;  // with chosen keys, of which there are nk: number of all keys
   int d = 0, dv_dim = 0;
   float scale = 1;
   int32_t *below = nullptr;  // forward sets it if an allowed score is below the range of float32
@@ -163,6 +164,14 @@ struct Turns {
   int32_t unit, first, tiles;
 };
 
+// The sums of backward over packed keys, for one head of keys: dK and dV in float32, rows padded to 16 channels; and which
+// keys are not finite. No list has more than `most` keys.
+struct ListSums {
+  float *keys, *values;
+  uint8_t *bad;
+  int most;
+};
+
 // Destination of the sums of weights. Each tile has `width` floats: 1, or one per query of a tile. `first` has the
 // index of the first tile of each batch element and head.
 struct Mass {
@@ -191,6 +200,15 @@ struct Kernel {
   void (*backward)(const Problem &, const Unit &, const Piece &, const Turns &, char *memory, float *partial);
   void (*backward_join)(const Problem &, const Unit &, const Join &, const Turns &, char *memory, const float *partials,
                         size_t stride);
+  // Backward of packed keys, see backward_lists.h: bytes that a query keeps, and of the scratch memory; the two phases,
+  // for a query and for the keys [from, to) of the window [first, last); what is before and after all windows.
+  size_t (*kept_query_bytes)(const Problem &, int most);
+  size_t (*query_bytes)(const Problem &);
+  void (*backward_query)(const Problem &, const Unit &, int64_t tile, const ListSums &, char *memory, char *kept);
+  void (*backward_range)(const Problem &, const Unit &, const ListSums &, int64_t first, int64_t last, char *kept,
+                         size_t stride, int64_t from, int64_t to);
+  void (*begin_sums)(const Problem &, const Unit &, const ListSums &, int64_t from, int64_t to);
+  void (*end_sums)(const Problem &, const Unit &, const ListSums &, int64_t from, int64_t to);
   // computes delta for query rows [first, last) of one head
   void (*delta)(const Problem &, int64_t batch, int64_t head, int64_t first, int64_t last);
   // merges query rows [first, last) of a part, (v, delta), into (out, lse); all are float32
@@ -262,6 +280,36 @@ static inline Entries column_entries(const Plan &plan, int64_t row_set, int64_t 
     return low;
   };
   return {first <= 0 ? ends[0] : find(first), last >= plan.q_tiles ? ends[1] : find(last)};
+}
+
+// The keys of a query that are packed: `count` of Problem's chosen keys from `first` on, ascending.
+struct Listed {
+  int64_t first;
+  int count;
+  // Number of these keys before a key.
+  int before(const Problem &pb, int64_t key) const {
+    const int32_t *keys = pb.k.chosen + first;
+    int low = 0, high = count;
+    while (low < high) {
+      const int middle = low + (high - low) / 2;
+      if (keys[middle] < key)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    return low;
+  }
+};
+static inline Listed listed(const Problem &pb, const Unit &u, int64_t tile) {
+  const Plan &plan = pb.plan;
+  const int32_t *ends = plan.row_ptr + (int64_t)plan.row_set[u.batch * pb.q_heads + u.head] * (plan.q_tiles + 1) + tile;
+  int count = (ends[1] - ends[0]) * plan.kv_tile;
+  if (count && plan.mask_id[ends[1] - 1] >= 0) {  // the first keys of the last tile
+    const int32_t *mask = plan.mask_words + (ptrdiff_t)plan.mask_id[ends[1] - 1] * plan.q_tile * plan.words;
+    count -= plan.kv_tile;
+    for (int w = 0; w < plan.words; ++w) count += __builtin_popcount((uint32_t)mask[w]);
+  }
+  return {(int64_t)ends[0] * plan.kv_tile, count};
 }
 
 }  // namespace ringweave

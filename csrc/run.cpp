@@ -256,6 +256,76 @@ void choose(const Problem &pb, const Choice &choice, const Kernel &kernel, int t
     kernel.index(pb, tasks[i].batch, tasks[i].tile, choice, memory.get() + bytes * thread_index());
 }
 
+namespace {
+
+constexpr int64_t kWindowBytes = 16 << 20;  // what the queries of a window keep, which the L3 cache holds
+
+// The ends of ranges of keys that are listed about equally often by the queries of one head.
+std::vector<int64_t> even_ranges(const Problem &pb, const Unit &u, int64_t ranges) {
+  std::vector<int64_t> ends{0};
+  if (ranges > 1) {
+    std::vector<int32_t> count(pb.tokens, 0);
+    int64_t total = 0, before = 0;
+    for (int64_t tile = 0; tile < pb.plan.q_tiles; ++tile) {
+      const Listed list = listed(pb, u, tile);
+      for (int i = 0; i < list.count; ++i) ++count[pb.k.chosen[list.first + i]];
+      total += list.count;
+    }
+    for (int64_t n = 0; n < pb.tokens; ++n)
+      if ((before += count[n]) * ranges >= total * (int64_t)ends.size() && (int64_t)ends.size() < ranges)
+        ends.push_back(n + 1);
+  }
+  ends.push_back(pb.tokens);
+  return ends;
+}
+
+}  // namespace
+
+void backward_lists(const Problem &pb, const Kernel &kernel, int threads) {
+  const Plan &plan = pb.plan;
+  const int64_t share = pb.q_heads / pb.kv_heads;
+  int most = 0;
+  double flop = 0;
+  for (int64_t i = 0; i < pb.batch * pb.q_heads; ++i)
+    for (int64_t tile = 0; tile < plan.q_tiles; ++tile) {
+      const int count = listed(pb, {(int32_t)(i / pb.q_heads), (int32_t)(i % pb.q_heads), 1, 0}, tile).count;
+      most = count > most ? count : most, flop += 4. * count * plan.q_tile * (pb.d + pb.dv_dim);
+    }
+  threads = (int)std::fmax(1, std::fmin(threads, flop / kLeastFlop));
+  // no bit depends on windows and ranges
+  const int64_t ranges = threads > 1 ? 2 * threads : 1;
+  const size_t stride = padded(kernel.kept_query_bytes(pb, most)), bytes = padded(kernel.query_bytes(pb));
+  const int64_t window = smaller(plan.q_tiles, larger(kWindowBytes / (int64_t)stride, 2 * threads));
+  const auto memory = block<char>(bytes * threads), kept = block<char>(stride * window);
+  const int64_t of_key = pad_lanes(pb.d), of_value = pad_lanes(pb.dv_dim);
+  const auto floats = block<float>((size_t)(4 * pb.tokens * (of_key + of_value)));
+  const auto bad = block<uint8_t>((size_t)pb.tokens);
+  const ListSums sums{floats.get(), floats.get() + pb.tokens * of_key, bad.get(), most};
+  constexpr int64_t some = 64;  // keys of a task
+  for (int64_t i = 0; i < pb.batch * pb.kv_heads; ++i) {
+    Unit u{(int32_t)(i / pb.kv_heads), 0, 1, (int32_t)(i % pb.kv_heads)};
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t n = 0; n < pb.tokens; n += some) kernel.begin_sums(pb, u, sums, n, smaller(n + some, pb.tokens));
+    for (int64_t h = u.kv_head * share; h < (u.kv_head + 1) * share; ++h) {
+      u.head = (int32_t)h;
+      const std::vector<int64_t> ends = even_ranges(pb, u, ranges);
+#pragma omp parallel num_threads(threads)
+      for (int64_t first = 0; first < plan.q_tiles; first += window) {
+        const int64_t last = smaller(first + window, plan.q_tiles);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t tile = first; tile < last; ++tile)
+          kernel.backward_query(pb, u, tile, sums, memory.get() + bytes * thread_index(),
+                                kept.get() + stride * (tile - first));
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t r = 1; r < (int64_t)ends.size(); ++r)
+          kernel.backward_range(pb, u, sums, first, last, kept.get(), stride, ends[r - 1], ends[r]);
+      }
+    }
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t n = 0; n < pb.tokens; n += some) kernel.end_sums(pb, u, sums, n, smaller(n + some, pb.tokens));
+  }
+}
+
 void backward(const Problem &given, const Work &work, const Kernel &kernel, int threads) {
   const TableSums tables(given, kernel, threads);
   Problem pb = given;

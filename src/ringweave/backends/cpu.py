@@ -133,11 +133,11 @@ def backward(
     group = 1 if shared is None else shared.group
     q, k, v, scale = operands[:4]
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device="cpu") for x in (q, k, v))
-    grads = _grads(terms)
+    grads, chosen = _grads(terms), getattr(plan, "chosen", None)
     native.backward(
         dout=readable(upstream.dout.to(q.dtype)), q=q, k=k, v=v, scale=scale, lse=upstream.lse,
-        delta=upstream.delta.float(), dq=dq, dk=dk, dv=dv, table_grads=grads,
-        group=group, **_plan(plan, True), **_processor(), **_term_arguments(terms),
+        delta=upstream.delta.float(), dq=dq, dk=dk, dv=dv, table_grads=grads, chosen=chosen,
+        group=group, **_plan(plan, chosen is None), **_processor(), **_term_arguments(terms),
     )  # fmt: skip
     if terms is not None:
         _add(terms, grads)
@@ -312,7 +312,7 @@ def unsupported_reason(call: Call, branch: Branch) -> str | None:
 
 
 def scratch(call: Call, branch: Branch) -> int:
-    """Count a few tiles per thread; for backward also a window's sums of dQ, and 16-bit dK and dV between windows."""
+    """Count a few tiles per thread; for backward also sums of windows and of keys."""
     lanes = 512
     forward_bytes = torch.get_num_threads() * 4 * lanes * (2 * call.head_dim + 2 * call.value_dim + 64)
     if not call.needs_grad:
@@ -323,11 +323,13 @@ def scratch(call: Call, branch: Branch) -> int:
         * size
         * (call.heads * call.nq * call.head_dim + call.kv_heads * call.nk * (call.head_dim + call.value_dim))
     )
+    # sums of dK and dV of one key head, and what a window of queries keeps
+    packed = 0 if branch.lists is None else call.nk * (call.head_dim + call.value_dim + 32) * 4 + 2**24
     every_sum = call.batch * call.heads * call.nq * call.head_dim * 4
     sums = min(max(2**23, gradients // 64), every_sum)
     kept = call.nk * (call.head_dim + call.value_dim) if size == 2 and every_sum > sums else 0
     # per learned table element: an 8-byte integer sum, a byte that marks NaN or overflow, and the float32 gradient
-    return forward_bytes + sums + kept + (8 + 1 + 4) * call.learned
+    return forward_bytes + sums + kept + packed + (8 + 1 + 4) * call.learned
 
 
 class PreparedCall:
