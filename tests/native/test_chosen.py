@@ -179,6 +179,15 @@ def test_packed_keys_with_a_softcap(backwards: list[bool]) -> None:
     assert backwards == [True]
 
 
+def test_packed_keys_of_no_query(backwards: list[bool]) -> None:
+    """Where no query lists a key, all gradients are 0."""
+    x = Inputs.random(5, 40, heads=16, kv_heads=1, dim=8)
+    found = gradients(x, rw.Selected(torch.full((5, 3), -1)), backend="cpu")
+    assert bool(found["lse"].isneginf().all())
+    assert not any(found[name].any() for name in ("out", "dq", "dk", "dv"))
+    assert backwards == [True]
+
+
 def test_packed_keys_of_a_wrong_plan() -> None:
     """Backward of packed keys refuses a plan that is not one of lists."""
     group, side = 16, 16
