@@ -4,8 +4,8 @@
 // It runs in windows of queries, each in two phases. First a task computes a query, with its heads across lanes: dQ, and
 // P and dS, which it keeps. Then a task computes a range of keys: it walks the queries of the window, and adds P^T dO and
 // dS^T Q of each to the sums of the listed keys in the range, with channels across lanes. A query's keys are summed in
-// ascending order, kPanelRows at a time, and a key's queries in ascending order, all heads of a query at a time. So no
-// bit depends on windows, ranges or threads, and dQ of a query depends on no other query.
+// ascending order, kPanelRows at a time, and a key's queries in ascending order, all heads of a query at a time and
+// kSegment queries from 0. So no bit depends on windows, ranges or threads, and dQ of a query depends on no other query.
 #pragma once
 #include "backward.h"
 

@@ -259,6 +259,7 @@ void choose(const Problem &pb, const Choice &choice, const Kernel &kernel, int t
 namespace {
 
 constexpr int64_t kWindowBytes = 16 << 20;  // what the queries of a window keep, which the L3 cache holds
+constexpr int64_t kSegment = 512;  // queries that a key sums from 0; a sum of thousands would round as often
 
 // The ends of ranges of keys that are listed about equally often by the queries of one head.
 std::vector<int64_t> even_ranges(const Problem &pb, const Unit &u, int64_t ranges) {
@@ -298,20 +299,26 @@ void backward_lists(const Problem &pb, const Kernel &kernel, int threads) {
   const int64_t window = smaller(plan.q_tiles, larger(kWindowBytes / (int64_t)stride, 2 * threads));
   const auto memory = block<char>(bytes * threads), kept = block<char>(stride * window);
   const int64_t of_key = pad_lanes(pb.d), of_value = pad_lanes(pb.dv_dim);
-  const auto floats = block<float>((size_t)(4 * pb.tokens * (of_key + of_value)));
+  const int64_t floats = pb.tokens * (of_key + of_value);
+  const bool segments = share * plan.q_tiles > kSegment;
+  const auto sum = block<float>((size_t)(4 * floats)), total = block<float>((size_t)(segments ? 4 * floats : 0));
   const auto bad = block<uint8_t>((size_t)pb.tokens);
-  const ListSums sums{floats.get(), floats.get() + pb.tokens * of_key, bad.get(), most};
+  const ListSums sums{sum.get(), sum.get() + pb.tokens * of_key, bad.get(), most};
+  const ListSums totals{total.get(), total.get() + pb.tokens * of_key, bad.get(), most};
   constexpr int64_t some = 64;  // keys of a task
   for (int64_t i = 0; i < pb.batch * pb.kv_heads; ++i) {
     Unit u{(int32_t)(i / pb.kv_heads), 0, 1, (int32_t)(i % pb.kv_heads)};
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t n = 0; n < pb.tokens; n += some) kernel.begin_sums(pb, u, sums, n, smaller(n + some, pb.tokens));
+    for (int64_t n = 0; n < pb.tokens; n += some) {
+      kernel.begin_sums(pb, u, sums, n, smaller(n + some, pb.tokens));
+      if (segments) kernel.begin_sums(pb, u, totals, n, smaller(n + some, pb.tokens));
+    }
     for (int64_t h = u.kv_head * share; h < (u.kv_head + 1) * share; ++h) {
       u.head = (int32_t)h;
       const std::vector<int64_t> ends = even_ranges(pb, u, ranges);
 #pragma omp parallel num_threads(threads)
-      for (int64_t first = 0; first < plan.q_tiles; first += window) {
-        const int64_t last = smaller(first + window, plan.q_tiles);
+      for (int64_t first = 0, last; first < plan.q_tiles; first = last) {
+        last = smaller(smaller(first + window, plan.q_tiles), (first / kSegment + 1) * kSegment);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t tile = first; tile < last; ++tile)
           kernel.backward_query(pb, u, tile, sums, memory.get() + bytes * thread_index(),
@@ -319,10 +326,14 @@ void backward_lists(const Problem &pb, const Kernel &kernel, int threads) {
 #pragma omp for schedule(dynamic, 1)
         for (int64_t r = 1; r < (int64_t)ends.size(); ++r)
           kernel.backward_range(pb, u, sums, first, last, kept.get(), stride, ends[r - 1], ends[r]);
+        if (!segments || (last < plan.q_tiles && last % kSegment)) continue;
+#pragma omp for schedule(static)
+        for (int64_t x = 0; x < floats; ++x) total.get()[x] += sum.get()[x], sum.get()[x] = 0;
       }
     }
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t n = 0; n < pb.tokens; n += some) kernel.end_sums(pb, u, sums, n, smaller(n + some, pb.tokens));
+    for (int64_t n = 0; n < pb.tokens; n += some)
+      kernel.end_sums(pb, u, segments ? totals : sums, n, smaller(n + some, pb.tokens));
   }
 }
 
