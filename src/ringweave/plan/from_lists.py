@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +24,7 @@ from ..patterns.within import check_bounds
 from ..relation.arrays import Int64
 from ..relation.node import ELEMENT_BITS
 from ..relation.tiles import EMPTY_TILE, FULL_TILE, Masks, limit, numbered
-from .block_plan import BlockPlan, Extent, pack_masks
+from .block_plan import BlockPlan, Extent, PackedPlan, pack_masks
 from .csr import RowSet, assemble
 from .from_pattern import distinct
 from .from_table import of_sets
@@ -34,18 +33,6 @@ from .from_table import of_sets
 _BOOLS_AT_ONCE = 2**23
 # pairs of a query and a listed key that are looked at together
 _PAIRS_AT_ONCE = 2**21
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class PackedPlan(BlockPlan):
-    """A plan of rows on packed keys: its key n is key ``chosen[n]`` of the call; it has no lists by columns."""
-
-    chosen: Tensor = field(kw_only=True)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return super().nbytes + self.chosen.nbytes
 
 
 def from_lists(lists: Lists, extent: Extent) -> BlockPlan:
@@ -74,14 +61,14 @@ def by_query(lists: Lists, extent: Extent, group: int) -> BlockPlan:
     """Plan lists in tiles of one query and the heads that share its list; on a CPU.
 
     Args:
-        lists: The lists; with ``lists.side`` as key tile their blocks are tiles, and otherwise their keys are packed.
-        extent: The extent of the call; its tile is (1, keys).
+        lists: The lists.
+        extent: The extent of the call; its tile is (1, ``lists.tile``).
         group: Number of adjacent query heads that share each list.
     Returns:
         A plan for ``group * nq`` queries: query i of head h is row ``group * i + h`` of a key head. It is a
         :class:`PackedPlan` if keys are packed.
     """
-    return _grouped(_packed(lists, extent) if lists.side is None else _in_blocks(lists, extent), group)
+    return _grouped(_packed(lists, extent) if lists.packed else _in_blocks(lists, extent), group)
 
 
 def _in_blocks(lists: Lists, extent: Extent) -> BlockPlan:
