@@ -212,7 +212,9 @@ def test_the_best_blocks_on_trial_replace_the_weakest_active_ones(hysteresis: fl
     tracker = ImportanceTracker(N, heads=HEADS, density=0.4, block_size=SIDE, turnover=1.0, hysteresis=hysteresis)
     rows, generator = N // SIDE, torch.Generator().manual_seed(0)
     free = torch.rand(tracker._trials.shape, generator=generator).argsort(-1).int().sort(-1).values
-    held = (free[..., None] == tracker._indices[..., None, :]).any(-1) | (torch.rand(free.shape, generator=generator) < 0.3)
+    held = (free[..., None] == tracker._indices[..., None, :]).any(-1) | (
+        torch.rand(free.shape, generator=generator) < 0.3
+    )
     tracker._trials = free.masked_fill(held, rows).sort(-1).values
     # few values, so that many are equal
     tracker._mass, tried = (torch.randint(6, x.shape, generator=generator).float() for x in (tracker._mass, free))
