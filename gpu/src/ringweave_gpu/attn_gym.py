@@ -52,7 +52,7 @@ class _Packed:
         q, k, v, self.scale = operands.map(Tensor.detach)[:4]
         self.heads, self.dim, self.value_dim = (k.shape[0], k.shape[1], -1), k.shape[3], v.shape[3]
         width = max(self.dim, self.value_dim)
-        lists = list_tiles.ChosenKeys(branch, len(k), q.shape[1], k.shape[1], k.device)
+        lists = list_tiles.ChosenKeys(branch, k.shape[1], k.device)
         keys, allowed = lists.at(slice(0, q.shape[2]))
         chosen = torch.where(allowed, keys, -1)[:, :, 0].int()
         self.indices = chosen.expand(*k.shape[:2], *chosen.shape[2:]).flatten(0, 1).contiguous()

@@ -12,7 +12,7 @@ from ..call import Call, Operands
 from ..patterns.within import by_head
 from ..plan import Branch
 from ..plan.block_plan import Extent
-from ..plan.from_lists import filters, keys_of
+from ..plan.from_lists import filters, listed_keys
 from ..plan.subplan import CutBranch
 from .tile_batches import Batch, Tiles, budget
 
@@ -26,14 +26,15 @@ class ChosenKeys:
         split: Lists of a key head, and query heads of a list.
     """
 
-    def __init__(self, branch: Branch, batch: int, heads: int, kv_heads: int, device: torch.device):
+    def __init__(self, branch: Branch, kv_heads: int, device: torch.device):
         lists = branch.lists
         assert lists is not None
         table = lists.blocks.to(device).listed()
         table = table.view((1,) * (4 - table.ndim) + table.shape)
-        group = heads // kv_heads
+        group = branch.head_count // kv_heads
         if table.shape[1] > 1:
-            by_key_head = table.repeat_interleave(heads // table.shape[1], 1).unflatten(1, (kv_heads, group))
+            of_head = table.repeat_interleave(branch.head_count // table.shape[1], 1)
+            by_key_head = of_head.unflatten(1, (kv_heads, group))
             table = by_key_head[:, :, :1] if lists.serve(group) else by_key_head
         else:
             table = table[:, :, None]
@@ -41,7 +42,7 @@ class ChosenKeys:
         self.split = table.shape[2], group // table.shape[2]
         self._first, self._block, self._nk = branch.q_offset, lists.block, branch.nk
         # the relation is the same for all heads
-        found, number = filters(lists, Extent(branch.nq, branch.nk, 1, batch, branch.tile, branch.q_offset))
+        found, number = filters(lists, Extent(branch.nq, branch.nk, 1, branch.batch, branch.tile, branch.q_offset))
         self._filters = found if len(found) == 1 else [found[n] for n in number[:, 0]]
 
     def at(self, rows: slice) -> tuple[Tensor, Tensor]:
@@ -50,9 +51,9 @@ class ChosenKeys:
         # a single row belongs to the only query, at any position
         blocks = self.table if self.table.shape[3] == 1 else self.table.index_select(3, at)
         if len(self._filters) == 1:
-            return keys_of(blocks, self._block, at, self._nk, self._filters[0])
+            return listed_keys(blocks, self._block, at, self._nk, self._filters[0])
         every = zip(blocks.expand(len(self._filters), *blocks.shape[1:]), self._filters, strict=True)
-        found = [keys_of(lists, self._block, at, self._nk, relation) for lists, relation in every]
+        found = [listed_keys(lists, self._block, at, self._nk, relation) for lists, relation in every]
         keys, allowed = map(torch.stack, zip(*found, strict=True))
         return keys, allowed
 
@@ -100,7 +101,7 @@ class ListTiles(Tiles[ListBatch]):
         super().__init__(operands)
         self.pair = pair
         self.k_tiles, self.v_tiles = (x.flatten(0, 2) for x in operands[1:3])
-        self.chosen = ChosenKeys(branch, self.batch, self.heads, self.kv_heads, self.device)
+        self.chosen = ChosenKeys(branch, self.kv_heads, self.device)
 
     def batches(self) -> Iterator[ListBatch]:
         lists, most = self.chosen.split[0], self.chosen.most

@@ -182,7 +182,7 @@ def filters(lists: Lists, extent: Extent) -> tuple[list[Located | None], NDArray
     return relations, of_relation
 
 
-def keys_of(blocks: Tensor, size: int, q: Tensor, nk: int, relation: Located | None) -> tuple[Tensor, Tensor]:
+def listed_keys(blocks: Tensor, size: int, q: Tensor, nk: int, relation: Located | None) -> tuple[Tensor, Tensor]:
     """Return the keys that lists name, and whether the queries attend them; int64 and bool (..., R, n * size).
 
     Args:
@@ -224,7 +224,7 @@ def _pairs(each: _Set, lists: Lists, extent: Extent, rows: range) -> tuple[Int64
     blocks = each.blocks[rows.start : rows.stop]
     used = int((blocks < lists.blocks.key_blocks).sum(1).max(initial=0))
     q = torch.arange(rows.start, rows.stop, device="cpu") + extent.q_offset
-    found = keys_of(torch.from_numpy(blocks[:, :used]), lists.block, q, extent.nk, each.relation)
+    found = listed_keys(torch.from_numpy(blocks[:, :used]), lists.block, q, extent.nk, each.relation)
     keys, allowed = (x.numpy() for x in found)
     return np.repeat(np.arange(len(keys)), allowed.sum(1)), keys[allowed]
 
