@@ -355,11 +355,8 @@ def scratch(call: Call, branch: Branch) -> int:
         * (call.heads * call.nq * call.head_dim + call.kv_heads * call.nk * (call.head_dim + call.value_dim))
     )
     # sums of dK and dV of one key head, and what a window of queries keeps
-    packed = (
-        0
-        if branch.lists is None or not branch.lists.packed
-        else call.nk * (call.head_dim + call.value_dim + 32) * 8 + 2**24
-    )
+    packs = branch.lists is not None and branch.lists.packed
+    packed = call.nk * (call.head_dim + call.value_dim + 32) * 8 + 2**24 if packs else 0
     every_sum = call.batch * call.heads * call.nq * call.head_dim * 4
     sums = min(max(2**23, gradients // 64), every_sum)
     kept = call.nk * (call.head_dim + call.value_dim) if size == 2 and every_sum > sums else 0
