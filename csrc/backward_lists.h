@@ -17,16 +17,16 @@ struct KeptQuery {
   char *weights, *slopes;  // P and dS: a row for each key, with the heads as elements of Op
   float *q, *dout;         // Q and dO with channels across lanes (see pack_channels)
   int32_t *finite;         // whether the deltas are; otherwise dO has 0 for elements that are not finite
-  size_t bytes;
-  KeptQuery(const Problem &pb, int most, char *block) {
-    Carve m{block};
-    const size_t rows = (size_t)pad_lanes(pb.plan.q_tile);
-    weights = m.take<char>((size_t)most * rows * 4);
-    slopes = m.take<char>((size_t)most * rows * 4);
-    q = m.take<float>(rows * pad_lanes(pb.d));
-    dout = m.take<float>(rows * pad_lanes(pb.dv_dim));
-    finite = m.take<int32_t>(1);
-    bytes = (size_t)(m.at - block);
+  // Not a Carve, which fills guarded memory anew: the second phase reads what the first has written.
+  KeptQuery(const Problem &pb, int most, char *block) : weights(block), slopes(block + list_bytes(pb, most)) {
+    q = (float *)(void *)(slopes + list_bytes(pb, most));
+    dout = q + (size_t)pad_lanes(pb.plan.q_tile) * pad_lanes(pb.d);
+    finite = (int32_t *)(void *)(dout + (size_t)pad_lanes(pb.plan.q_tile) * pad_lanes(pb.dv_dim));
+  }
+  static size_t list_bytes(const Problem &pb, int most) { return 4 * (size_t)most * pad_lanes(pb.plan.q_tile); }
+  static size_t bytes(const Problem &pb, int most) {
+    const size_t channels = (size_t)pad_lanes(pb.d) + pad_lanes(pb.dv_dim);
+    return 2 * list_bytes(pb, most) + 4 * pad_lanes(pb.plan.q_tile) * channels + sizeof(int32_t);
   }
 };
 

@@ -54,7 +54,7 @@ void run_backward(const Problem &pb, const Unit &u, const Piece &p, const Turns 
   RW_CALL(backward_piece, pb, u, p, turns, m, partial);
 }
 
-size_t kept_query_bytes(const Problem &pb, int most) { return KeptQuery(pb, most, nullptr).bytes; }
+size_t kept_query_bytes(const Problem &pb, int most) { return KeptQuery::bytes(pb, most); }
 size_t query_bytes(const Problem &pb) { return ListMemory(pb, nullptr).bytes; }
 void run_query(const Problem &pb, const Unit &u, int64_t tile, const ListSums &sums, char *m, char *kept) {
   RW_OTHERS(widens(pb, pb.q), backward_query(pb, u, tile, sums, m, kept));
