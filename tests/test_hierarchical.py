@@ -195,6 +195,25 @@ def test_no_future_reaches_a_row() -> None:
         assert x[:, :, :8].any()
 
 
+@pytest.mark.parametrize("combine", hierarchical.COMBINATIONS)
+@pytest.mark.parametrize("broken", ["key", "value"])
+def test_a_broken_token_reaches_the_rows_that_attend_it(broken: str, combine: str) -> None:
+    """Rows before it keep their bits, and their queries their gradients."""
+    results = []
+    for number in (0.5, torch.nan):
+        torch.manual_seed(0)
+        q, k, v = tensors(60, 60, torch.float32)
+        (k if broken == "key" else v)[:, :, 29] = number
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        gates = torch.rand(2, 4, 60, 3) if combine == "gates" else None
+        out = rw.hierarchical_attention(*leaves, pool=8, top_k=1, window=8, causal=True, combine=combine, gates=gates)
+        results.append((out, torch.autograd.grad(out[:, :, :29].sum(), leaves[0])[0]))
+    (sound, of_sound), (got, of_got) = results
+    assert torch.equal(got[:, :, :29], sound[:, :, :29])
+    assert got[:, :, 29:].isnan().all()
+    assert torch.equal(of_got[:, :, :29], of_sound[:, :, :29])
+
+
 def test_memory_does_not_grow_with_all_pairs() -> None:
     """Memory grows with N, not N^2: backward recomputes the scores piece by piece."""
     kept: dict[int, int] = {}
