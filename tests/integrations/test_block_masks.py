@@ -51,6 +51,8 @@ def maskable() -> list[str]:
     return [name for name, mask in masks().items() if name not in own and (mask.state != "refused")]
 
 
+# trace/test_relation.py reads every function of the corpus in each run
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", maskable())
 def test_the_corpus(name: str) -> None:
     """A mask has the pairs of its blocks and its function, and is the pattern that it was as an evaluated function."""
