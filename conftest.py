@@ -126,7 +126,9 @@ if importlib.util.find_spec("sybil") is not None:
     from tests.markdown import collector
 
     pytest_collect_file = collector(
-        Path(__file__).parent, ["README.md", "CONTRIBUTING.md", "audit/README.md", "docs/*.md"], example_names
+        Path(__file__).parent,
+        ["README.md", "CONTRIBUTING.md", "audit/README.md", "docs/*.md", "docs/upstream/*.md"],
+        example_names,
     )
 collect_ignore_glob = ["docs/*.py"]
 # these import triton as they are loaded

@@ -41,7 +41,7 @@ def run(*command: object) -> subprocess.CompletedProcess[str]:
 
 
 def last(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the last line of a command's output that says something."""
+    """Return the last line of a command's output that is not empty."""
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     return lines[-1].strip()[:150] if lines else f"exit status {done.returncode}"
 

@@ -5,7 +5,7 @@
 # is read before it is written shows. It is not optimized, and must have equal bits all the same.
 #     scripts/sanitize.sh --build                only builds it
 #     scripts/sanitize.sh [pytest arguments]
-# Needs GCC (or a CXX with libasan.so and libubsan.so) and what the test of the build needs: cmake, ninja, nanobind.
+# Needs GCC (or a CXX with libasan.so and libubsan.so) and the tools of the test of the build: cmake, ninja, nanobind.
 set -eu
 cd "$(dirname "$0")/.."
 python=$(realpath -s "${PYTHON:-.venv/bin/python}")

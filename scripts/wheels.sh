@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds into dist/ what a release has, as far as this machine can: a source archive, a wheel, one without the kernel, and
+# Builds the parts of a release into dist/, as far as this machine can: a source archive, a wheel, one without the kernel, and
 # on Linux, where a cross compiler is, one for aarch64; then the wheels of the audit, the backends of GPUs and the
 # laboratory. Each wheel that can run here is tried in a fresh environment: attention with gradients, doctor's verdict;
 # the one with the kernel also with a model of transformers and with the other distributions; then it is uninstalled.

@@ -80,6 +80,65 @@ def test_gathered_shards_have_the_gradients_of_all_ranks(ranks: int, placement: 
         assert not grad[:, :, ~real].any()
 
 
+def _of_blocks(size: int, stride: int, weight: torch.Tensor) -> Any:
+    """Return a map of consecutive tokens to a row for each of their full blocks, with a parameter."""
+
+    def reduce(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[2] < size:
+            return x[:, :, :0] * weight
+        return (x.unfold(2, size, stride) * weight[..., None]).square().sum(-1)
+
+    return reduce
+
+
+@pytest.mark.parametrize("placement", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("tokens", "size", "stride"), [(301, 8, 8), (301, 16, 8), (301, 12, 5), (96, 32, 32), (40, 39, 1), (7, 8, 2)]
+)
+def test_gathered_blocks_are_those_of_the_gathered_tokens(
+    ranks: int, placement: str, tokens: int, size: int, stride: int
+) -> None:
+    """The gradients of the shards too, and of a parameter of the map, each rank's share of it."""
+    x, parameter = torch.randn(2, 3, tokens, 2, dtype=torch.float64), torch.randn(2, dtype=torch.float64)
+    count = max(0, (tokens - size) // stride + 1)
+    factor = torch.randn(ranks, 2, 3, count, 2, dtype=torch.float64)
+
+    def job(transport: Transport) -> list[list[torch.Tensor]]:
+        ctx = ContextParallel(transport, WINDOW, tokens, heads=(2, 2), placement=placement)
+        found = []
+        for by_block in (True, False):
+            local, weight = ctx.shard(x, 2).requires_grad_(), parameter.clone().requires_grad_()
+            reduce = _of_blocks(size, stride, weight)
+            rows = ctx.gather_blocks(local, reduce, size, stride) if by_block else reduce(ctx.gather(local, 2))
+            gradients = torch.autograd.grad((rows * factor[ctx.rank]).sum(), [local, weight], materialize_grads=True)
+            found.append([rows.detach(), *gradients])
+        return found
+
+    results = run(ranks, job)
+    for by_block, by_token in results:
+        assert torch.equal(by_block[0], by_token[0])
+        torch.testing.assert_close(by_block[1], by_token[1])
+    shares = [sum(ours[2] for ours in each) for each in zip(*results, strict=True)]
+    torch.testing.assert_close(*shares)
+
+
+def test_gathered_blocks_move_a_row_for_each() -> None:
+    """Zigzag pieces of 128 tokens hold whole blocks of 32, so that no token moves; with a stride, those at their ends do."""
+
+    def job(transport: Transport) -> list[int]:
+        ctx = ContextParallel(transport, rw.Causal(), 1024, heads=(1, 1), placement="zigzag")
+        local, moved = ctx.shard(torch.randn(1, 1, 1024, 4), 2), []
+        for size, stride in ((32, 32), (32, 16)):
+            before = sum(transport.counters.received)
+            ctx.gather_blocks(local, _of_blocks(size, stride, torch.ones(4)), size, stride)
+            moved.append((sum(transport.counters.received) - before) // (4 * 4))
+        return moved
+
+    # three other ranks, with 8 blocks each; with at most 15 each, where two pieces are one, and at most 4 ends of 16 tokens
+    assert run(4, job) == [[3 * 8, 3 * 15 + 3 * 64]] * 4
+
+
 def test_shard_is_differentiable() -> None:
     x = torch.randn(1, 130, 2, requires_grad=True)
 

@@ -110,7 +110,7 @@ class MixtureOfBlockAttention(ChoosingAttention):
     def _attend(self, parts: list[Tensor], cache: KeyCache | None) -> Tensor:
         q, k, v = parts
         if self.context is not None:
-            means = self._means(self.context.unshard(k, 2), 0)
+            means = self.context.gather_blocks(k.detach(), self._means, self.block_size)
             chosen = self.context.unshard(self._chosen(q, means, self.context.positions), 2)
             pattern = Selected(chosen, self.block_size) & Causal()
             return self._attention(q, k, v, pattern, context=self.context)
@@ -156,7 +156,7 @@ class MixtureOfBlockAttention(ChoosingAttention):
         outs, lses = out.view(*past.shape, -1).unbind(3), lse.view(past.shape).unbind(3)
         return merge([near.out, *outs], [near.lse, *lses]).out
 
-    def _means(self, k: Tensor, begin: int) -> Tensor:
+    def _means(self, k: Tensor, begin: int = 0) -> Tensor:
         """Return the means of full blocks from block ``begin`` on; the last block is left out if it is shorter."""
         side = self.block_size
         if k.shape[2] // side == begin:

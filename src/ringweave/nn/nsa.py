@@ -222,9 +222,12 @@ class NativeSparseAttention(ChoosingAttention):
         if cache is not None:
             kv = self._appended(kv, cache)
         else:
-            if self.context is not None:
-                kv[:2] = [self.context.gather(x, 2) for x in kv[:2]]
-            kv[:2] = self.compress_keys(kv[0]), self.compress_values(kv[1])
+            kv[:2] = [
+                compress(x)
+                if self.context is None
+                else self.context.gather_blocks(x, compress, self.compress_block, self.compress_stride)
+                for x, compress in zip(kv[:2], (self.compress_keys, self.compress_values), strict=True)
+            ]
         if self.context is None:
             chosen = self._chosen(q, kv[0], torch.arange(first, first + tokens, device="cpu"))
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,7 +32,7 @@ from .planning.choice import place
 from .planning.placement import Placement
 from .planning.workload import Widths, pair_of_heads, patterns_of
 from .schedules import Schedules
-from .shards import Shards, dimension
+from .shards import Rows, Shards, dimension
 from .trace import Trace, recorded
 from .transport.mesh import group_of
 from .transport.protocol import Communicator
@@ -220,7 +220,9 @@ class ContextParallel:
         Raises:
             ShapeError: x does not have ``local`` tokens along ``dim``.
         """
-        return self._gathered(x, dimension(x, dim))[0]
+        dim = dimension(x, dim)
+        self._shards.check("x", x, dim)
+        return self._gathered(x, dim, self._shards)[0]
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
         """Gather all ranks' shards into the whole tensor on every rank, differentiably.
@@ -236,23 +238,73 @@ class ContextParallel:
         Raises:
             ShapeError: x does not have ``local`` tokens along ``dim``.
         """
-        whole: Tensor = Gather.apply(x, self, dimension(x, dim))  # type: ignore[no-untyped-call]
+        dim = dimension(x, dim)
+        self._shards.check("x", x, dim)
+        return self._rows(x, dim, self._shards)
+
+    def gather_blocks(
+        self, x: Tensor, reduce: Callable[[Tensor], Tensor], size: int, stride: int | None = None
+    ) -> Tensor:
+        """Reduce each block of the whole sequence to one row, and gather the rows on every rank, differentiably.
+
+        The result is ``reduce(ctx.gather(x, -2))``. A rank receives one row of each block that lies on another rank, in
+        place of its tokens. The tokens of blocks that lie on several ranks move, and every rank reduces them. If
+        a placement spreads neighbouring tokens, they are all blocks.
+
+        Args:
+            x: (..., local, D), this rank's shard.
+            reduce: Function of consecutive tokens, (..., n, D), that returns a row for each of their full blocks,
+                (..., blocks, E); of no tokens too.
+            size: Tokens of a block.
+            stride: Tokens from the beginning of a block to that of the next, at most ``size``, which is the default.
+        Returns:
+            (..., (seq_len - size) // stride + 1, E): the full blocks of the sequence.
+        Raises:
+            ShapeError: x does not have ``local`` tokens, or the sizes do not fit.
+        """
+        size = whole("size", size, 1, error=ShapeError)
+        stride = size if stride is None else whole("stride", stride, 1, size, error=ShapeError)
+        dim = dimension(x, -2)
+        self._shards.check("x", x, dim)
+        if self.seq_len < size:
+            return reduce(x[..., :0, :])
+        blocks = self._shards.blocks(size, stride)
+
+        def reduced(tokens: Tensor, bounds: list[tuple[int, int]]) -> Tensor:
+            return torch.cat([reduce(tokens.narrow(dim, a, b - a)) for a, b in bounds or [(0, 0)]], dim)
+
+        found = None
+        if blocks.inner.local:
+            found = self._rows(reduced(x, blocks.inner_tokens), dim, blocks.inner)
+        if not len(blocks.crossing):
+            assert found is not None
+            return found
+        tokens = self._rows(x.index_select(dim, blocks.shared.to(x.device)), dim, blocks.tokens)
+        crossing = reduced(tokens, blocks.crossing_tokens)
+        return crossing if found is None else found.index_copy(dim, blocks.crossing.to(x.device), crossing)
+
+    def _rows(self, x: Tensor, dim: int, rows: Rows) -> Tensor:
+        """Gather rows of which this rank has those of x, without padding, differentiably."""
+        padding = rows.local - x.shape[dim]
+        if padding:
+            x = torch.cat([x, x.new_zeros(*x.shape[:dim], padding, *x.shape[dim + 1 :])], dim)
+        whole: Tensor = Gather.apply(x, self, dim, rows)  # type: ignore[no-untyped-call]
         return whole
 
-    def _gathered(self, x: Tensor, dim: int) -> tuple[Tensor, tuple[int, ...]]:
+    def _gathered(self, x: Tensor, dim: int, rows: Rows) -> tuple[Tensor, tuple[int, ...]]:
         """Return the whole tensor, detached, and the name of the call."""
-        mine = self._shards.tokens_first(x, dim)
+        mine = x.detach().movedim(dim, 0).contiguous()
         with self.call.call_scope(self._tag, **_form(x, dim)) as call:
             every, pending = call.all_gather(mine, "shards")
             pending.wait()
-            return self._shards.join(every, dim), call.name
+            return rows.join(every, dim), call.name
 
-    def _summed(self, gradient: Tensor, dim: int, name: tuple[int, ...]) -> Tensor:
-        """Return the sum over ranks of the gradients of this rank's tokens; ``name`` is that of the forward call."""
+    def _summed(self, gradient: Tensor, dim: int, rows: Rows, name: tuple[int, ...]) -> Tensor:
+        """Return the sum over ranks of the gradients of this rank's rows; ``name`` is that of the forward call."""
         with self.call.call_scope(tag=None, **_form(gradient, dim)) as call:
             named = call.with_fields(call=name[0], tag=name[1:])
-            total = named.reduce_scatter(self._shards.parts(gradient, dim), "gradients of shards")
-        return self._shards.padded(total, dim)
+            total = named.reduce_scatter(rows.parts(gradient, dim), "gradients of shards")
+        return rows.padded(total, dim)
 
     # ---- attention ---------------------------------------------------------------------------------------------------
 
@@ -406,17 +458,17 @@ class Gather(torch.autograd.Function):
     """The shards of all ranks as one tensor."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, context: ContextParallel, dim: int) -> Tensor:
-        """Gather the shards along ``dim``."""
-        ctx.context, ctx.dim = context, dim
-        whole, ctx.name = context._gathered(x, dim)
+    def forward(ctx: Any, x: Tensor, context: ContextParallel, dim: int, rows: Rows) -> Tensor:
+        """Gather the rows along ``dim``."""
+        ctx.context, ctx.dim, ctx.rows = context, dim, rows
+        whole, ctx.name = context._gathered(x, dim, rows)
         return whole
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of the shard."""
-        return ctx.context._summed(gradient, ctx.dim, ctx.name), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        """Return the gradient of this rank's rows."""
+        return ctx.context._summed(gradient, ctx.dim, ctx.rows, ctx.name), None, None, None
 
 
 def _form(x: Tensor, dim: int) -> dict[str, Value]:

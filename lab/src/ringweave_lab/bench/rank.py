@@ -12,12 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import ringweave as rw
+from ringweave.errors import UnsupportedError
 from ringweave.parallel import ContextParallel, Transport
 
 from ..tune.measure import Runnable, Timing, by_clock
@@ -110,6 +112,62 @@ def measure(carrier: Transport, options: Options) -> list[Record]:
     return records(one, two, options, max(rank[0] for rank in every) / _full_ring(problem, ctx.size))
 
 
+def modules(carrier: Transport, options: Options) -> list[Record]:
+    """Check modules that choose their keys on 2 ranks against 1, time them in turn, and count the received bytes.
+
+    Rank 0 returns the records; other ranks return an empty list.
+    """
+    tokens, width = 1024 if options.quick else 8192, 1024
+    kinds: tuple[tuple[str, Callable[..., torch.nn.Module], dict[str, Any]], ...] = (
+        ("MoBA, 3 of 16 blocks", rw.nn.MixtureOfBlockAttention,
+         {"num_kv_heads": 4, "block_size": tokens // 16, "top_k": 3}),
+        ("NSA", rw.nn.NativeSparseAttention, {"num_kv_heads": 1}),
+    )  # fmt: skip
+    found: list[Record] = []
+    for name, make, given in kinds:
+        given |= {"embed_dim": width, "num_heads": 16, "rotary_base": 1e4}
+        ctx = ContextParallel(carrier, rw.Causal(), tokens, heads=(16, given["num_kv_heads"]))
+        torch.manual_seed(0)
+        one, x = make(**given), torch.randn(1, tokens, width)
+        two = make(**given, context=ctx)
+        two.load_state_dict(one.state_dict())
+        calls = {1: _trained(one, x), 2: _trained(two, ctx.shard(x))}
+        apart = [bool(torch.allclose(ctx.unshard(calls[2]()), calls[1](), rtol=1e-4, atol=1e-4))]
+        if not carrier.agree(torch.tensor(apart).long(), what="modules").all():
+            raise UnsupportedError(name, "another result on 2 ranks", "the same", "Report it.")
+        carrier.counters.reset()
+        calls[2]()
+        received = torch.tensor([sum(carrier.counters.received)])
+        share = int(carrier.agree(received, what="bytes").max()) / _full_ring_of(tokens, ctx.size, ctx.heads[1], 64, 4)
+        seconds: dict[int, list[float]] = {1: [], 2: []}
+        for _ in range(options.rounds or (2 if options.quick else 5)):
+            for ranks, call in calls.items():
+                torch.set_num_threads(2 if ranks == 1 else 1)
+                carrier.agree(torch.zeros(1, dtype=torch.int64), what="speed")
+                mine = by_clock(call) if ranks == 2 or ctx.rank == 0 else 0.0
+                every = carrier.agree(torch.tensor([round(1e9 * mine)]), what="figures")
+                seconds[ranks].append(int(every.max()) / 1e9)
+        size = f"{tokens:,} tokens, 16 heads over {given['num_kv_heads']} of 64, forward + backward"
+        speed = Timing(tuple(seconds[1])).median / Timing(tuple(seconds[2])).median
+        found += [
+            Target(f"{name}: speed of 2 ranks x 1 thread over 1 rank x 2 threads", size, speed, None, True),
+            Target(f"{name}: bytes that the busier rank receives over a full ring's", size, share, None, False, "%"),
+        ]
+    return found if carrier.rank == 0 else []
+
+
+def _trained(layer: torch.nn.Module, x: Tensor) -> Callable[[], Tensor]:
+    """Return a callable that differentiates a module's output and returns it."""
+    x = x.clone().requires_grad_()
+
+    def step() -> Tensor:
+        out: Tensor = layer(x)
+        out.square().sum().backward()
+        return out.detach()
+
+    return step
+
+
 def records(one: Entry, two: Entry, options: Options, share: float | None = None) -> list[Record]:
     """Return the records of the two timings, of their ratio and its target, and of the received bytes.
 
@@ -138,8 +196,11 @@ def records(one: Entry, two: Entry, options: Options, share: float | None = None
 
 def _full_ring(problem: Problem, ranks: int) -> float:
     """Return the bytes that a rank receives if all keys and values, and their float32 gradients, go around the ring."""
-    elements = problem.tokens * (ranks - 1) / ranks * problem.key_heads * 2 * problem.head_dim
-    return elements * (problem.dtype.itemsize + 4)
+    return _full_ring_of(problem.tokens, ranks, problem.key_heads, problem.head_dim, problem.dtype.itemsize)
+
+
+def _full_ring_of(tokens: int, ranks: int, key_heads: int, head_dim: int, itemsize: int) -> float:
+    return tokens * (ranks - 1) / ranks * key_heads * 2 * head_dim * (itemsize + 4)
 
 
 def main() -> None:
@@ -151,6 +212,8 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
     carrier = Transport(dist.group.WORLD, deadline=seconds, opening=seconds)
     found = measure(carrier, options)
+    if options.dtype is None or options.dtype is torch.float32:
+        found += modules(carrier, options)
     if carrier.rank == 0:
         (folder / "records").write_bytes(pickle.dumps(found))
     carrier.close()
