@@ -16,7 +16,7 @@ import ringweave as rw
 from ringweave.integrations.transformers import ModelContext, context_parallel, model_context
 from ringweave.integrations.transformers.masks import ShardMask
 
-from .tiny import CACHE, ONE_LAYER, config_of, model_of
+from .tiny import CACHE, config_of, model_of
 
 generator = torch.Generator().manual_seed(7)
 
@@ -181,7 +181,7 @@ def test_compiled_models_take_batches_in_turn() -> None:
     """
     torch.compiler.reset()
     # tracing takes seconds for each layer
-    model = model_of("gemma3_text", "ringweave", config_of("gemma3_text", **ONE_LAYER)).eval()
+    model = model_of("mistral", "ringweave", config_of("mistral", num_hidden_layers=1)).eval()
     context = context_parallel(model)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for batch in (BATCHES[0], BATCHES[1], BATCHES[0]):
