@@ -118,7 +118,6 @@ def attending(pattern: Pattern, backend: str, **options: Any) -> Run:
     return run
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", list(EVERYTHING))
 def test_every_pattern(name: str, backend: str, poisoned: None) -> None:
