@@ -10,15 +10,13 @@ import transformers
 import ringweave.integrations.transformers  # noqa: F401  (registers the name)
 from ringweave.integrations.transformers.model_cache import CACHE
 
-__all__ = ["CACHE", "DECODERS", "ENCODERS", "ONE_LAYER", "SMALL", "config_of", "model_of"]
+__all__ = ["CACHE", "DECODERS", "ENCODERS", "SMALL", "config_of", "model_of"]
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "attention_dropout": 0.0,
 }  # fmt: skip
-#: changes of a config to a model of one layer with a window, for tests that compile it
-ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
 _TYPES = {"layer_types": ["sliding_attention", "full_attention"]}
 # every token uses all experts: a choice may depend on rounding, and with one expert the router has no gradient
 _EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
