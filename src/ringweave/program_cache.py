@@ -90,9 +90,9 @@ _UNKEYED = [
     for name, default in Arguments._field_defaults.items()
     if name not in (*CallKey._fields, "pattern", "sink_logits")
 ]
-# takes the arguments that a key holds, besides the tensors
+# takes the arguments that a key holds, besides the tensors, in the order of its fields
 _held = operator.itemgetter(
-    *map(Arguments._fields.index, ("scale", "q_offset", "backend", "k_offset", "terms", "dropout", "on_oom"))
+    *[Arguments._fields.index(name) for name in CallKey._fields[3:] if name in Arguments._fields]
 )
 # the fields that are equal in all decoding steps of a kind
 _of_kind = operator.itemgetter(

@@ -27,6 +27,7 @@ from .patterns.base import parts_of
 from .patterns.batch_axis import Packing
 from .patterns.fitting import refuse
 from .patterns.global_tokens import check_places
+from .patterns.lists import check_rows
 from .patterns.shifted import with_offsets
 from .precision import as_precision, quantize_rows
 from .program import check_name, compiled
@@ -172,8 +173,7 @@ def positions(given: Arguments) -> tuple[Pattern, Pattern, int]:
     asked = 0 if given.q_offset is FIRST_POSITION else given.q_offset
     first = first_query(bound, asked, given.k_offset, batch=q.shape[0], nq=q.shape[2], nk=k.shape[2])
     if given.context is None:
-        if bound.tables:
-            _check_rows(bound, q.shape[2])
+        check_rows(bound, q.shape[2])
         if type(first) is type(given.k_offset) is int and first == given.k_offset == 0:
             check_places(bound, max(q.shape[2], k.shape[2]))
     pattern = bound
@@ -196,13 +196,6 @@ def _recognised(pattern: Pattern, q: Tensor, nq: int, nk: int, first: int = 0) -
     from .trace.values import Place
 
     return pattern._recognised(Place(q.shape[0], q.shape[1], nq, nk, first))
-
-
-def _check_rows(pattern: Pattern, nq: int) -> None:
-    # imported with the first pattern that has tensors
-    from .patterns.selected import check_rows
-
-    check_rows(pattern, nq)
 
 
 def _terms(given: Arguments, pattern: Pattern) -> tuple[tuple[Term, ...], float]:
@@ -345,8 +338,7 @@ def paged(given: Arguments, cache: PagedCache) -> Checked:
     check_name(backend)
     scale = checked_scale(given.scale, q.shape[3])
     pattern = pattern.bound(q.shape[1], heads)
-    if pattern.tables:
-        _check_rows(pattern, q.shape[2])
+    check_rows(pattern, q.shape[2])
     pattern = pattern._for_call()
     if pattern.has_function:
         # the last key for which the pages have room; a step is one row, in which nothing is recognised

@@ -206,6 +206,41 @@ def test_what_looks_no_better_stays_out() -> None:
     assert torch.equal(blocks(tracker.pattern), before)
 
 
+@pytest.mark.parametrize("hysteresis", [0.0, 0.5])
+def test_the_best_blocks_on_trial_replace_the_weakest_active_ones(hysteresis: float) -> None:
+    """As long as the margin is exceeded, one by one; of blocks with equal masses the earlier stays, or enters."""
+    tracker = ImportanceTracker(N, heads=HEADS, density=0.4, block_size=SIDE, turnover=1.0, hysteresis=hysteresis)
+    rows, generator = N // SIDE, torch.Generator().manual_seed(0)
+    free = torch.rand(tracker._trials.shape, generator=generator).argsort(-1).int().sort(-1).values
+    held = (free[..., None] == tracker._indices[..., None, :]).any(-1) | (
+        torch.rand(free.shape, generator=generator) < 0.3
+    )
+    tracker._trials = free.masked_fill(held, rows).sort(-1).values
+    # few values, so that many are equal
+    tracker._mass, tried = (torch.randint(6, x.shape, generator=generator).float() for x in (tracker._mass, free))
+    tracker._mass[tracker._indices % 5 == 4] = torch.nan
+    tracker._tried = tried.masked_fill(tracker._trials == rows, 0.0)
+    tracker._weight = torch.full_like(tried, 0.5).masked_fill_(tracker._trials == rows, 0.0)
+    before = tracker.state_dict()
+    tracker._exchange(torch.arange(rows))
+    after, exchanged = tracker.state_dict(), 0
+    for head, row in itertools.product(range(HEADS), range(rows)):
+        lists = [before[name][head, row].tolist() for name in ("indices", "mass", "trials", "tried")]
+        active, trials = (dict(zip(*each, strict=True)) for each in (lists[:2], lists[2:]))
+        want = {block: mass for block, mass in active.items() if block < rows}
+        may_go = [block for block, mass in want.items() if block not in (0, row) and mass == mass]
+        weakest = sorted(may_go, key=lambda block: (want[block], -block))
+        for new, old in zip(sorted(trials, key=lambda block: (-trials[block], block)), weakest, strict=False):
+            if new < rows and trials[new] > (1 + hysteresis) * want[old]:
+                del want[old]
+                want[new], exchanged = 2 * trials[new], exchanged + 1
+        found = dict(zip(after["indices"][head, row].tolist(), after["mass"][head, row].tolist(), strict=True))
+        found.pop(rows, None)
+        assert list(found) == sorted(want)
+        assert all(found[block] == mass or mass != mass for block, mass in want.items())
+    assert exchanged > 100
+
+
 def test_a_loaded_tracker_continues() -> None:
     first, second = (ImportanceTracker(N, heads=HEADS, density=0.2, block_size=SIDE) for _ in range(2))
     for seed in range(3):

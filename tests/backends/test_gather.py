@@ -46,6 +46,20 @@ def test_out_lse_and_gradients(lead: tuple[int, ...], heads: str, size: int, rel
     check(x, lists(lead, size, heads) & RELATIONS[relation])
 
 
+@pytest.mark.parametrize("lead", [(), (3, 1), (3, HEADS)])
+@pytest.mark.parametrize(
+    "relation",
+    [
+        rw.KeyPadding(torch.tensor([20, 70, 20])) & rw.Causal(),
+        rw.Documents(ids=(torch.arange(N) >= torch.tensor([[30], [50], [30]])).int()),
+    ],
+    ids=["padded", "documents"],
+)
+def test_some_batch_elements_have_equal_relations(relation: rw.Pattern, lead: tuple[int, ...]) -> None:
+    x = Inputs.random(N, batch=3, heads=HEADS, kv_heads=KV_HEADS)
+    check(x, lists(lead, 5, "query") & relation)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_types(dtype: torch.dtype) -> None:
     """Sums of 16-bit inputs are float32, and float64 stays float64."""

@@ -213,6 +213,15 @@ def test_text_as_words(text: str) -> None:
     assert again == text or (text in ("x" * 33, "a\0b") and again[0] == "#") or text == "\ud800"
 
 
+def test_a_header_has_a_field_for_each_value() -> None:
+    """A value that no field holds would not be compared."""
+    words = header.encode({"scale": 0.5, "tag": "layer 3"})
+    assert len(words) == header.HEADER_WORDS
+    assert words != header.encode({"scale": 0.5})
+    with pytest.raises(KeyError, match="scales"):
+        header.encode({"scales": 0.5})
+
+
 def test_long_tags_with_a_common_beginning() -> None:
     def job(transport: Transport) -> str | None:
         ctx = ContextParallel(transport, WINDOW, TOKENS, heads=HEADS)

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ringweave.backends import chosen_keys
+from ringweave.backends import list_tiles
 from ringweave.backends.backend import Backend, Upstream, with_sign
-from ringweave.backends.chosen_keys import ChosenKeys
 from ringweave.cache import process_cache
 from ringweave.call import Call, Operands
 from ringweave.plan import Branch
@@ -53,8 +52,8 @@ class _Packed:
         q, k, v, self.scale = operands.map(Tensor.detach)[:4]
         self.heads, self.dim, self.value_dim = (k.shape[0], k.shape[1], -1), k.shape[3], v.shape[3]
         width = max(self.dim, self.value_dim)
-        lists = ChosenKeys(branch, len(k), q.shape[1], k.shape[1], k.device)
-        keys, allowed = lists.at(slice(0, q.shape[2]), k.shape[2])
+        lists = list_tiles.ChosenKeys(branch, k.shape[1], k.device)
+        keys, allowed = lists.at(slice(0, q.shape[2]))
         chosen = torch.where(allowed, keys, -1)[:, :, 0].int()
         self.indices = chosen.expand(*k.shape[:2], *chosen.shape[2:]).flatten(0, 1).contiguous()
         self.q = pad(self.by_key_head(q), (0, width))
@@ -130,7 +129,7 @@ def backward(
 
 def unsupported_reason(call: Call, branch: Branch) -> str | None:
     """Return a reason unless the pattern is lists that query heads share, on CUDA, and attn-gym is installed."""
-    lists, reason = branch.lists, chosen_keys.unsupported_reason(call, branch)
+    lists, reason = branch.lists, list_tiles.unsupported_reason(call, branch)
     if reason is not None or lists is None:
         return reason
     if call.device != "cuda":

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..axes import Axes
 from ..checks import flag, number, whole
@@ -15,6 +16,7 @@ from ..patterns import BlockTable, Causal, Pattern
 from ..patterns.block_sets import ListedBlocks, MaskBlocks
 from .mass import tile_mass
 from .pooling import block_means, token_runs
+from .ranking import Scored, best
 
 _INPUTS = Axes("q: [B Hq N D]; k: [B Hkv N D]; lse: [B Hq N]")
 if TYPE_CHECKING:
@@ -262,23 +264,25 @@ class ImportanceTracker:
         return (total.view(listed.shape) / (len(q) * queries[:, None])).float()
 
     def _exchange(self, rows: Tensor) -> None:
-        """Replace weak active blocks of these rows by better trial blocks, and end the trials that failed."""
+        """Replace weak active blocks of these rows by better trial blocks, and end the trials that failed.
+
+        All compete for the places of the row, the active blocks with 1 + hysteresis times their mass.
+        """
         listed, mass = self._indices[:, rows].long(), self._mass[:, rows]
         trials, tried, weight = self._trials[:, rows].long(), self._tried[:, rows], self._weight[:, rows]
-        places = trials.shape[-1]
-        may_go = torch.where(self._fixed(rows, listed), torch.inf, mass)
-        worst, best = may_go.topk(places, -1, largest=False), tried.topk(places, -1)
-        swap = best.values > (1 + self.hysteresis) * worst.values
-        block, mean = (x.gather(-1, best.indices) for x in (trials, tried / weight))
-        listed.scatter_(-1, worst.indices, torch.where(swap, block, listed.gather(-1, worst.indices)))
-        mass.scatter_(-1, worst.indices, torch.where(swap, mean, mass.gather(-1, worst.indices)))
+        margin, places = 1 + self.hysteresis, listed.shape[-1]
+        # active blocks without a measurement stay, and places of the list without a block
+        forced = pad(self._fixed(rows, listed) | mass.isnan(), (0, trials.shape[-1]))
+        allowed = pad(trials < self._rows, (places, 0), value=True)
+        chosen = best(Scored(torch.cat([margin * mass, tried], -1), allowed, forced), places).long()
+        listed = torch.cat([listed, trials], -1).gather(-1, chosen)
+        mass = torch.cat([mass, tried / weight], -1).gather(-1, chosen)
         order = listed.argsort(-1)
         self._indices[:, rows] = listed.gather(-1, order).int()
         self._mass[:, rows] = mass.gather(-1, order)
         least = torch.where(self._fixed(rows, listed), torch.inf, mass).amin(-1, keepdim=True)
-        over = (tried <= (1 + self.hysteresis) * least * weight) | torch.zeros_like(swap).scatter_(
-            -1, best.indices, swap
-        )
+        active = torch.zeros_like(allowed).scatter_(-1, chosen, True)[..., places:]
+        over = (tried <= margin * least * weight) | active
         self._trials[:, rows] = torch.where(over, self._rows, trials).int()
         self._tried[:, rows], self._weight[:, rows] = (x.masked_fill(over, 0.0) for x in (tried, weight))
 

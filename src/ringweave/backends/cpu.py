@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,11 @@ from ..environment import CPU_VARIANT
 from ..errors import UnsupportedError
 from ..merge import merge_into as merge_with_torch
 from ..native import module as module
+from ..patterns.lists import Lists
+from ..patterns.within import by_head
 from ..plan import BlockPlan, Branch, Spacing
+from ..plan.block_plan import PackedPlan
+from ..plan.subplan import CutBranch
 from ..precision import STORED
 from ..terms import KINDS, Term
 from ..terms.operands import TermOperands
@@ -24,12 +28,11 @@ from . import forks
 from .backend import Backend, Part, Prepared, PreparedStep, Upstream, readable
 from .overflow import is_small, may_overflow, nan_rows_out_of_range, sums_in_range
 
-if TYPE_CHECKING:
-    from .shared_lists import SharedLists
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # kMostChannels in csrc/problem.h
 _MOST_CHANNELS = 640
+# most query heads that are rows of a tile
+_MOST_ROWS = 256
 
 
 def variant() -> str:
@@ -57,18 +60,13 @@ def forward(
     """
     native = module()
     assert native is not None
-    shared = _shared(operands, branch)
-    plan, terms = (branch.plan("cpu"), operands.terms) if shared is None else (shared.plan, shared.terms)
+    plan, terms, group = _work(operands, branch)
     q, k, v = operands[:3]
     out = torch.empty(*q.shape[:3], v.shape[3], dtype=dtype, device="cpu")
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device="cpu")
     given, pages = _term_arguments(terms), operands.pages
     stored: dict[str, object] = {} if pages is None else {"table": pages.table, "lengths": pages.lengths}
-    if shared is None:
-        stored["spacing"] = branch.spacing
-    else:
-        # only a PackedPlan has chosen keys
-        stored |= {"group": shared.group, "chosen": getattr(plan, "chosen", None)}
+    stored |= {"group": group, "chosen": _chosen(plan)} if group > 1 else {"spacing": branch.spacing}
     if operands.scales is not None:
         stored |= {"k_scale": operands.scales.k, "v_scale": operands.scales.v}
         k, v = as_codes(k), as_codes(v)
@@ -82,14 +80,45 @@ def forward(
     return out, lse
 
 
-def _shared(operands: Operands, branch: Branch, backward: bool = False) -> SharedLists | None:
-    """Return the plan of a call in which query heads share lists of keys, or None."""
-    if operands.q.shape[1] == operands.k.shape[1] or not branch.pattern.tables:
-        return None
-    # imported with the first list of keys
-    from .shared_lists import shared_lists
+def _work(operands: Operands, branch: Branch, backward: bool = False) -> tuple[BlockPlan, TermOperands | None, int]:
+    """Return the plan of a branch, the score terms of its rows, and how many query heads a tile has as rows.
 
-    return shared_lists(operands, branch, backward)
+    Query heads that share lists attend the same keys for each query. So query i of head h is row ``i * group + h`` of
+    its key head, and the kernel reads and writes these rows in place. It reads key n of packed lists at ``chosen[n]``.
+    Backward of packed lists runs in tiles of many queries, since it goes by columns of keys.
+    """
+    group, terms = operands.q.shape[1] // operands.k.shape[1], operands.terms
+    lists = shared_lists(branch, group, frozenset() if terms is None else terms.names)
+    if lists is None or (backward and lists.packed):
+        return branch.plan("cpu"), terms, 1
+    plan = branch.plan_by_query(group)
+    if terms is not None:
+        chosen = _chosen(plan)
+        columns = terms.columns if chosen is None else terms.columns[chosen.long()]
+        queries = terms.rows.repeat_interleave(group)
+        terms = terms._replace(heads=terms.heads[::group], rows=queries, columns=columns)
+    return plan, terms, group
+
+
+def shared_lists(branch: Branch, group: int, features: frozenset[str]) -> Lists | None:
+    """Return the lists that groups of query heads share, with the same terms and without dropout; else None.
+
+    The pattern, the heads and the terms decide, and no length does, so that a row has the same bits in every chunk and
+    step.
+    """
+    # the lists of a cut branch are those of the whole call's queries and keys
+    if not 1 < group <= _MOST_ROWS or branch.rate > 1 or isinstance(branch, CutBranch):
+        return None
+    lists = branch.lists
+    if lists is None or not lists.serve(group) or by_head(lists.relation):
+        return None
+    alike = all(name in KINDS and not KINDS[name].axes and not KINDS[name].distances for name in features)
+    return lists if alike else None
+
+
+def _chosen(plan: BlockPlan) -> Tensor | None:
+    """Return the keys of packed lists; None for another plan."""
+    return plan.chosen if isinstance(plan, PackedPlan) else None
 
 
 def as_codes(x: Tensor) -> Tensor:
@@ -128,9 +157,7 @@ def backward(
     """
     native = module()
     assert native is not None
-    shared = _shared(operands, branch, backward=True)
-    plan, terms = (branch.plan("cpu"), operands.terms) if shared is None else (shared.plan, shared.terms)
-    group = 1 if shared is None else shared.group
+    plan, terms, group = _work(operands, branch, backward=True)
     q, k, v, scale = operands[:4]
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device="cpu") for x in (q, k, v))
     grads = _grads(terms)
@@ -455,12 +482,8 @@ def step(call: Call, operands: Operands) -> PreparedStep | None:
 
 def by_query(call: Call, branch: Branch) -> BlockPlan | None:
     """Return the plan of a call in which query heads share lists of keys; None for other calls."""
-    if call.heads == call.kv_heads or not branch.pattern.tables:
-        return None
-    from .shared_lists import shares
-
     group = call.heads // call.kv_heads
-    return branch.plan_by_query(group) if shares(branch, group, call.features) else None
+    return None if shared_lists(branch, group, call.features) is None else branch.plan_by_query(group)
 
 
 BACKEND = Backend(

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from ..call import Call, Operands
 from ..errors import PatternError, ShapeError
+from ..patterns.lists import MANY, Lists
 from ..patterns.located import located
-from ..plan import summands, view_of_step
+from ..plan import branches, summands, view_of_step
 from ..plan.tile_size import default_tile_size
 from ..precision import Scales
 from ..relation.rows import tree_of
 from ..types import Pages
 from . import forks
 from .backend import PreparedStep
-from .cpu import as_codes, merge_into, module, variant
-from .shared_lists import StepLists, lists_of_step
+from .cpu import as_codes, merge_into, module, shared_lists, variant
 
 # the positions for which a pattern gives its zones, at least; twice as many as there are keys
 _POSITIONS = 2**12
@@ -48,7 +48,7 @@ class Steps:
 
     plans = ()
 
-    def __init__(self, call: Call, operands: Operands, lists: StepLists | None = None):
+    def __init__(self, call: Call, operands: Operands, lists: Lists | None = None):
         q, k, v, scale = operands[:4]
         self._call, self._threads = call, torch.get_num_threads()
         self._pattern = call.pattern if lists is None else lists.relation
@@ -68,7 +68,11 @@ class Steps:
         # the tiles of pages and of lists do not depend on the lengths
         self._tile = 0 if pages is None else default_tile_size(pages.capacity)
         if lists is not None:
-            self._like |= lists.arguments
+            table = lists.blocks.table
+            self._like |= {
+                "lists": table.view(*(1, 1, *table.shape[:-2])[-2:], table.shape[-1]), "block_size": lists.block,
+                "packs": lists.packed, "group": call.heads // call.kv_heads,
+            }  # fmt: skip
             self._tile = lists.tile
         # the number of keys for which the relation of lists was checked
         self._fits = 0
@@ -186,11 +190,19 @@ def _like(x: Tensor) -> Tensor:
     return x.new_empty(1, 1, 1, x.shape[3]).expand(x.shape)
 
 
+def _lists(call: Call) -> Lists | None:
+    """Return the lists that query heads share in decoding steps, which differ in the lists' contents; else None."""
+    split = branches(call.pattern, 1, call.nk, heads=call.heads, batch=call.batch, q_offset=call.q_offset)
+    lists = shared_lists(split[0], call.heads // call.kv_heads, call.features) if len(split) == 1 else None
+    # the number of blocks that the caller states belongs to one length
+    return lists if lists is not None and lists.blocks.key_blocks == MANY else None
+
+
 def prepare_step(call: Call, operands: Operands) -> PreparedStep | None:
     """Prepare the decoding steps of a checked call, for any number of keys; None if the general path computes them."""
     pattern, lists = call.pattern, None
     if pattern.tables:
-        lists = lists_of_step(call)
+        lists = _lists(call)
         if lists is None:
             return None
         pattern = lists.relation

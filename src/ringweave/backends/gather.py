@@ -13,9 +13,8 @@ from ..call import Call, Operands
 from ..plan import Branch
 from . import tile_attention
 from .backend import Backend, Upstream, by_formula
-from .chosen_keys import unsupported_reason
 from .function_scorer import scorer_of, threads_of
-from .list_tiles import ListTiles
+from .list_tiles import ListTiles, unsupported_reason
 from .overflow import may_overflow, nan_rows_out_of_range, sums_in_range
 from .tile_batches import budget
 

@@ -10,7 +10,7 @@ from ..backends import BACKENDS
 from ..errors import PatternError, UnsupportedError
 from ..patterns import BlockTable, Pattern, check_extents
 from ..patterns.global_tokens import check_places
-from ..patterns.selected import check_rows
+from ..patterns.lists import check_rows
 from ..program import named_backend, names
 from .shards import Shards
 

@@ -138,7 +138,7 @@ def fitting(
     sizes = check_sizes(nq, nk, heads, batch, q_offset)
     pattern = pattern.bound(sizes[2], kv_heads)
     if pattern.tables:
-        from .selected import check_rows
+        from .lists import check_rows
         from .shifted import with_offsets
 
         check_rows(pattern, sizes[0])

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 #: The number of key blocks where none is given: more than there can be.
 MANY = 2**31 - 1
-# most keys in a tile of a plan with blocks as tiles, and the multiple that they are
+# most keys in a tile of a plan by query, and the multiple that they are
 _WIDEST, _UNIT = 128, 16
 
 
@@ -40,9 +40,14 @@ class Lists(NamedTuple):
         return (1, *self.blocks.shape)[-3] == 1 or (self.group or 1) % group == 0
 
     @property
-    def side(self) -> int | None:
-        """Keys in a tile of a plan with blocks as tiles; None if no tile divides a block, so that keys are packed."""
-        return next((side for side in range(_WIDEST, _UNIT - 1, -_UNIT) if self.block % side == 0), None)
+    def packed(self) -> bool:
+        """Whether a plan by query packs the listed keys together, since no tile divides a block."""
+        return self.block % _UNIT > 0
+
+    @property
+    def tile(self) -> int:
+        """Keys in a tile of a plan by query: a block, a part of it, or packed keys."""
+        return next((side for side in range(_WIDEST, 0, -_UNIT) if self.block % side == 0), _WIDEST)
 
     def check(self, nq: int, nk: int, q_offset: int) -> None:
         """Raise PatternError unless there is a row for each query, and each index is -1 or a block of the keys."""
@@ -104,6 +109,17 @@ def with_lists(pattern: Pattern, lists: Iterator[Pattern]) -> Pattern:
     if isinstance(pattern, Composite):
         return pattern.with_parts([with_lists(part, lists) for part in pattern.parts_within()])
     return next(lists) if isinstance(pattern, Listed) else pattern
+
+
+def check_rows(pattern: Pattern, nq: int) -> None:
+    """Raise PatternError if lists in a pattern have rows for another number of queries than a call has.
+
+    Their :meth:`Pattern.check` cannot tell, since a piece of a call has fewer queries than the call.
+    """
+    for each in lists_in(pattern):
+        rows = each.tables[0].shape[-2]
+        if rows != nq:
+            raise misfit(rows, nq)
 
 
 def misfit(rows: int, queries: int) -> PatternError:

@@ -145,17 +145,3 @@ def in_documents(lists: Selected, documents: Documents) -> Pattern:
         chosen, size = chosen.masked_fill(past[..., None], MANY).flatten(-2), 1
     blocks = ListedBlocks(chosen.to(torch.int32).contiguous(), MANY, sorted=False)
     return Selected.of(blocks, (1, size), lists.group) & documents
-
-
-def check_rows(pattern: Pattern, nq: int) -> None:
-    """Raise PatternError if lists in a pattern have rows for another number of queries than a call has.
-
-    Their :meth:`Pattern.check` cannot tell, since a piece of a call has fewer queries than the call.
-    """
-    if isinstance(pattern, Selected):
-        rows = pattern.blocks.table.shape[-2]
-        if rows != nq:
-            raise misfit(rows, nq)
-    elif pattern.tables:
-        for part in pattern.parts_within():
-            check_rows(part, nq)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -223,6 +223,18 @@ class BlockPlan:
             f"{self.row_ptr.shape[0]} group(s), {self.mask_words.shape[0]} masks, "
             f"{f'density {self.density:.4f}, ' if known else ''}{self.device})"
         )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PackedPlan(BlockPlan):
+    """A plan of rows on packed keys: its key n is key ``chosen[n]`` of the call; it has no lists by columns."""
+
+    chosen: Tensor = field(kw_only=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return super().nbytes + self.chosen.nbytes
 
 
 def pack_masks(dense: Tensor) -> Tensor:

@@ -35,8 +35,6 @@ from .tile_size import default_tile_size, tile_size_of
 if TYPE_CHECKING:
     from ..patterns import LongNet
 
-#: Keys in a tile of packed lists.
-PACKED = 128
 # Cost of starting another branch, and of merging one of its row tiles, in computed tiles of 128 x 128.
 _BRANCH_COST = 16
 _MERGE_COST = 0.25
@@ -134,7 +132,7 @@ class Branch:
     def plan_by_query(self, group: int) -> BlockPlan:
         """Return the plan of lists that groups of query heads share, in tiles of one query; on a CPU, cached."""
         assert self.lists is not None
-        tile = 1, self.lists.side or PACKED
+        tile = 1, self.lists.tile
         extent = Extent(self.nq, self.nk, self.head_count, self.batch, tile, self.q_offset, "cpu")
         return plan_cache._by_query(self.pattern, self.lists, extent, group)
 

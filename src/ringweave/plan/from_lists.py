@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +24,7 @@ from ..patterns.within import check_bounds
 from ..relation.arrays import Int64
 from ..relation.node import ELEMENT_BITS
 from ..relation.tiles import EMPTY_TILE, FULL_TILE, Masks, limit, numbered
-from .block_plan import BlockPlan, Extent, pack_masks
+from .block_plan import BlockPlan, Extent, PackedPlan, pack_masks
 from .csr import RowSet, assemble
 from .from_pattern import distinct
 from .from_table import of_sets
@@ -34,18 +33,6 @@ from .from_table import of_sets
 _BOOLS_AT_ONCE = 2**23
 # pairs of a query and a listed key that are looked at together
 _PAIRS_AT_ONCE = 2**21
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class PackedPlan(BlockPlan):
-    """A plan of rows on packed keys: its key n is key ``chosen[n]`` of the call; it has no lists by columns."""
-
-    chosen: Tensor = field(kw_only=True)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return super().nbytes + self.chosen.nbytes
 
 
 def from_lists(lists: Lists, extent: Extent) -> BlockPlan:
@@ -74,14 +61,14 @@ def by_query(lists: Lists, extent: Extent, group: int) -> BlockPlan:
     """Plan lists in tiles of one query and the heads that share its list; on a CPU.
 
     Args:
-        lists: The lists; with ``lists.side`` as key tile their blocks are tiles, and otherwise their keys are packed.
-        extent: The extent of the call; its tile is (1, keys).
+        lists: The lists.
+        extent: The extent of the call; its tile is (1, ``lists.tile``).
         group: Number of adjacent query heads that share each list.
     Returns:
         A plan for ``group * nq`` queries: query i of head h is row ``group * i + h`` of a key head. It is a
         :class:`PackedPlan` if keys are packed.
     """
-    return _grouped(_packed(lists, extent) if lists.side is None else _in_blocks(lists, extent), group)
+    return _grouped(_packed(lists, extent) if lists.packed else _in_blocks(lists, extent), group)
 
 
 def _in_blocks(lists: Lists, extent: Extent) -> BlockPlan:
@@ -181,18 +168,50 @@ class _Set(NamedTuple):
     relation: Located | None
 
 
+def filters(lists: Lists, extent: Extent) -> tuple[list[Located | None], NDArray[np.int32]]:
+    """Return the distinct relations of single batch elements that filter lists, and which each (b, h) uses, (B, Hq).
+
+    None keeps all listed keys.
+    """
+    found, of_relation = distinct(lists.relation, extent)
+    relations: list[Located | None] = []
+    for each, starts in found:
+        check_bounds(each, extent.nq, extent.nk, extent.q_offset)
+        here = located(each, (extent.q_offset + extent.nq, extent.nk), starts >> ELEMENT_BITS)
+        relations += [None if isinstance(each, Full) else here.one(number) for number in range(len(starts))]
+    return relations, of_relation
+
+
+def listed_keys(blocks: Tensor, size: int, q: Tensor, nk: int, relation: Located | None) -> tuple[Tensor, Tensor]:
+    """Return the keys that lists name, and whether the queries attend them; int64 and bool (..., R, n * size).
+
+    Args:
+        blocks: The lists of R queries, (..., R, n).
+        size: Number of keys in a block.
+        q: Places of the queries, (R,) int64.
+        nk: Number of keys.
+        relation: What filters the lists; None keeps all keys.
+    """
+    keys = blocks.long()
+    if size > 1:
+        keys = (keys[..., None] * size + torch.arange(size, device=keys.device)).flatten(-2)
+    allowed = keys < nk
+    # a function may index tables by the keys, so those that do not exist are clamped
+    keys = torch.where(allowed, keys, 0)
+    # no function is called with no pairs, which torch.vmap could not map
+    if relation is not None and keys.numel():
+        # the leading sides as one: a function takes four sides
+        flat = keys.reshape(-1, *keys.shape[-2:])
+        allowed &= relation.allows(q[:, None], flat).expand(flat.shape).reshape(keys.shape)
+    return keys, allowed
+
+
 def _sets(lists: Lists, extent: Extent) -> tuple[list[_Set], NDArray[np.int32]]:
     """Return the distinct lists with their relations, and the one that each batch element and head uses, (B, Hq)."""
     lists.check(extent.nq, extent.nk, extent.q_offset)
     table = lists.blocks.listed().numpy()
     of_lists = of_sets(table.shape[:-2], lists.group or 1, extent.batch, extent.heads, "cpu").numpy()
-    found, of_relation = distinct(lists.relation, extent)
-    for each, _ in found:
-        check_bounds(each, extent.nq, extent.nk, extent.q_offset)
-    relations: list[Located | None] = []
-    for each, starts in found:
-        here = located(each, (extent.q_offset + extent.nq, extent.nk), starts >> ELEMENT_BITS)
-        relations += [None if isinstance(each, Full) else here.one(number) for number in range(len(starts))]
+    relations, of_relation = filters(lists, extent)
     joint, row_set = np.unique(of_lists * len(relations) + of_relation, return_inverse=True)
     rows = slice(extent.q_offset, extent.q_offset + extent.nq) if table.shape[-2] > 1 else slice(None)
     each_list = table.reshape(-1, *table.shape[-2:])[:, rows]
@@ -202,20 +221,12 @@ def _sets(lists: Lists, extent: Extent) -> tuple[list[_Set], NDArray[np.int32]]:
 
 def _pairs(each: _Set, lists: Lists, extent: Extent, rows: range) -> tuple[Int64, Int64]:
     """Return the allowed pairs of some rows as (row, key), rows counted from the first one."""
-    blocks, size = each.blocks[rows.start : rows.stop], lists.block
+    blocks = each.blocks[rows.start : rows.stop]
     used = int((blocks < lists.blocks.key_blocks).sum(1).max(initial=0))
-    keys = blocks[:, :used].astype(np.int64)
-    if size > 1:
-        keys = (keys[:, :, None] * size + np.arange(size)).reshape(len(keys), -1)
-    allowed = keys < extent.nk
-    # no function is called with no pairs, which torch.vmap could not map
-    if each.relation is not None and allowed.any():
-        q = torch.arange(rows.start, rows.stop, device="cpu")[:, None] + extent.q_offset
-        # a function may index tables by the keys, so those that do not exist are clamped
-        k = torch.from_numpy(np.where(allowed, keys, 0))
-        allowed &= each.relation.allows(q, k).expand(k.shape).numpy()
-    row = np.repeat(np.arange(len(keys)), allowed.sum(1))
-    return row, keys[allowed]
+    q = torch.arange(rows.start, rows.stop, device="cpu") + extent.q_offset
+    found = listed_keys(torch.from_numpy(blocks[:, :used]), lists.block, q, extent.nk, each.relation)
+    keys, allowed = (x.numpy() for x in found)
+    return np.repeat(np.arange(len(keys)), allowed.sum(1)), keys[allowed]
 
 
 def _whole_tiles(extent: Extent) -> NDArray[np.int32]:

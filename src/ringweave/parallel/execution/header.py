@@ -137,8 +137,13 @@ def words_text(words: Sequence[int]) -> str:
 
 
 def encode(fields: Mapping[str, Value]) -> list[int]:
-    """Encode the values of a header's fields as words; absent fields are None."""
-    return [word for name, field in _FIELDS.items() for word in _encode(fields.get(name), field)]
+    """Encode the values of a header's fields as words; absent fields are None.
+
+    Raises:
+        KeyError: A header has no field of a name, so ranks would not compare its values.
+    """
+    words = {name: encode_field(name, value) for name, value in fields.items()}
+    return [word for name, field in _FIELDS.items() for word in words.get(name, (_NONE,) * field.words)]
 
 
 def encode_field(name: str, value: Value) -> tuple[int, ...]:
