@@ -53,13 +53,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Two processes that share the tests take whole files: the longest first, since what is left for the end runs alone.
 LONGEST = [
-    "tests/test_examples.py", "gpu/tests/test_triton.py", "tests/test_torch_compat.py",
-    "tests/parallel/test_failure.py", "tests/test_conformance.py", "tests/parallel/test_schedules.py",
-    "lab/tests/bench/test_demo.py", "gpu/tests/compiled/test_triton_compiled.py", "lab/tests/bench/test_ring.py",
-    "tests/parallel/test_compose.py", "tests/native/test_kernel.py", "tests/test_docs.py",
-    "lab/tests/bench/test_cases.py", "tests/native/test_terms.py", "audit/tests/test_kernels.py",
-    "tests/integrations/test_flex_attention_calls.py",
-    "lab/tests/bench/test_campaign.py", "lab/tests/bench/test_peers.py",
+    "gpu/tests/compiled/test_triton_compiled.py", "gpu/tests/test_triton.py", "tests/test_examples.py",
+    "lab/tests/bench/test_demo.py", "tests/parallel/test_failure.py", "tests/integrations/test_chosen_keys.py",
+    "tests/test_unattended.py", "lab/tests/bench/test_ring.py", "tests/parallel/test_compose.py",
+    "audit/tests/test_kernels.py", "tests/parallel/test_schedules.py", "tests/test_conformance.py",
+    "tests/test_docs.py", "tests/parallel/test_models.py", "tests/integrations/test_reading.py",
+    "lab/tests/bench/test_peers.py", "lab/tests/bench/test_campaign.py", "tests/test_api.py", "tests/test_varlen.py",
+    "tests/test_guide.py", "tests/integrations/test_flex_attention_calls.py",
 ]  # fmt: skip
 
 

@@ -32,19 +32,20 @@ def recorded() -> dict[str, Any]:
     return found
 
 
-def figures(folder: Path) -> str:
-    """Return the page of a folder's result lines, which are from one processor."""
-    return rendered_figures(case_pages(read_lines(sorted(folder.glob("*.jsonl")))))
+def figures(folder: Path, case: str | None) -> str:
+    """Return the page of a folder's result lines, or of one case's; they are from one processor."""
+    lines = read_lines(sorted(folder.glob("*.jsonl")))
+    return rendered_figures(case_pages(line for line in lines if case in (None, line["case"])))
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages to the written ones."""
     root = Path(config.config_file_path).parent
-    results = root / "lab" / "results"
+    results, case = root / "lab" / "results", config.extra["figures"] or None
     for name, content in (
         ("explorer-recorded.html", page(recorded())),
-        ("benchmarks/figures.html", figures(results)),
-        ("benchmarks/figures-intel.html", figures(results / "intel")),
+        ("benchmarks/figures.html", figures(results, case)),
+        ("benchmarks/figures-intel.html", figures(results / "intel", case)),
         ("design.md", (root / "DESIGN.md").read_text("utf-8")),
     ):
         files.append(File.generated(config, name, content=content))

@@ -184,6 +184,8 @@ def main() -> None:
             metrics.flush()
         if args.checkpoint is not None and (step + 1) % args.every == 0:
             save(args.checkpoint, step + 1, bare, optimizer)
+    if metrics is not None:
+        metrics.close()
     context.close()
     if mesh is not None:
         dist.destroy_process_group()

@@ -18,6 +18,7 @@ from ringweave.patterns.declared import DECLARED
 from ringweave.terms import KINDS
 
 from .markdown import run_console
+from .sampled import is_long
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
@@ -28,10 +29,10 @@ MACHINE = re.compile(
 )
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     sources = os.pathsep.join(str(ROOT / folder) for folder in ("src", "audit/src", "gpu/src", "lab/src"))
     sources += os.pathsep + os.environ.get("PYTHONPATH", "")
-    environment = {**os.environ, "PYTHONPATH": sources, "NO_MKDOCS_2_WARNING": "1"}
+    environment = {**os.environ, "PYTHONPATH": sources, "NO_MKDOCS_2_WARNING": "1", **more}
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
@@ -48,7 +49,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("mkdocs", "material", "mkdocstrings"):
         pytest.importorskip(name)
     folder = tmp_path_factory.mktemp("site")
-    done = run("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder))
+    drawn = {} if is_long() else {"RINGWEAVE_FIGURES": "planning"}
+    done = run("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder), **drawn)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

@@ -16,16 +16,29 @@ import pytest
 
 from ringweave_lab.bench.launched import command, example, run, started
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
 STEPS = 40
 SAVED = 35
 SMALL = ["--tokens", 701, "--width", 32, "--window", 64, "--sinks", 8]
 
 
+def here(name: str, *options: object) -> None:
+    """Run an example in this process, which has loaded torch already."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("sys.argv", [name, *map(str, options)])
+        patched.syspath_prepend(EXAMPLES)
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
 def train(folder: Path, processes: int, *options: object) -> list[dict[str, Any]]:
-    """Run a trainer to its end and return its metrics."""
+    """Run a trainer to its end, in this process or in several, and return its metrics."""
     script, out = example(), folder / "metrics.jsonl"
     assert script is not None
-    run(command(script, processes, *SMALL, "--out", out, *options), threads=1, until=time.monotonic() + 120)
+    options = (*SMALL, "--out", out, *options)
+    if processes == 1:
+        here(script.name, *options)
+    else:
+        run(command(script, processes, *options), threads=1, until=time.monotonic() + 120)
     return metrics(out)
 
 
@@ -139,13 +152,12 @@ def test_training_continues_from_the_checkpoint_after_a_kill(
 
 def test_sparse_training_becomes_sparse_and_continues_from_its_checkpoint(tmp_path: Path) -> None:
     """Density falls from dense to the requested one, and a run from a checkpoint repeats the same steps."""
-    script, out = Path(__file__).parents[1] / "examples" / "sparse_training.py", tmp_path / "metrics.jsonl"
+    out = tmp_path / "metrics.jsonl"
     options = ["--tokens", 128, "--width", 32, "--heads", 2, "--density", 0.3, "--steps", 12, "--every", 8]
     options += ["--checkpoint", tmp_path / "lm.pt", "--out", out]
-    until = time.monotonic() + 250
-    run(command(script, 1, *options), threads=1, until=until)
+    here("sparse_training.py", *options)
     # the last checkpoint is that of step 8
-    run(command(script, 1, *options), threads=1, until=until)
+    here("sparse_training.py", *options)
     lines = metrics(out)
     assert [line["step"] for line in lines] == [*range(12), *range(8, 12)]
     whole, again = lines[:12], lines[12:]
@@ -157,16 +169,8 @@ def test_sparse_training_becomes_sparse_and_continues_from_its_checkpoint(tmp_pa
     assert again == whole[8:]
 
 
-def hf_command(processes: int, folder: Path, restarts: int = 0, **options: object) -> list[str]:
-    script = Path(__file__).parents[1] / "examples" / "train_hf_cp.py"
-    words = [word for name, value in options.items() for word in (f"--{name}", value)]
-    return command(script, processes, "--tokens", 512, "--folder", folder, *words, restarts=restarts)
-
-
-def test_a_patched_llama(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    script = Path(__file__).parents[1] / "examples" / "patch_llama.py"
-    monkeypatch.setattr("sys.argv", [str(script), "--tokens", "256", "--window", "16"])
-    runpy.run_path(str(script), run_name="__main__")
+def test_a_patched_llama(capsys: pytest.CaptureFixture[str]) -> None:
+    here("patch_llama.py", "--tokens", 256, "--window", 16)
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines[::3]] == ["its own attention", "set in 2 layers"]
     assert float(lines[2].rpartition(" ")[2]) < 1e-5
@@ -176,12 +180,13 @@ def test_the_librarys_trainer_continues_after_a_process_is_killed(tmp_path: Path
     """Two processes that share sequences learn what one alone does, although one of them is killed on the way."""
     steps, until = 8, time.monotonic() + 200
     alone, shared = tmp_path / "alone", tmp_path / "shared"
-    said = {"model": "gpt_oss", "steps": steps, "every": 2}
-    run(hf_command(1, alone, **said), threads=1, until=until)
+    said = ["--tokens", 512, "--model", "gpt_oss", "--steps", steps, "--every", 2]
+    here("train_hf_cp.py", *said, "--folder", alone)
     wanted = metrics(alone / "metrics.jsonl")
     assert [line["step"] for line in wanted] == list(range(1, steps + 1))
     killed = False
-    with started(hf_command(2, shared, restarts=2, **said), threads=1, log=log.fileno()) as process:
+    several = command(EXAMPLES / "train_hf_cp.py", 2, *said, "--folder", shared, restarts=2)
+    with started(several, threads=1, log=log.fileno()) as process:
         while process.poll() is None:
             assert time.monotonic() < until
             if not killed and (shared / "checkpoint-2").exists() and len(metrics(shared / "metrics.jsonl")) >= 3:
@@ -207,7 +212,7 @@ def test_the_librarys_trainer_continues_after_a_process_is_killed(tmp_path: Path
 
 @pytest.fixture(scope="module")
 def searching() -> dict[str, Any]:
-    return runpy.run_path(str(Path(__file__).parents[1] / "examples" / "search_folder.py"))
+    return runpy.run_path(str(EXAMPLES / "search_folder.py"))
 
 
 def searched(
@@ -290,17 +295,12 @@ def test_packed_rows_are_compared_with_padded_batches(
     assert float(lines[-1].rpartition(" ")[2]) < 1e-5
 
 
-def test_a_sparse_model_is_trained_beside_its_dense_twin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sparse_model_is_trained_beside_its_dense_twin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Both learn a text that repeats itself far apart, on the same excerpts."""
     text, out = tmp_path / "text.txt", tmp_path / "metrics.jsonl"
     text.write_text("".join(f"{n % 7} and {n % 5}; " for n in range(2000)))
     options = ["--tokens", 192, "--steps", 24, "--layers", 2, "--width", 32, "--heads", 4, "--block", 16, "--top", 4]
-    words = [*options, "--window", 24, "--lr", 1e-2, "--text", text, "--out", out]
-    script = Path(__file__).parents[1] / "examples" / "train_nsa.py"
-    monkeypatch.setattr("sys.argv", [str(script), *map(str, words)])
-    runpy.run_path(str(script), run_name="__main__")
+    here("train_nsa.py", *options, "--window", 24, "--lr", 1e-2, "--text", text, "--out", out)
     bits = {line.split()[0]: float(line.split()[1]) for line in capsys.readouterr().out.splitlines()[-2:]}
     lines = metrics(out)
     for name in ("dense", "sparse"):
@@ -309,6 +309,5 @@ def test_a_sparse_model_is_trained_beside_its_dense_twin(
         assert own[0] == pytest.approx(5.55, abs=0.35)
         # the frequencies of the bytes alone cost 3.02 bits
         assert bits[name] < 3.0
-    monkeypatch.setattr("sys.argv", [str(script), "--text", str(text), "--tokens", "30000"])
     with pytest.raises(SystemExit, match="pass a longer one"):
-        runpy.run_path(str(script), run_name="__main__")
+        here("train_nsa.py", "--text", text, "--tokens", 30000)

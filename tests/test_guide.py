@@ -360,7 +360,8 @@ sys.exit(pytest.main([sys.argv[2], "-q", "-k", sys.argv[3], "--tb=short", "-p", 
 def copied(to: Path) -> Path:
     """Return a copy of the files that guides change, with this installation's compiled kernel."""
     for folder in ("src/ringweave", "src/ringweave_command", "gpu/src/ringweave_gpu", "tests", "docs/api"):
-        shutil.copytree(ROOT / folder, to / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        # with what is compiled already, which a file keeps until it is written
+        shutil.copytree(ROOT / folder, to / folder)
     (to / "csrc").mkdir()
     for file in ("csrc/terms.h", "docs/terms.md", "pyproject.toml", "conftest.py"):
         shutil.copy(ROOT / file, to / file)
@@ -387,11 +388,7 @@ def test_a_guide_gives_the_promised_result(guide: str, tmp_path: Path) -> None:
         done = subprocess.run(
             [sys.executable, *command],
             cwd=tmp_path,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(map(str, path)),
-                "PYTHONDONTWRITEBYTECODE": "1",
-            },
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))},
             capture_output=True,
             text=True,
             timeout=240,

@@ -151,6 +151,31 @@ def test_gates_of_one_scale_alone() -> None:
     torch.testing.assert_close(rw.hierarchical_attention(q, k, v, gates=mixed, **options), want)
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_means_of_the_past_alone(case: tuple[Any, ...]) -> None:
+    """With gates, a query attends the mean of each block that ends at or before it, weighted by the block's tokens."""
+    causal, nq, nk, q_offset, pool, top_k, window = case
+    leaves = [x.requires_grad_() for x in tensors(nq, nk)]
+    gates = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64).expand(2, 4, nq, 3)
+    got = rw.hierarchical_attention(
+        *leaves, pool=pool, top_k=top_k, window=window, causal=causal, q_offset=q_offset, combine="gates", gates=gates
+    )
+    q, k, v = leaves[0], *(x.repeat_interleave(2, 1) for x in leaves[1:])
+    blocks = [slice(begin, min(begin + pool, nk)) for begin in range(0, nk, pool)]
+    mean_k, mean_v = (torch.stack([x[:, :, block].mean(2) for block in blocks], 2) for x in (k, v))
+    counts = torch.tensor([block.stop - block.start for block in blocks], dtype=torch.float64)
+    ends = torch.tensor([block.stop for block in blocks])
+    allowed = (ends <= torch.arange(nq)[:, None] + q_offset + 1) | (not causal)
+    weights = ((q @ mean_k.mT) / 8**0.5 + counts.log()).exp() * allowed
+    want = weights / weights.sum(-1, keepdim=True).clamp(min=1e-300) @ mean_v
+    torch.testing.assert_close(got, want)
+    upstream = torch.randn_like(got)
+    for mine, exact in zip(
+        torch.autograd.grad(got, leaves, upstream), torch.autograd.grad(want, leaves, upstream), strict=True
+    ):
+        torch.testing.assert_close(mine, exact)
+
+
 def test_decoding_gives_the_rows_of_the_whole() -> None:
     q, k, v = tensors(64, 64)
     options: dict[str, Any] = {"pool": 8, "top_k": 2, "window": 8, "causal": True}
@@ -168,6 +193,25 @@ def test_no_future_reaches_a_row() -> None:
     for x in torch.autograd.grad(out[:, :, 18].sum(), (k, v)):
         assert not x[:, :, 19:].any()
         assert x[:, :, :8].any()
+
+
+@pytest.mark.parametrize("combine", hierarchical.COMBINATIONS)
+@pytest.mark.parametrize("broken", ["key", "value"])
+def test_a_broken_token_reaches_the_rows_that_attend_it(broken: str, combine: str) -> None:
+    """Rows before it keep their bits, and their queries their gradients."""
+    results = []
+    for number in (0.5, torch.nan):
+        torch.manual_seed(0)
+        q, k, v = tensors(60, 60, torch.float32)
+        (k if broken == "key" else v)[:, :, 29] = number
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        gates = torch.rand(2, 4, 60, 3) if combine == "gates" else None
+        out = rw.hierarchical_attention(*leaves, pool=8, top_k=1, window=8, causal=True, combine=combine, gates=gates)
+        results.append((out, torch.autograd.grad(out[:, :, :29].sum(), leaves[0])[0]))
+    (sound, of_sound), (got, of_got) = results
+    assert torch.equal(got[:, :, :29], sound[:, :, :29])
+    assert got[:, :, 29:].isnan().all()
+    assert torch.equal(of_got[:, :, :29], of_sound[:, :, :29])
 
 
 def test_memory_does_not_grow_with_all_pairs() -> None:
@@ -203,6 +247,12 @@ def test_autocast_and_transforms() -> None:
         assert torch.equal(out, wanted)
         many = torch.stack([q, 2 * q])
         torch.testing.assert_close(torch.vmap(call)(many), torch.stack([call(q), call(2 * q)]))
+
+        def with_keys(k: Tensor, options: dict[str, Any] = options) -> Tensor:
+            return rw.hierarchical_attention(q, k, v, pool=8, top_k=1, window=8, causal=True, **options)
+
+        many = torch.stack([k, 2 * k])
+        torch.testing.assert_close(torch.vmap(with_keys)(many), torch.stack([with_keys(k), with_keys(2 * k)]))
         leaf = q.clone().requires_grad_()
         call(leaf).square().sum().backward()
         torch.testing.assert_close(torch.func.grad(lambda q: call(q).square().sum())(q), leaf.grad)

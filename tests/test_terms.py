@@ -206,6 +206,7 @@ def test_pairs_of_terms(names: tuple[str, str], pattern: str, dtype: torch.dtype
         check(ours(x, relation, terms, backend), formula, dtype)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", sorted({*PATTERNS} - TREES))
 @pytest.mark.parametrize("backend", ABLE)
 def test_every_pattern(backend: str, name: str) -> None:

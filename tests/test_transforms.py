@@ -90,6 +90,33 @@ def test_a_transformed_call_has_the_result_of_a_plain_one(name: str, transform: 
     torch.testing.assert_close(got, plain(call, q))
 
 
+@pytest.mark.parametrize("transform", [*(name for name in TRANSFORMS if name != "trace"), "twice", "forward"])
+def test_transformed_weights_are_those_of_a_plain_call(transform: str) -> None:
+    """The plan is first made inside the transform; derivatives of higher order and of forward mode exist."""
+    q, k = torch.randn(2, 4, N, 8, dtype=torch.float64), torch.randn(2, 2, N, 8, dtype=torch.float64)
+    pattern = rw.SlidingWindow(9)
+
+    def call(x: Tensor) -> Tensor:
+        return rw.attention_weights(x, k, pattern).to_dense()
+
+    def loss(x: Tensor) -> Tensor:
+        return call(x).square().sum()
+
+    rw.memory.trim()
+    if transform == "twice":
+        got = torch.func.grad(lambda x: torch.func.grad(loss)(x).square().sum())(q)
+        step = 1e-6 * q
+        change = torch.func.grad(loss)(q + step).square().sum() - torch.func.grad(loss)(q - step).square().sum()
+        torch.testing.assert_close(2 * (got * step).sum(), change, rtol=1e-5, atol=0)
+    elif transform == "forward":
+        got = torch.func.jvp(loss, (q,), (k.repeat_interleave(2, 1),))[1]
+        torch.testing.assert_close(got, (gradient(call, q) * k.repeat_interleave(2, 1)).sum())
+    else:
+        transformed, plain = TRANSFORMS[transform]
+        got = transformed(call, q)
+        torch.testing.assert_close(got, plain(call, q))
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.sampled(6)) for name in PATTERNS] + [*WITH_TENSORS]
 )

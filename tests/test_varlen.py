@@ -105,7 +105,7 @@ BEFORE = [
 # compiling takes seconds for each pattern
 WAYS = [
     *((backend, pattern) for backend in ("reference", "dense_batched", "cpu") for pattern in BEFORE),
-    *(pytest.param("compiled", pattern, marks=[pytest.mark.long] * (i % 4 > 0)) for i, pattern in enumerate(BEFORE)),
+    *(pytest.param("compiled", pattern, marks=[pytest.mark.long] * (i % 7 > 0)) for i, pattern in enumerate(BEFORE)),
 ]
 
 

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.checkpoint import checkpoint
 
 from .adaptive.pooling import block_means
+from .adaptive.ranking import Scored, choose
+from .adaptive.selection import products
 from .api import attention, attention_with_lse
 from .axes import Axes
 from .call import Arguments
 from .checks import flag, one_of, whole
 from .errors import ShapeError, shown
 from .merge import merge
-from .patterns import BlockTable, Causal, Full, SlidingWindow
-from .patterns.block_sets import ListedBlocks, ascending
-from .torch_compat import transforming
-from .types import AttentionOutput, acc_dtype
+from .patterns import BlockTable, Causal, Full, Not, Pattern, SlidingWindow
+from .patterns.block_sets import ListedBlocks
+from .terms import Bias
+from .types import AttentionOutput
 from .validate import autocast, checked
 
 _GATES = Axes("gates: floating[B Hq Nq 3]")
 COMBINATIONS = ("exact_cover", "gates")
-# maximum number of scores of queries against pooled keys in memory together
+# maximum number of scores of a choice in memory together
 _AT_ONCE = 2**21
 
 
@@ -57,7 +59,7 @@ def hierarchical_attention(
 
     The queries of a tile choose together. Even with ``causal``, an early query's choice therefore depends on the later
     queries of its tile, which exist in teacher forcing but not in decoding. The time is that of the chosen tiles plus
-    Nk / pool keys for each query. The scores against means are computed in pieces, and again in backward.
+    Nk / pool keys for each query. Memory holds the scores of a choice in pieces.
 
     Args:
         q: Queries, (B, Hq, Nq, D), float32, float16, bfloat16 or float64.
@@ -100,16 +102,23 @@ def hierarchical_attention(
     nq, nk = operator.index(q.shape[2]), operator.index(k.shape[2])
     geometry = _Geometry(pool, nq, nk, q_offset, top_k, 0 if gated else -(-window // pool), causal)
     with torch.autocast(q.device.type, enabled=False):
-        coarse, table = _attend_means(q, k, v, geometry, scale, cover=not gated)
+        mean_k, mean_v = (block_means(x, pool) for x in (k, v))
+        chosen = _choose(q, mean_k, geometry, scale)
+        queries = q.to(mean_k.dtype)
+        if gated:
+            past = _attend_past(queries, mean_k, mean_v, geometry, scale)
+        else:
+            rest = _attend_rest(queries, mean_k, mean_v, chosen, geometry, scale)
+    table = BlockTable.of(chosen, (pool, pool))
     fine = attention_with_lse(
         q, k, v, table & Causal() if causal else table, scale=scale, q_offset=q_offset, backend=backend
     )
     if gates is None:
-        return merge([fine.out, coarse.out.to(q.dtype)], [fine.lse, coarse.lse]).out
+        return merge([fine.out, rest.out.to(q.dtype)], [fine.lse, rest.lse]).out
     near = SlidingWindow(window, 0 if causal else window)
     # late queries may have no keys in their window; such rows give 0
     local = attention(q, k, v, near, scale=scale, q_offset=q_offset, backend=backend)
-    parts = zip((coarse.out, fine.out, local), gates.to(coarse.out.dtype).unbind(-1), strict=True)
+    parts = zip((past, fine.out, local), gates.to(past.dtype).unbind(-1), strict=True)
     return torch.stack([gate[..., None] * part for part, gate in parts]).sum(0).to(q.dtype)
 
 
@@ -139,9 +148,28 @@ class _Geometry(NamedTuple):
         """Index of the last query's tile."""
         return (self.q_offset + self.nq - 1) // self.pool
 
+    @property
+    def most_near(self) -> int:
+        """Maximum number of blocks that a tile always attends."""
+        return self.reach * (1 if self.causal else 2) + 1
+
+    def tokens(self, means: Tensor) -> Tensor:
+        """Return the number of tokens of each block, in the dtype of their means."""
+        left = self.nk - torch.arange(self.blocks, device=means.device) * self.pool
+        return left.clamp(max=self.pool).to(means.dtype)
+
     def rows(self, tile: int) -> int:
         """Return the number of queries before a tile."""
         return min(max(tile * self.pool - self.q_offset, 0), self.nq)
+
+    def folds(self, first: int) -> tuple[int, int]:
+        """Return how rows hold the queries of a block together: places before the first query, and places of a row.
+
+        Args:
+            first: Place of the first query, counted from the beginning of some block.
+        """
+        before = first % self.pool
+        return (0, self.nq) if before + self.nq <= self.pool else (before, self.pool)
 
     def near(self, tile: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first and last block that tiles always attend, clamped to the existing blocks."""
@@ -149,90 +177,86 @@ class _Geometry(NamedTuple):
         return low.clamp(0, self.blocks - 1), high.clamp(max=self.blocks - 1)
 
 
-def _attend_means(
-    q: Tensor, k: Tensor, v: Tensor, geometry: _Geometry, scale: float, *, cover: bool
-) -> tuple[AttentionOutput, BlockTable]:
-    """Compute attention over the means, in the dtype of sums, and the table of blocks that its weights choose."""
-    acc, (batch, heads, *_), device = acc_dtype(q.dtype), q.shape, q.device
-    ratio = heads // k.shape[1]
-    left = geometry.nk - torch.arange(geometry.blocks, device=device) * geometry.pool
-    tokens = left.clamp(max=geometry.pool).to(acc)
-    means = [block_means(x, geometry.pool).repeat_interleave(ratio, 1) for x in (k, v)]
-    # The scores of all pieces together are N x N / pool numbers, so backward recomputes those of each piece. Transforms
-    # of torch.func do not support the checkpoint.
-    transformed = not torch.compiler.is_compiling() and transforming(q, k, v)
-    step = max(1, _AT_ONCE // (batch * heads * geometry.pool * geometry.blocks))
-    outs: list[Tensor] = []
-    lses: list[Tensor] = []
-    chosen: list[Tensor] = []
-    for begin in range(geometry.first, geometry.last + 1, step):
-        end = min(begin + step, geometry.last + 1)
-        # no tile of this piece attends later blocks
-        blocks = min(end, geometry.blocks) if geometry.causal else geometry.blocks
-        part = q[:, :, geometry.rows(begin) : geometry.rows(end)].to(acc) * scale
-        inputs = (part, means[0][:, :, :blocks], means[1][:, :, :blocks], tokens[:blocks].log())
-        if torch.is_grad_enabled() and any(x.requires_grad for x in inputs) and not transformed:
-            found = checkpoint(
-                _attend_piece, *inputs, geometry, begin, end, cover, use_reentrant=False, preserve_rng_state=False
-            )
-        else:
-            found = _attend_piece(*inputs, geometry, begin, end, cover)
-        for each, total in zip(found, (outs, lses, chosen), strict=True):
-            total.append(each)
-    listed = torch.cat([pad(x, (0, max(x.shape[-1] for x in chosen) - x.shape[-1]), value=-1) for x in chosen], 2)
-    tile = torch.arange(geometry.first, geometry.last + 1, device=device)
-    low, high = geometry.near(tile)
-    near = low[:, None] + torch.arange(2 * geometry.reach + 1, device=device)
-    near = torch.minimum(near, high[:, None]).expand(batch, heads, -1, -1)
-    listed = torch.cat([near, listed], -1)
-    listed = ascending(listed, torch.full(listed.shape[:-1], listed.shape[-1], device=device), geometry.blocks)
-    # a table's rows begin at position 0
-    listed = pad(listed, (0, 0, geometry.first, 0), value=geometry.blocks)
-    table = BlockTable.of(ListedBlocks(listed, geometry.blocks), (geometry.pool, geometry.pool))
-    return AttentionOutput(torch.cat(outs, 2), torch.cat(lses, 2)), table
+@torch.no_grad()
+def _choose(q: Tensor, k: Tensor, geometry: _Geometry, scale: float) -> ListedBlocks:
+    """Return the blocks that each tile attends token by token: near ones, and others of most weight by their means.
 
-
-def _attend_piece(
-    q: Tensor, k: Tensor, v: Tensor, logs: Tensor, geometry: _Geometry, begin: int, end: int, cover: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend means for the queries of tiles [begin, end).
-
-    Returns:
-        out, lse, and the chosen blocks, (B, Hq, tiles, n), with -1 for missing choices.
+    A tile's list is a row, counted from position 0.
     """
-    device = q.device
-    position = torch.arange(geometry.rows(begin), geometry.rows(end), device=device) + geometry.q_offset
-    block = torch.arange(k.shape[2], device=device)
-    row = position // geometry.pool - begin
-    tile = torch.arange(begin, end, device=device)
-    low, high = geometry.near(tile)
-    far = block < low[:, None]
-    if not geometry.causal:
-        far = far | (block > high[:, None])
-    scores = q @ k.mT + logs
-    with torch.no_grad():
-        weights = torch.softmax(torch.where(far[row], scores, -torch.inf), -1)
-        # a row without far blocks has no weights
-        weights = torch.where(far[row], weights, 0.0)
-        mass = weights.new_zeros(*q.shape[:2], len(tile), len(block)).index_add_(2, row, weights)
-        best = torch.where(far, mass, -1.0).topk(min(geometry.top_k, len(block)), -1)
-        chosen = torch.where(best.values < 0, -1, best.indices)
-        if cover:
-            # the extra last column takes the writes of missing choices
-            free = pad(far, (0, 1)).expand(*q.shape[:2], -1, -1)
-            free = free.scatter(-1, torch.where(chosen < 0, len(block), chosen), False)[..., :-1]
-            allowed = free[:, :, row]
+    device, blocks, logs = q.device, geometry.blocks, geometry.tokens(k).log()
+
+    def scored(tiles: range) -> Scored:
+        begin, end = geometry.first + tiles.start, geometry.first + tiles.stop
+        # no tile of these attends later blocks
+        block = torch.arange(min(end, blocks) if geometry.causal else blocks, device=device)
+        tile = torch.arange(begin, end, device=device)[:, None]
+        low, high = geometry.near(tile)
+        near = (low <= block) & (block <= high)
+        allowed = block <= tile if geometry.causal else torch.ones_like(near)
+        queries = slice(geometry.rows(begin), geometry.rows(end))
+        row = torch.arange(queries.start, queries.stop, device=device)
+        row = (row + geometry.q_offset) // geometry.pool - begin
+        scores = products(q[:, :, queries].to(k.dtype) * scale, k[:, :, : len(block)]).add_(logs[: len(block)])
+        # finite, since a row without far blocks would be NaN; weights of other blocks choose nothing
+        weights = scores.masked_fill_((near | ~allowed)[row], torch.finfo(scores.dtype).min).softmax(-1)
+        mass = weights.new_zeros(*q.shape[:2], len(tile), len(block)).index_add(2, row, weights)
+        return Scored(mass, allowed, near, near.sum(-1) + geometry.top_k)
+
+    step = max(1, _AT_ONCE // (q.shape[0] * q.shape[1] * geometry.pool * blocks))
+    most = min(geometry.most_near + geometry.top_k, blocks)
+    listed = choose(scored, most, rows=geometry.last + 1 - geometry.first, step=step)
+    listed = pad(listed.masked_fill(listed < 0, blocks), (0, 0, geometry.first, 0), value=blocks)
+    return ListedBlocks(listed, blocks)
+
+
+def _attend_rest(
+    q: Tensor, k: Tensor, v: Tensor, chosen: ListedBlocks, geometry: _Geometry, scale: float
+) -> AttentionOutput:
+    """Attend the means ``k`` and ``v`` of the blocks that were not chosen."""
+    # the queries of a tile attend the same means
+    folds = geometry.folds(geometry.q_offset)
+    rest: Pattern = Not(BlockTable.of(chosen, (1, 1), folds[1]))
+    rest = rest & Causal() if geometry.causal else rest
+    terms, tiles = None, geometry.last + 1 - geometry.first
+    if geometry.nk % geometry.pool:
+        # the last block has fewer tokens than the others
+        terms = Bias((geometry.tokens(k).log() - math.log(geometry.pool)).expand(1, 1, tiles, -1))
+    out, lse = _attend_folded(q, k, v, rest, folds, scale=scale, q_offset=geometry.first, terms=terms)
+    return AttentionOutput(out, lse + math.log(geometry.pool))
+
+
+def _attend_past(q: Tensor, k: Tensor, v: Tensor, geometry: _Geometry, scale: float) -> Tensor:
+    """Attend the means ``k`` and ``v`` of the blocks that end at or before each query, or of all if not causal."""
+    pool, nk, causal = geometry.pool, geometry.nk, geometry.causal
+    full, tail = divmod(nk, pool)
+    parts: list[tuple[Tensor, Tensor]] = []
+    if full:
+        means, first = (k[:, :, :full], v[:, :, :full]), geometry.q_offset + 1
+        if causal:
+            # a query at position p attends the blocks before block (p + 1) // pool
+            at: dict[str, Any] = {"q_offset": first // pool, "k_offset": 1}
+            out, lse = _attend_folded(q, *means, Causal(), geometry.folds(first), scale=scale, **at)
         else:
-            ends = ((block + 1) * geometry.pool).clamp(max=geometry.nk)
-            allowed = ends <= position[:, None] + 1 if geometry.causal else torch.ones_like(far[row])
-    scores = torch.where(allowed, scores, -torch.inf)
-    # not torch.logsumexp, since its gradient is NaN where every score is -inf
-    top = scores.detach().amax(-1, keepdim=True)
-    weights = torch.exp(scores - torch.where(torch.isneginf(top), 0.0, top))
-    total = weights.sum(-1, keepdim=True)
-    safe = torch.where(total == 0, 1.0, total)
-    lse = torch.where(total == 0, -torch.inf, torch.where(torch.isneginf(top), 0.0, top) + safe.log())
-    return (weights / safe) @ v, lse[..., 0], chosen
+            out, lse = attention_with_lse(q, *means, scale=scale)
+        parts.append((out, lse + math.log(pool)))
+    if tail:
+        # the last block, which has fewer tokens than the others, is a key at its last token
+        means, at = (k[:, :, full:], v[:, :, full:]), {"q_offset": geometry.q_offset, "k_offset": nk - 1}
+        out, lse = attention_with_lse(q, *means, Causal() if causal else Full(), scale=scale, **at)
+        parts.append((out, lse + math.log(tail)))
+    outs, lses = zip(*parts, strict=True)
+    return merge(outs, lses).out
+
+
+def _attend_folded(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, folds: tuple[int, int], **options: Any
+) -> AttentionOutput:
+    """Attend with rows of several queries, which become heads: see :meth:`_Geometry.folds`."""
+    heads, nq, (before, width) = *q.shape[1:3], folds
+    rows = pad(q, (0, 0, before, -(before + nq) % width)).unflatten(2, (-1, width))
+    found = attention_with_lse(rows.transpose(2, 3).flatten(1, 2), k, v, pattern, **options)
+    out, lse = (x.unflatten(1, (heads, width)).transpose(2, 3).flatten(2, 3) for x in found)
+    return AttentionOutput(out[:, :, before : before + nq], lse[:, :, before : before + nq])
 
 
 def _check_gates(gates: Tensor | None, gated: bool, q: Tensor) -> None:

@@ -15,13 +15,15 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from .cache import process_cache
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _QUICK = "small calls go through the operators, which takes some microseconds more"
 _FOUND = "repeated calls on a GPU are checked and compiled again, which takes a hundred microseconds more"
@@ -416,13 +418,13 @@ def untraced(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def uncompiled(why: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def uncompiled(why: str) -> Callable[[Function], Function]:
     """Make compiled code break its graph at a function and run it as it is; ``why`` is in the error of fullgraph=True.
 
     Unlike ``torch.compiler.disable`` this does not import the compiler.
     """
 
-    def marked(function: Callable[..., Any]) -> Callable[..., Any]:
+    def marked(function: Function) -> Function:
         # a compiler that does not read these attributes traces the function, and raises its own errors
         outer: Any = functools.wraps(function)(untraced(function))
         outer._torchdynamo_disable, outer._torchdynamo_disable_msg = True, why

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .backends.backend import tiled
+from .backends import tile_attention
 from .backends.overflow import balanced, is_small
-from .call import Arguments, Call
+from .backends.plan_tiles import PlanTiles
+from .backends.tile_attention import Scorer
+from .call import Arguments, Call, Operands
 from .errors import PatternError
 from .patterns import LongNet, Pattern
-from .plan import BlockPlan, plan, unpack_masks
-from .torch_compat import no_interception
+from .plan import BlockPlan, plan
+from .torch_compat import no_interception, outside_transforms, uncompiled
 from .types import acc_dtype
 from .validate import autocast, checked
 
@@ -87,6 +89,7 @@ def by_columns(attend: Callable[[Tensor], Tensor], index: Tensor, keys: int, dty
     return torch.cat(parts, -1)[..., :keys]
 
 
+@uncompiled("Call it outside of code that is compiled with fullgraph=True; other compiled code breaks its graph here.")
 def attention_weights(
     q: Tensor,
     k: Tensor,
@@ -126,31 +129,21 @@ def attention_weights(
 
 
 def _weights(q: Tensor, k: Tensor, call: Call) -> BlockWeights:
-    batch, heads, scale = call.batch, call.heads, call.scale
-    p = plan(call.pattern, call.nq, call.nk, heads=heads, batch=batch, q_offset=call.q_offset, device=q.device)
-    acc = acc_dtype(q.dtype)
-    rows = p.tile_rows()
-    whole = torch.ones(1, p.q_tile, p.kv_tile, dtype=torch.bool, device=q.device)
-    bank = torch.cat([unpack_masks(p.mask_words, p.kv_tile), whole])
-    bound = torch.arange(p.kv_tiles * p.kv_tile, device=q.device).view(p.kv_tiles, 1, p.kv_tile) < p.nk
+    pattern, sizes = call.pattern, {"heads": call.heads, "batch": call.batch}
+    with outside_transforms(*pattern.tables):
+        p = plan(pattern, call.nq, call.nk, **sizes, q_offset=call.q_offset, device=q.device)
+    acc, scale = acc_dtype(q.dtype), call.scale
     q, k = q.to(acc), k.to(acc)
     if is_small(scale) and no_interception():
         # the largest elements are read, which no trace or transform can do
         q, k, scale, *_ = balanced(q, k, scale)
-    q_tiles, k_tiles = tiled(q * scale, p.q_tile), tiled(k, p.kv_tile)
-    values: list[Tensor] = []
-    for b in range(batch):
-        for h in range(heads):
-            group = p.row_ptr[int(p.row_set[b, h])]
-            entries = torch.arange(int(group[0]), int(group[-1]), device=p.device)
-            row, col = rows[entries], p.col[entries].long()
-            scores = torch.bmm(q_tiles[b, h, row], k_tiles[b, h * k.shape[1] // heads, col].mT)
-            scores = torch.where(bank[p.mask_id[entries].long()] & bound[col], scores, -torch.inf)
-            # softmax over each row, across its tiles
-            top = scores.detach().new_full((p.q_tiles, p.q_tile), -torch.inf)
-            top = top.scatter_reduce(0, row[:, None].expand(-1, p.q_tile), scores.detach().amax(-1), "amax")
-            top = torch.where(torch.isfinite(top), top, 0.0)
-            unscaled = torch.exp(scores - top[row][..., None])
-            total = torch.zeros_like(top).index_add(0, row, unscaled.sum(-1))
-            values.append(unscaled / torch.where(total > 0, total, 1.0)[row][..., None])
-    return BlockWeights(p, torch.cat(values), p.first_tiles())
+    tiles = PlanTiles(Operands(q, k, k, scale), p, recorded=True)
+    # a part without tiles, so that the values depend on q and k even if no tile does
+    parts = [tiles.by_query(q)[:0] @ tiles.k_tiles[:0].mT]
+    places = [tiles.plan.col[:0].long()]
+    for batch, weights in tile_attention.weights(tiles, Scorer()):
+        parts.append(weights.unflatten(2, (-1, p.kv_tile)).transpose(1, 2).flatten(0, 1))
+        places.append(tiles.places(batch).flatten())
+    values = torch.cat(parts)
+    del parts
+    return BlockWeights(p, values[torch.cat(places).argsort()], p.first_tiles())

@@ -81,6 +81,7 @@ def use(monkeypatch: pytest.MonkeyPatch, attend: flex.Attend) -> None:
     monkeypatch.setattr(flex, "installed", lambda: True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", list(EVERYTHING))
 def test_every_pattern(name: str, monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
     """Out, lse and gradients of each pattern, with grouped queries and a length that is no multiple of a tile."""
@@ -131,6 +132,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @torch.no_grad()
+@torch._dynamo.config.patch(recompile_limit=2)
 def test_more_sizes_than_the_compiler_keeps_variants_of_one_function(traced: None) -> None:
     """More sizes than the compiler's limit of variants all stay compiled, and a call of a known kind compiles nothing.
 

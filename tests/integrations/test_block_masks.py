@@ -51,11 +51,15 @@ def maskable() -> list[str]:
     return [name for name, mask in masks().items() if name not in own and (mask.state != "refused")]
 
 
+# trace/test_relation.py reads every function of the corpus in each run
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", maskable())
 def test_the_corpus(name: str) -> None:
     """A mask has the pairs of its blocks and its function, and is the pattern that it was as an evaluated function."""
     function = masks()[name].function
-    for place, side in ((Place(2, 4, 130, 100), 32), (Place(1, 2, 1100, 1300), 128), (Place(2, 1, 90, 64), (48, 20))):
+    places = ((Place(2, 4, 130, 100), 32), (Place(2, 1, 90, 64), (48, 20)), (Place(1, 2, 1100, 1300), 128))
+    # a chain of 300 operations takes a minute over so many pairs
+    for place, side in places[:2] if "chain" in name else places:
         mask = created(function, place, side)
         got = dense(mask, place)
         assert torch.equal(got, allowed(mask, *place[:4])), (name, place)

@@ -11,10 +11,11 @@ import transformers
 from torch._dynamo.utils import counters
 
 from .test_models import IDS, LEFT
-from .tiny import model_of
+from .tiny import config_of, model_of
 
 
-@pytest.mark.parametrize("name", ["gemma2", "llama4_text"])
+# test_reading.py compiles the mask of chunks
+@pytest.mark.parametrize("name", ["gemma2", pytest.param("llama4_text", marks=pytest.mark.long)])
 def test_one_graph_of_a_padded_forward_for_all_lengths(name: str) -> None:
     model = model_of(name, "ringweave").eval()
     torch._dynamo.reset()
@@ -30,7 +31,7 @@ def test_one_graph_of_a_padded_forward_for_all_lengths(name: str) -> None:
 
 
 def test_gradients_through_one_graph() -> None:
-    model = model_of("mistral", "ringweave").train()
+    model = model_of("mistral", "ringweave", config_of("mistral", num_hidden_layers=1)).train()
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     grads = []
@@ -50,7 +51,7 @@ def test_steps_over_a_static_cache_are_compiled_no_more_often_than_with_sdpa() -
     for attention in ("sdpa", "ringweave"):
         torch._dynamo.reset()
         counters.clear()
-        model = model_of("llama", attention).eval()
+        model = model_of("llama", attention, config_of("llama", num_hidden_layers=1)).eval()
         said: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, **compiled}
         outs.append(model.generate(IDS[:, :11], attention_mask=LEFT[:, :11], **said))
         graphs.append(counters["stats"]["unique_graphs"])

@@ -544,8 +544,8 @@ def test_a_step_makes_few_calls() -> None:
 # ---- compiled calls --------------------------------------------------------------------------------------------------
 
 
-def compiled(function: Callable[..., Any], place: str, padded: Tensor, *, row: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the pairs of a mask with padding by one graph and by the library, as attention to one-hot values."""
+def graph_of(function: Callable[..., Any], place: str, padded: Tensor, row: bool = False) -> Callable[[], Tensor]:
+    """Return a function that computes the pairs of a mask with padding by one graph, as attention to one-hot values."""
     nq, nk, q_offset, kv_offset = PLACES[place]
     values = torch.eye(nk).expand(B, 1, nk, nk)
 
@@ -555,35 +555,42 @@ def compiled(function: Callable[..., Any], place: str, padded: Tensor, *, row: b
         return rw.attention(*zeros, values, mask.pattern, q_offset=mask.q_offset)
 
     torch._dynamo.reset()
-    with torch.no_grad():
-        got = torch.compile(call, fullgraph=True, backend="eager")(torch.tensor(q_offset))
+    compiled_call = torch.compile(call, fullgraph=True, backend="eager")
+    return torch.no_grad()(lambda: compiled_call(torch.tensor(q_offset)) > 0)
+
+
+def compiled(function: Callable[..., Any], place: str, padded: Tensor, *, row: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the pairs of a mask with padding by one graph and by the library."""
+    nq, nk, q_offset, kv_offset = PLACES[place]
+    got = graph_of(function, place, padded, row)()
     wanted = masks.sdpa_mask(B, nq, nk, q_offset, kv_offset, function, padded, allow_is_causal_skip=False)
     assert wanted is not None
-    return got > 0, wanted
+    return got, wanted
 
 
 #: with every operation and every table that a mask has; compiling takes seconds each
-COMPILED = ("chunks after padding", "packed, window", "window and blocks")
+COMPILED = [
+    ("chunks after padding", "one, of fewer"),
+    ("packed, window", "prefill"),
+    ("window and blocks", "one, of fewer"),
+]
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "place"),
     [
-        *COMPILED,
-        *(
-            pytest.param(name, marks=pytest.mark.long)
-            for name in FUNCTIONS
-            if name not in (*COMPILED, "all but a window")
-        ),
+        pytest.param(name, place, marks=[pytest.mark.long] * ((name, place) not in COMPILED))
+        for name in FUNCTIONS
+        for place in ("prefill", "one, of fewer")
+        if name != "all but a window"
     ],
 )
-def test_one_graph_has_the_pairs_of_a_mask(name: str) -> None:
+def test_one_graph_has_the_pairs_of_a_mask(name: str, place: str) -> None:
     """A prefill, and a step at a position in a tensor; torch.compile cannot trace ``~`` of a symbol."""
     padded = torch.ones(B, N, dtype=torch.bool)
     padded[1, :4] = padded[0, 17:] = False
-    for place, row in (("prefill", False), ("one, of fewer", True)):
-        got, wanted = compiled(FUNCTIONS[name], place, padded, row=row)
-        assert torch.equal(got, wanted), place
+    got, wanted = compiled(FUNCTIONS[name], place, padded, row=place != "prefill")
+    assert torch.equal(got, wanted)
 
 
 def apart_by(table: Tensor, numbers: Tensor) -> Callable[..., Any]:
@@ -593,14 +600,18 @@ def apart_by(table: Tensor, numbers: Tensor) -> Callable[..., Any]:
 
 def test_positions_of_packed_documents_are_checked() -> None:
     """Compiled code takes entries of a table for positions, and raises an error if they are not positions."""
-    every = torch.ones(B, N, dtype=torch.bool)
-    got, wanted = compiled(apart_by(POSITIONS + 7, NUMBERS - 3), "prefill", every)
-    assert torch.equal(got, wanted)
+    table, numbers = POSITIONS + 7, NUMBERS - 3
+    graph = graph_of(apart_by(table, numbers), "prefill", torch.ones(B, N, dtype=torch.bool))
+    same = (NUMBERS[:, :, None] == NUMBERS[:, None]).tril()
+    assert torch.equal(graph()[:, 0], same)
     pieces = torch.where(torch.arange(N) < 4, 2, NUMBERS)
-    for table, numbers in ((POSITIONS // 2, NUMBERS), (-POSITIONS, NUMBERS), (torch.arange(N).expand(B, N), pieces)):
-        check(apart_by(table, numbers))
+    for entries, parts in ((POSITIONS // 2, NUMBERS), (-POSITIONS, NUMBERS), (torch.arange(N).expand(B, N), pieces)):
+        check(apart_by(entries, parts))
+        # the same graph, with other values
+        table.copy_(entries)
+        numbers.copy_(parts)
         with pytest.raises(RuntimeError, match="a packed mask: got positions"):
-            compiled(apart_by(table, numbers), "prefill", every)
+            graph()
 
 
 def test_numbers_of_documents_may_be_any() -> None:

@@ -568,6 +568,8 @@ def by_pair(fn: Any, batch: int, heads: int, nq: int, nk: int, first: int) -> to
 CORPUS = [name for name, mask in masks().items() if mask.state != "refused" and name != "hostile: number"]
 
 
+# trace/test_relation.py reads every function of the corpus in each run
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CORPUS)
 def test_the_corpus(name: str) -> None:
     fn = masks()[name].function

@@ -75,6 +75,8 @@ def same(one: BlockPlan, other: BlockPlan) -> bool:
 # ---- the corpus ------------------------------------------------------------------------------------------------------
 
 
+# trace/test_relation.py reads every function of the corpus in each run
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [name for name, mask in masks().items() if mask.state != "refused"])
 def test_the_corpus(name: str) -> None:
     """Each pattern has the pairs of its function, and the plan of the function as it is evaluated in tiles."""

@@ -65,6 +65,7 @@ def by_columns_agree(plan: rw.BlockPlan) -> None:
     assert sorted(plan.launch_order.tolist()) == list(range(plan.launch_order.numel()))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tokens", [1, 63, 128, 1000])
 @pytest.mark.parametrize("name", list(PATTERNS))
 def test_plan_equals_dense_mask(name: str, tokens: int) -> None:

@@ -188,10 +188,13 @@ def _rows(library: Library, device: str, dtype: str) -> Iterator[Row]:
             elif version is None:
                 yield Row(library.name, None, None, None, **message)
                 return
-            elif done < len(cases):
+            else:
                 deaths += message["verdict"] in ("crashes", "hangs")
                 yield Row(library.name, version, cases[done].name, cases[done].sizes(), **message)
                 done += 1
+            if done == len(cases):
+                # what the process does after its last case is no result
+                break
         if deaths == _DEATHS:
             for case in cases[done:]:
                 reason = f"the library ended {_DEATHS} processes"

@@ -249,9 +249,10 @@ def agrees(x: Inputs, pattern: rw.Pattern, device: Emulated, **options: Any) -> 
     return {made[each.function].metadata.name for each in device.taken()}
 
 
-@pytest.mark.sampled(10)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [(dim, dtype) for dim in (64, 128) for dtype in (torch.bfloat16, torch.float16)]
+)
 @pytest.mark.parametrize("name", ["causal", "sinks", "causal_documents", "table_per_head", "full"])
 def test_kernels(name: str, dim: int, dtype: torch.dtype, device: Emulated) -> None:
     """A kernel is right for two tiles of 128 with two tokens in the second."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from ringweave.errors import UnsupportedError
-from ringweave_lab.bench.cases import CASES, run_case
+from ringweave_lab.bench.cases import CASES, CaseResult, run_case
 from ringweave_lab.bench.record import Options, Outcome, PlanCost
 from ringweave_lab.commands import register
 
@@ -17,10 +18,15 @@ app = typer.Typer()
 register(app)
 
 
+@functools.cache
+def quick(name: str) -> CaseResult:
+    return run_case(name, Options(quick=True, rounds=1))
+
+
 # cases with their own tests
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("ring", "quality", "kernels", "seeds")])
 def test_every_case_has_a_quick_form_in_which_ringweave_is_right(name: str) -> None:
-    result = run_case(name, Options(quick=True, rounds=1))
+    result = quick(name)
     assert result.records
     assert result.conclusion.endswith(".")
     for record in result.records:
@@ -33,7 +39,7 @@ def test_every_case_has_a_quick_form_in_which_ringweave_is_right(name: str) -> N
 
 
 def test_plans_grow_with_their_tiles() -> None:
-    plans = [r for r in run_case("planning", Options(quick=True, rounds=1)).records if isinstance(r, PlanCost)]
+    plans = [r for r in quick("planning").records if isinstance(r, PlanCost)]
     window = [plan for plan in plans if plan.workload == "window + sinks"]
     assert len(window) >= 3
     assert max(plan.bytes_per_tile for plan in window) <= 64

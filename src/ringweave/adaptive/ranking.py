@@ -97,4 +97,5 @@ def _largest(key: Tensor, columns: Tensor, count: int, amount: Tensor | None) ->
     chosen = more | (same & (same.cumsum(-1, dtype=torch.int32) <= room))
     place = torch.where(chosen, chosen.cumsum(-1, dtype=torch.int32) - 1, count).long()
     listed = columns.new_full((*key.shape[:-1], count + 1), -1)
-    return listed.scatter_(-1, place, columns.expand(place.shape))[..., :count]
+    # not in place, which torch.vmap does not take
+    return listed.scatter(-1, place, columns.expand(place.shape))[..., :count]

@@ -42,18 +42,10 @@ def backward(
 
 def tile_mass(operands: Operands, lse: Tensor, plan: BlockPlan, per_row: bool) -> Tensor:
     """Sum the weights in each tile, (T,) or per row (T, q_tile)."""
-    layout, scorer = PlanTiles(operands, plan), Scorer(operands.terms)
-    # a row that attends nothing has zero weights, whatever it contains
-    lse = lse.masked_fill(torch.isneginf(lse), torch.inf)
-    queries, rows = layout.by_query(layout.q), layout.by_query(lse[..., None], torch.inf)
-    values = rows.new_zeros(plan.tiles, plan.q_tile)
-    begins = plan.first_tiles().reshape(-1) - plan.row_ptr[:, 0].long()[plan.row_set.reshape(-1).long()]
-    for batch in layout.batches():
-        products = layout.products(layout.taken(queries, batch), layout.gathered(layout.k_tiles, batch, False))
-        scores = layout.masked(scorer.scores(layout, batch, products, False).values, batch, -torch.inf)
-        weights = scores.sub_(layout.taken(rows, batch)).exp_()
-        place = begins[batch.line // plan.q_tiles][:, None] + batch.entry
-        values[place] = weights.unflatten(2, (-1, plan.kv_tile)).sum(3).transpose(1, 2)
+    layout = PlanTiles(operands, plan)
+    values = lse.new_zeros(plan.tiles, plan.q_tile)
+    for batch, weights in tile_attention.weights(layout, Scorer(operands.terms), lse):
+        values[layout.places(batch)] = weights.unflatten(2, (-1, plan.kv_tile)).sum(3).transpose(1, 2)
     return values if per_row else values.sum(1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -46,15 +47,20 @@ class PlanTiles(Tiles[PlanBatch]):
         operands: The operands.
         plan: The plan.
         pair: Bytes of the values that a score function computes for a pair.
+        recorded: Whether autograd and transforms of torch.func follow the operations. Rows are then whole: the results
+            of all tiles are kept anyway.
     """
 
-    def __init__(self, operands: Operands, plan: BlockPlan, pair: int = 0):
+    def __init__(self, operands: Operands, plan: BlockPlan, pair: int = 0, recorded: bool = False):
         super().__init__(operands)
         _, k, v = operands[:3]
         self.plan, self.pages = plan, operands.pages
         self.k_tiles, self.v_tiles = (k, v) if self.pages is not None else (self._keys(k), self._keys(v))
+        longest = int(plan.row_ptr.diff(dim=1).max())
         self.limit = most_tiles(plan, self.device, pair)
-        self.pieced = int(plan.row_ptr.diff(dim=1).max()) > self.limit
+        if recorded:
+            self.limit, self.space = max(self.limit, longest), None
+        self.pieced = longest > self.limit
         tile = plan.q_tile, plan.kv_tile
         tail = torch.arange(plan.kv_tile, device=self.device) < self.nk - (plan.kv_tiles - 1) * plan.kv_tile
         self.tail = tail.expand(1, *tile)
@@ -124,10 +130,19 @@ class PlanTiles(Tiles[PlanBatch]):
         rows, places = (code >= 0).nonzero(as_tuple=True)
         return PlanBatch(base + col, line, entry, (rows, places), self._mask(code[rows, places]))
 
+    @cached_property
+    def _begins(self) -> Tensor:
+        plan = self.plan
+        return plan.first_tiles().reshape(-1) - plan.row_ptr[:, 0].long()[plan.row_set.reshape(-1).long()]
+
+    def places(self, batch: PlanBatch) -> Tensor:
+        """Return the index of each tile of a batch, (R, n), by batch element, head, and the plan's row order."""
+        return self._begins[batch.line // self.plan.q_tiles][:, None] + batch.entry
+
     def gathered(self, tiles: Tensor, batch: PlanBatch, only_attended: bool) -> Tensor:
         if self.pages is not None:
             gathered = self._of_pages(tiles, batch.key).to(self.acc)
-        elif self.elsewhere:
+        elif self.space is None:
             gathered = tiles[batch.key].to(self.acc)
         else:
             shape = batch.key.numel(), *tiles.shape[1:]

@@ -15,7 +15,7 @@ The rules, where a number is NaN or infinite, beside those of ``overflow``:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -150,14 +150,9 @@ def _forward(tiles: Tiles[AnyBatch], scorer: Scorer, dtype: torch.dtype, selects
     lse, largest = (tiles.blank(1, -torch.inf, tiles.acc) for _ in range(2))
 
     def computed(batch: AnyBatch) -> tuple[Tensor, Tensor, Tensor]:
-        products = tiles.products(tiles.taken(queries, batch), tiles.gathered(tiles.k_tiles, batch, False))
-        scores, kept, _ = scorer.scores(tiles, batch, products, False)
-        tiles.masked(scores, batch, -torch.inf)
+        scores, kept = _scores(tiles, scorer, queries, batch)
         attended = scorer.attended(tiles, batch, scores, -torch.inf).to(scores.dtype) if selects else None
-        top = scores.amax(-1, keepdim=True)
-        shift = top.masked_fill(torch.isneginf(top), 0.0)
-        weights = scores.sub_(shift).exp_()
-        total = weights.sum(-1, keepdim=True)
+        weights, total, shift, top = _exponentials(scores)
         if kept is not None:
             weights.mul_(kept)
         values = tiles.gathered(tiles.v_tiles, batch, True)
@@ -178,6 +173,47 @@ def _forward(tiles: Tiles[AnyBatch], scorer: Scorer, dtype: torch.dtype, selects
         tiles.put(lse, batch, part_lse)
         tiles.put(largest, batch, top)
     return Found(tiles.whole(out), tiles.whole(lse)[..., 0], tiles.whole(largest)[..., 0])
+
+
+def weights(tiles: Tiles[AnyBatch], scorer: Scorer, lse: Tensor | None = None) -> Iterator[tuple[AnyBatch, Tensor]]:
+    """Yield each batch and its weights, (R, q_tile, n * kv_tile), 0 where not allowed.
+
+    They are ``exp(scores - lse)``, or those of whole rows, divided by their sums, if no lse is given. Autograd records
+    the latter where the tiles have no scratch memory.
+    """
+    queries = tiles.by_query(tiles.q)
+    rows = None
+    if lse is not None:
+        # a row that attends nothing has zero weights, whatever it contains
+        rows = tiles.by_query(lse.masked_fill(torch.isneginf(lse), torch.inf)[..., None], torch.inf)
+    for batch in tiles.batches():
+        scores, _ = _scores(tiles, scorer, queries, batch)
+        if rows is not None:
+            yield batch, scores.sub_(tiles.taken(rows, batch)).exp_()
+        else:
+            exponentials, total, *_ = _exponentials(scores)
+            shares = exponentials / total.masked_fill(total == 0, 1.0)
+            # a row of NaN has them only where it attends
+            yield batch, tiles.masked(shares, batch, 0.0)
+
+
+def _scores(tiles: Tiles[AnyBatch], scorer: Scorer, queries: Tensor, batch: AnyBatch) -> tuple[Tensor, Tensor | None]:
+    """Return the scores of a batch, -inf where not allowed, and dropout's factors."""
+    products = tiles.products(tiles.taken(queries, batch), tiles.gathered(tiles.k_tiles, batch, False))
+    scores, kept, _ = scorer.scores(tiles, batch, products, False)
+    return tiles.masked(scores, batch, -torch.inf), kept
+
+
+def _exponentials(scores: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the exponentials of scores less a shift, in place, their sums, the shift, and the largest scores.
+
+    The shift is the largest score, or 0 for a row that attends nothing.
+    """
+    # detached, since weights do not depend on the shift
+    top = scores.detach().amax(-1, keepdim=True)
+    shift = top.masked_fill(torch.isneginf(top), 0.0)
+    exponentials = scores.sub_(shift).exp_()
+    return exponentials, exponentials.sum(-1, keepdim=True), shift, top
 
 
 def _each(
@@ -275,7 +311,7 @@ class _Backward(Generic[AnyBatch]):
             weights = scores.sub_(lse)
         else:
             # memory that is reused, where the allocator would return it to the system after each batch
-            space = None if tiles.elsewhere else tiles.space.take(scores.shape, scores.dtype)
+            space = None if tiles.space is None else tiles.space.take(scores.shape, scores.dtype)
             weights = torch.sub(scores, lse, out=space)
         tiles.masked(weights.exp_(), batch, 0.0)
         if self.whole_rows:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch import Tensor
 from ..call import Operands
 from ..types import acc_dtype
 from .overflow import sides
+
+if TYPE_CHECKING:
+    from ..memory import Workspace
 
 # Bytes of a batch. Measured: on a CPU a batch should fit the second-level cache and still be large enough to amortise
 # about ten operator calls. Elsewhere it is a bounded part of the memory.
@@ -63,24 +66,25 @@ class Tiles(ABC, Generic[AnyBatch]):
         v_tiles: Values, (tiles, kv_tile, Dv), or pages.
         pieced: Whether a row may be in several batches.
         shared: Whether all queries of a tile may attend the same keys.
-        space: Scratch memory.
+        space: Scratch memory; None where torch's allocator returns memory quickly, or autograd keeps the products.
     """
 
     k_tiles: Tensor
     v_tiles: Tensor
     pieced = False
     shared = False
+    space: Workspace | None
 
     def __init__(self, operands: Operands):
         # imported at first use, to keep `import ringweave` fast
         from ..memory.workspace import scratch
 
-        self.space = scratch
         self.q, k, v = operands[:3]
         self.batch, self.heads, self.nq, _ = self.q.shape
         self.kv_heads, self.nk, self.channels = k.shape[1], operands.nk, v.shape[3]
         self.acc, self.scale, self.device = acc_dtype(self.q.dtype), operands.scale, self.q.device
         self.elsewhere = self.device.type != "cpu"
+        self.space = None if self.elsewhere else scratch
 
     @abstractmethod
     def batches(self) -> Iterator[AnyBatch]:
@@ -147,8 +151,8 @@ class Tiles(ABC, Generic[AnyBatch]):
         """
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
-        """Multiply batches of matrices, on a CPU into scratch memory, elsewhere into memory of torch's allocator."""
-        if self.elsewhere:
+        """Multiply batches of matrices, into scratch memory if there is some."""
+        if self.space is None:
             return torch.bmm(a, b)
         return torch.bmm(a, b, out=self.space.take((*a.shape[:2], b.shape[2]), a.dtype))
 
