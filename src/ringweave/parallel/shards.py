@@ -95,16 +95,16 @@ class Shards(Rows):
         return self._blocks[size, stride]
 
     def _split(self, size: int, stride: int) -> Blocks:
-        owner = torch.empty(self.total, dtype=torch.int64)
+        owner = torch.empty(self.total, dtype=torch.int64, device="cpu")
         for rank, places in enumerate(self.places):
             owner[places] = rank
-        begin = torch.arange(0, self.total - size + 1, stride)
+        begin = torch.arange(0, self.total - size + 1, stride, device="cpu")
         changes = pad((owner[1:] != owner[:-1]).cumsum(0), (1, 0))
         inside = changes[begin] == changes[begin + size - 1]
         rank_of = torch.where(inside, owner[begin], -1)
         inner = Rows([torch.nonzero(rank_of == rank)[:, 0] for rank in range(len(self.places))], len(begin))
         crossing = torch.nonzero(~inside)[:, 0]
-        needed = torch.zeros(self.total, dtype=torch.bool)
+        needed = torch.zeros(self.total, dtype=torch.bool, device="cpu")
         for first, last in _runs(crossing):
             needed[first * stride : last * stride + size] = True
         number, mine = needed.cumsum(0) - 1, self.places[self.rank]
