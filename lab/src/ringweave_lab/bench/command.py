@@ -51,7 +51,7 @@ def bench(
     folder: Annotated[
         Path | None, typer.Option(help="Folder for the results of quality; a later run continues from it.")
     ] = None,
-    part: Annotated[str | None, typer.Option(help="Part of the kernels case on a GPU.")] = None,
+    part: Annotated[str | None, typer.Option(help="Part of the kernels case on a GPU; a kind of model.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="File to append the figures to as JSON lines; a .html file becomes a page.")
     ] = None,

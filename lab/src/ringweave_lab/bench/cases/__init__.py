@@ -22,6 +22,7 @@ from . import (
     models,
     modules,
     packed,
+    pages,
     planning,
     prior_tables,
     quality,
@@ -88,6 +89,7 @@ CASES: dict[str, BenchCase] = {
         BenchCase("models", "transformers' models: ringweave next to sdpa and eager, time and memory", models.measure),
         BenchCase("quality", "recall of attention, bits per byte, retrieval at a tenth of the pairs", quality.measure),
         BenchCase("seeds", "the described system's published tables, row by row, next to ours", prior_tables.measure),
+        BenchCase("pages", "figures that the documentation states beside what it explains", pages.measure),
         BenchCase("ring", "context parallelism: speed on 2 processes, bytes, modelled efficiency", ring.measure),
     )
 }  # fmt: skip

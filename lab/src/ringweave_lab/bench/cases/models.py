@@ -18,7 +18,7 @@ from ..peak import peak_memory
 from ..record import Measuring, Options, Target
 
 #: Maximum bytes of eager's or sdpa's tensors of tokens x tokens; larger models are skipped.
-_MOST = 4 * 2**30
+_MOST = 8 * 2**30
 _QUICK = 128
 _WORDS = 512
 
@@ -76,7 +76,10 @@ def measure(options: Options, say: Say) -> Measuring:
         raise UnsupportedError("transformers", "not installed", wanted, "pip install transformers.") from None
     importlib.import_module("ringweave.integrations.transformers")
     said = []
-    for shape in _SHAPES:
+    shapes = [shape for shape in _SHAPES if options.part in (None, shape.kind)]
+    if not shapes:
+        raise UnsupportedError("part", repr(options.part), f"one of {', '.join(x.kind for x in _SHAPES)}", "Pass one.")
+    for shape in shapes:
         tokens, heads = (
             options.tokens or (_QUICK if options.quick else shape.tokens),
             options.heads or (4 if options.quick else shape.heads),
@@ -86,8 +89,10 @@ def measure(options: Options, say: Say) -> Measuring:
             yield Target(shape.name, size, None, None, True, reason=f"transformers {transformers.__version__} has none")
             continue
         models = {name: _model(transformers, shape, name, tokens, heads) for name in ("ringweave", "sdpa", "eager")}
-        # sdpa needs a mask of bytes; eager needs scores and weights, and backward keeps one of them for each layer
-        for name, squares in (("sdpa", 1), ("eager", 4 * heads * (shape.sizes["num_hidden_layers"] + 1))):
+        # sdpa needs a mask of bytes; eager needs scores and weights, and backward keeps one of them for each layer; the
+        # indexer of transformers has scores for each of its heads
+        scores = 4 * heads * (shape.sizes["num_hidden_layers"] + 1)
+        for name, squares in (("sdpa", scores if shape.chooses else 1), ("eager", scores)):
             if squares * tokens**2 > _MOST:
                 del models[name]
                 reason = f"{nbytes(squares * tokens**2)} of tokens times tokens"
@@ -103,6 +108,9 @@ def measure(options: Options, say: Say) -> Measuring:
             peaks = {name: peak_memory(each, device=options.device, warm=False).nbytes for name, each in calls.items()}
             rounds = options.rounds or (3 if options.quick else 5)
             timings = interleaved(calls, rounds=rounds, warmup=0, device=options.device, budget=240)
+            mine = f"{shape.name}, {direction}: ringweave's"
+            yield Target(f"{mine} time", size, timings["ringweave"].median, None, False, "s")
+            yield Target(f"{mine} peak memory", size, peaks["ringweave"] / 2**20, None, False, "MiB")
             for name in models:
                 if name == "ringweave":
                     continue
