@@ -56,22 +56,21 @@ struct ListMemory {
 };
 
 // Stores a block row by row as elements of Op, rows ld bytes apart.
-template <int M, int N>
-RW_INLINE void keep_lanes(char *to, ptrdiff_t ld, int r, V (&x)[M][N], Single) {
+template <class Op, int M, int N>
+RW_INLINE void keep_lanes(char *to, ptrdiff_t ld, int r, V (&x)[M][N]) {
 #pragma GCC unroll 16
   for (int i = 0; i < M; ++i)
 #pragma GCC unroll 8
-    for (int j = 0; j < N; ++j) store(to + (r + i) * ld + j * W * 4, x[i][j]);
-}
+    for (int j = 0; j < N; ++j) {
 #if defined(RW_PAIRS)
-template <int M, int N>
-RW_INLINE void keep_lanes(char *to, ptrdiff_t ld, int r, V (&x)[M][N], Pair) {
-#pragma GCC unroll 16
-  for (int i = 0; i < M; ++i)
-#pragma GCC unroll 8
-    for (int j = 0; j < N; ++j) store_narrow(to + (r + i) * ld + j * W * 2, x[i][j]);
-}
+      if constexpr (Op::depth == 2) {
+        store_narrow(to + (r + i) * ld + j * W * 2, x[i][j]);
+        continue;
+      }
 #endif
+      store(to + (r + i) * ld + j * W * 4, x[i][j]);
+    }
+}
 
 template <class Op>
 RW_INLINE ptrdiff_t kept_row(const Problem &pb) {
@@ -111,7 +110,7 @@ inline void list_panel(const Problem &pb, const ListMemory &m, float size, int l
         acc[i][j] = select(attends[j], e, V{});
         store(p + ((r + i) * N + j) * W, acc[i][j]);
       }
-    keep_lanes(kept_weights, ld, r, acc, Op());
+    keep_lanes<Op>(kept_weights, ld, r, acc);
   };
   sweep<Op, true, N>(keys.k.data, keys.k.ld, keys.n, pb.d / Op::depth, x, Nothing(),
                      [&](auto block, int r, auto &acc) __attribute__((always_inline)) {
@@ -141,14 +140,14 @@ inline void list_panel(const Problem &pb, const ListMemory &m, float size, int l
                          keep(m.dt, r, acc, Single());
                        } else {
                          keep(ds, r, acc, Op());
-                         keep_lanes(kept_slopes, ld, r, acc, Op());
+                         keep_lanes<Op>(kept_slopes, ld, r, acc);
                        }
                      });
   if constexpr (Scored) {
     pairs.chain(m.dt, 0, keys.n, lane, N * W);
     each_rows<N>(m.dt, keys.n, [&](int r, auto &acc) __attribute__((always_inline)) {
       keep(ds, r, acc, Op());
-      keep_lanes(kept_slopes, ld, r, acc, Op());
+      keep_lanes<Op>(kept_slopes, ld, r, acc);
     });
   }
   float *dq = m.dq + (ptrdiff_t)lane * pb.d;
@@ -244,7 +243,7 @@ inline void add_listed(const char *rows, ptrdiff_t ld, const int32_t *keys, int 
   }
 }
 
-constexpr int kListedRows = 48;  // keys whose sums are in the cache together
+constexpr int kListedRows = 48;  // keys added together; the cache holds their sums
 
 // Adds what the queries of a window keep to the sums of the keys [from, to).
 template <class Op>

@@ -111,7 +111,7 @@ struct Problem {
   Spacing spacing;
   ScoreTerms score_terms;
   int64_t batch = 0, q_heads = 0, kv_heads = 0, nq = 0, nk = 0;
-  int64_t tokens = 0;  // with chosen keys, of which there are nk: number of all keys
+  int64_t tokens = 0;  // with chosen keys: number of all keys, where nk counts the chosen ones
   int d = 0, dv_dim = 0;
   float scale = 1;
   int32_t *below = nullptr;  // forward sets it if an allowed score is below the range of float32
@@ -201,7 +201,7 @@ struct Kernel {
   void (*backward_join)(const Problem &, const Unit &, const Join &, const Turns &, char *memory, const float *partials,
                         size_t stride);
   // Backward of packed keys, see backward_lists.h: bytes that a query keeps, and of the scratch memory; the two phases,
-  // for a query and for the keys [from, to) of the window [first, last); what is before and after all windows.
+  // for a query and for the keys [from, to) over the window [first, last); the beginning and the end of the sums.
   size_t (*kept_query_bytes)(const Problem &, int most);
   size_t (*query_bytes)(const Problem &);
   void (*backward_query)(const Problem &, const Unit &, int64_t tile, const ListSums &, char *memory, char *kept);

@@ -9,7 +9,7 @@ namespace ringweave {
 // `work` is row_work(pb) for forward and column_work(pb) for backward, made for the call or cached for equal calls.
 void forward(const Problem &pb, const Work &work, const Kernel &kernel, int threads);
 void backward(const Problem &pb, const Work &work, const Kernel &kernel, int threads);
-// Backward of packed keys, whose plan check_packed (module.cpp) has checked; it has no work by columns.
+// Backward of packed keys; check_packed (module.cpp) checks their plan. There is no work by columns.
 void backward_lists(const Problem &pb, const Kernel &kernel, int threads);
 void tile_mass(const Problem &pb, const Mass &mass, const Kernel &kernel, int threads);
 void choose(const Problem &pb, const Choice &choice, const Kernel &kernel, int threads);

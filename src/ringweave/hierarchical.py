@@ -97,8 +97,7 @@ def hierarchical_attention(
     top_k, window = (whole(name, x, 0, error=ShapeError) for name, x in (("top_k", top_k), ("window", window)))
     gated = one_of("combine", combine, COMBINATIONS) == "gates"
     _check_gates(gates, gated, q)
-    # A trace unrolls the tiles, so lengths must be constants: with symbolic lengths a trace takes minutes, and it would
-    # not be valid for other lengths anyway.
+    # A trace unrolls the chunks of the choice, so lengths must be constants.
     nq, nk = operator.index(q.shape[2]), operator.index(k.shape[2])
     geometry = _Geometry(pool, nq, nk, q_offset, top_k, 0 if gated else -(-window // pool), causal)
     with torch.autocast(q.device.type, enabled=False):

@@ -123,6 +123,17 @@ def test_gathered_blocks_are_those_of_the_gathered_tokens(
     torch.testing.assert_close(*shares)
 
 
+@pytest.mark.parametrize(
+    ("reduce", "tokens"), [(lambda x: x[:, :, 1::8][:, :, 1:], 64), (lambda x: x.sum(2), 64), (lambda x: x.sum(2), 7)]
+)
+def test_a_map_of_blocks_that_returns_other_rows_is_refused(reduce: Any, tokens: int) -> None:
+    """Padding would take the place of missing rows."""
+    ctx = ContextParallel(None, WINDOW, tokens, heads=(2, 2))
+    local = ctx.shard(torch.randn(2, 3, tokens, 2), 2)
+    with pytest.raises(ShapeError, match=r"reduce\(x\): got \(.*\) for \d+ tokens; wanted \d+ rows"):
+        ctx.gather_blocks(local, reduce, 8)
+
+
 def test_gathered_blocks_move_a_row_for_each() -> None:
     """Zigzag pieces of 128 tokens hold whole blocks of 32, so that no token moves; with a stride, those at their ends do."""
 

@@ -92,8 +92,7 @@ def _work(operands: Operands, branch: Branch, backward: bool = False) -> tuple[B
     group, terms = operands.q.shape[1] // operands.k.shape[1], operands.terms
     lists = shared_lists(branch, group, frozenset() if terms is None else terms.names)
     # measured: with fewer rows, tiles of many queries are faster for neighbours that choose the same keys
-    few = 8 * group < 5 * -(-group // _LANES) * _LANES
-    if lists is None or (backward and lists.packed and few):
+    if lists is None or (backward and lists.packed and 8 * group < 5 * -(-group // _LANES) * _LANES):
         return branch.plan("cpu"), terms, 1
     plan = branch.plan_by_query(group)
     if terms is not None:
@@ -116,8 +115,8 @@ def shared_lists(branch: Branch, group: int, features: frozenset[str]) -> Lists 
     lists = branch.lists
     if lists is None or not lists.serve(group) or by_head(lists.relation):
         return None
-    alike = all(name in KINDS and not KINDS[name].axes and not KINDS[name].distances for name in features)
-    return lists if alike else None
+    same_terms = all(name in KINDS and not KINDS[name].axes and not KINDS[name].distances for name in features)
+    return lists if same_terms else None
 
 
 def _chosen(plan: BlockPlan) -> Tensor | None:

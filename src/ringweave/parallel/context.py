@@ -260,19 +260,28 @@ class ContextParallel:
         Returns:
             (..., (seq_len - size) // stride + 1, E): the full blocks of the sequence.
         Raises:
-            ShapeError: x does not have ``local`` tokens, or the sizes do not fit.
+            ShapeError: x does not have ``local`` tokens, the sizes do not fit, or ``reduce`` returns another number of
+                rows.
         """
         size = whole("size", size, 1, error=ShapeError)
         stride = size if stride is None else whole("stride", stride, 1, size, error=ShapeError)
         dim = dimension(x, -2)
         self._shards.check("x", x, dim)
-        if self.seq_len < size:
-            return reduce(x[..., :0, :])
-        blocks = self._shards.blocks(size, stride)
 
         def reduced(tokens: Tensor, bounds: list[tuple[int, int]]) -> Tensor:
-            return torch.cat([reduce(tokens.narrow(dim, a, b - a)) for a, b in bounds or [(0, 0)]], dim)
+            parts = []
+            for begin, end in bounds or [(0, 0)]:
+                rows, count = reduce(tokens.narrow(dim, begin, end - begin)), max(0, (end - begin - size) // stride + 1)
+                # padding would take the place of missing rows
+                if rows.ndim != x.ndim or rows.shape[dim] != count:
+                    got, wanted = f"{tuple(rows.shape)} for {end - begin} tokens", f"{count} rows, (..., {count}, E)"
+                    raise ShapeError("reduce(x)", got, wanted, "Return a row for each full block.")
+                parts.append(rows)
+            return torch.cat(parts, dim)
 
+        if self.seq_len < size:
+            return reduced(x, [])
+        blocks = self._shards.blocks(size, stride)
         found = None
         if blocks.inner.local:
             found = self._rows(reduced(x, blocks.inner_tokens), dim, blocks.inner)
@@ -284,11 +293,8 @@ class ContextParallel:
         return crossing if found is None else found.index_copy(dim, blocks.crossing.to(x.device), crossing)
 
     def _rows(self, x: Tensor, dim: int, rows: Rows) -> Tensor:
-        """Gather rows of which this rank has those of x, without padding, differentiably."""
-        padding = rows.local - x.shape[dim]
-        if padding:
-            x = torch.cat([x, x.new_zeros(*x.shape[:dim], padding, *x.shape[dim + 1 :])], dim)
-        whole: Tensor = Gather.apply(x, self, dim, rows)  # type: ignore[no-untyped-call]
+        """Gather rows of which this rank has those of x, with or without padding, differentiably."""
+        whole: Tensor = Gather.apply(rows.padded(x, dim), self, dim, rows)  # type: ignore[no-untyped-call]
         return whole
 
     def _gathered(self, x: Tensor, dim: int, rows: Rows) -> tuple[Tensor, tuple[int, ...]]:
@@ -304,7 +310,7 @@ class ContextParallel:
         with self.call.call_scope(tag=None, **_form(gradient, dim)) as call:
             named = call.with_fields(call=name[0], tag=name[1:])
             total = named.reduce_scatter(rows.parts(gradient, dim), "gradients of shards")
-        return rows.padded(total, dim)
+        return rows.padded(total, 0).movedim(0, dim)
 
     # ---- attention ---------------------------------------------------------------------------------------------------
 

@@ -39,11 +39,12 @@ class Rows:
         """Cut a whole tensor into the rows of each rank, without padding; rows come first."""
         return [x.movedim(dim, 0).index_select(0, places.to(x.device)) for places in self.places]
 
-    def padded(self, part: Tensor, dim: int) -> Tensor:
-        """Return a rank's rows, which come first, with padding of zeros; rows are in ``dim``."""
-        shard = part.new_zeros(self.local, *part.shape[1:])
-        shard[: len(part)] = part
-        return shard.movedim(0, dim)
+    def padded(self, x: Tensor, dim: int) -> Tensor:
+        """Return a rank's rows with padding of zeros, differentiably."""
+        padding = self.local - x.shape[dim]
+        if not padding:
+            return x
+        return torch.cat([x, x.new_zeros(*x.shape[:dim], padding, *x.shape[dim + 1 :])], dim)
 
 
 class Shards(Rows):
@@ -69,13 +70,7 @@ class Shards(Rows):
             raise ShapeError(
                 f"x.shape[{dim}]", x.shape[dim], f"{self.total} tokens", "Pass the whole tensor, and its dim."
             )
-        mine = x.index_select(dim, self.places[self.rank].to(x.device))
-        padding = self.local - mine.shape[dim]
-        if not padding:
-            return mine
-        shape = list(mine.shape)
-        shape[dim] = padding
-        return torch.cat([mine, mine.new_zeros(shape)], dim)
+        return self.padded(x.index_select(dim, self.places[self.rank].to(x.device)), dim)
 
     def check(self, name: str, x: Tensor, dim: int) -> None:
         """Raise ShapeError unless x has the tokens of a shard along ``dim``."""
