@@ -1,8 +1,8 @@
-"""Each figure of README and of the pages is in the raw lines, as the pages round it, or is one of those that nobody measures.
+"""The figures of README and of the pages are in the raw lines, as the pages round them.
 
-A figure is a number with a unit of time, memory or speed, a percentage, or a ratio such as 1/13 and "3 times". What the
-claims below do not account for must be listed with the reason: a limit that the code sets, a figure that a test holds,
-an assumption, or a measurement of which no lines were kept, as its page then says.
+A figure is a number with a unit of time, memory or speed, a percentage, or a ratio such as 1/13 and "3 times"; cells of
+a table often have their unit in its head, so claims name them. A figure without a claim is listed with its reason: a
+limit that the code sets, an assumption, a test, or a measurement without lines, as its page then says.
 """
 
 from __future__ import annotations
@@ -97,6 +97,10 @@ def of_models() -> Iterator[tuple[str, str]]:
             memory = figure("cpu-models.jsonl", f"{model}, {step}: peak memory over sdpa's", size)
             name = f"{title}, {step}" if step == steps[0] else f"the same, {step}"
             yield AMD, f"| {name} | {tokens:,} | {time:.2f} | {memory:.2f} |"
+            if tokens == 512:
+                time = figure("cpu-models.jsonl", f"{model}, {step}: ringweave's time over eager's", size)
+                more = figure("cpu-models.jsonl", f"{model}, {step}: peak memory over eager's", size)
+                yield AMD, f" | {memory:.2f} | {time:.2f} | {more:.2f} |"
 
 
 def of_decoding() -> Iterator[tuple[str, str]]:
@@ -201,6 +205,54 @@ def of_small_calls() -> Iterator[tuple[str, str]]:
     yield AMD, f"SDPA's time over ringweave's: {', '.join(ratios)}."
 
 
+def of_small_calls_on_intel() -> Iterator[tuple[str, str]]:
+    for case in SMALL:
+        us = line("intel/cpu-calls.jsonl", case=case)["us"]
+        step = case == "decoding step of 32 layers"
+        for who, row in (
+            ("ringweave", f"a {case}, causal" if step else case),
+            ("ringweave, window", "which attends less"),
+        ):
+            if who in us:
+                mine, theirs = us[who]["median"], us["sdpa"]["median"]
+                cells = [f"{x:.{0 if x > 30 else 1}f}" if x < 1000 else f"{x:,.0f}" for x in (mine, theirs)]
+                yield INTEL, f"{row} | {' | '.join(cells)} | {mine / theirs:.{2 if step else 1}f} |"
+    for dtype, row in (
+        ("float32", "forward, 512 tokens, 8 heads, float32"), ("bfloat16", "the same in bfloat16"),
+        ("float16", "the same in float16"),
+    ):  # fmt: skip
+        us = line("intel/cpu-calls.jsonl", case=f"forward, 512 tokens, 8 heads of 64, torch.{dtype}")["us"]
+        mine, theirs = us["ringweave"]["median"], us["sdpa"]["median"]
+        yield INTEL, f"| {row} | {mine:,.0f} | {theirs:,.0f} | {mine / theirs:.1f} |"
+
+
+def of_quality() -> Iterator[tuple[str, str]]:
+    def values(part: str, method: str, tokens: int) -> list[float]:
+        return [
+            one["value"]
+            for one in lines("cpu-quality.jsonl")
+            if (one.get("part"), one.get("method"), one.get("tokens")) == (part, method, tokens)
+        ]
+
+    def cell(found: list[float], digits: int) -> str:
+        return f"{statistics.mean(found):.{digits}f}" if found else ""
+
+    dense = values("bits per byte", "dense", 1024)
+    for method, name in {
+        "local": "local", "local + random": "local + random", "mean": '`"mean"`', "antidiagonal": '`"antidiagonal"`',
+        "top_p": '`"top_p"`', "bounds": '`"bounds"`', "tracker": "tracker", "indexer": "indexer, trained",
+        "scheduled": "scheduled from 0.5 to 0.9 sparsity", "hierarchical": "hierarchical (more pairs: means too)",
+        "best blocks": "best blocks of each row",
+    }.items():  # fmt: skip
+        bits = [value / dense[seed] for seed, value in enumerate(values("bits per byte", method, 1024))]
+        spelled = [
+            *(cell(values(part, method, 4096), 3) for part in ("recall", "recall beyond the window")),
+            cell(bits, 3),
+            *(cell(values(part, method, 16384), 2) for part in ("associative recall", "needle")),
+        ]
+        yield "docs/sparse_training.md", f"| {name} | {' | '.join(spelled)} |"
+
+
 def of_intel() -> Iterator[tuple[str, str]]:
     def value(what: str, size: str, digits: str = ".0%") -> str:
         return f"{figure('intel/bench.jsonl', what, size):{digits}}"
@@ -281,7 +333,7 @@ def of_pages() -> Iterator[tuple[str, str]]:
     few, some, many = (value(f"plan of {count} new") for count in (3, 16, 64))
     yield "docs/embed.md", f"takes about {few:.0f} ms with 3 documents, {some:.0f} ms with 16 and {many:.0f} ms with 64"
     new, table = value("a score function over its term: a new"), value("a score function over its term: a table")
-    yield "docs/flex_attention.md", f"each formula and size of a call, which takes about {new:.1f} ms."
+    yield "docs/flex_attention.md", f"each formula and size of a call, which takes about {new:.1f} ms"
     yield "docs/flex_attention.md", f"are made again at each call, which takes about {table:.1f} ms."
     yield "docs/flex_attention.md", f"which takes about {value('a mask function that reads'):.1f} ms per MiB"
     slow, fast = (1 - value("the fast order", f"rate {rate}") for rate in (16, 64))
@@ -514,7 +566,7 @@ STATED: dict[str, dict[str, str]] = {
         "230 microseconds": KEPT,
         "at 20 GB/s": KEPT,
         "takes 11 times as long": KEPT,
-        "a window took 1.9 ms before, a causal backward 9.8": "gpu/notes/configurations.md",
+        "a window took 1.9 ms before, a causal backward 9.8": KEPT,
         "at most 1,500 seconds": LIMIT,
         "(at most 16 MiB)": LIMIT,
     },

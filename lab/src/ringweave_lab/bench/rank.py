@@ -109,7 +109,8 @@ def measure(carrier: Transport, options: Options) -> list[Record]:
     one.learn(timing=Timing(one.timing.seconds[1:]))
     slower = (max(seconds) / 1e9 for seconds in zip(*(rank[2:] for rank in every), strict=True))
     two.learn(timing=Timing(tuple(slower)))
-    return records(one, two, options, max(rank[0] for rank in every) / _full_ring(problem, ctx.size))
+    full = _full_ring(problem.tokens, ctx.size, problem.key_heads, dtype, problem.head_dim)
+    return records(one, two, options, max(rank[0] for rank in every) / full)
 
 
 def modules(carrier: Transport, options: Options) -> list[Record]:
@@ -125,11 +126,10 @@ def modules(carrier: Transport, options: Options) -> list[Record]:
     )  # fmt: skip
     found: list[Record] = []
     for name, make, given in kinds:
-        given |= {"embed_dim": width, "num_heads": 16, "rotary_base": 1e4}
         ctx = ContextParallel(carrier, rw.Causal(), tokens, heads=(16, given["num_kv_heads"]))
         torch.manual_seed(0)
-        one, x = make(**given), torch.randn(1, tokens, width)
-        two = make(**given, context=ctx)
+        one, x = make(width, 16, rotary_base=1e4, **given), torch.randn(1, tokens, width)
+        two = make(width, 16, rotary_base=1e4, context=ctx, **given)
         two.load_state_dict(one.state_dict())
         calls = {1: _trained(one, x), 2: _trained(two, ctx.shard(x))}
         apart = [bool(torch.allclose(ctx.unshard(calls[2]()), calls[1](), rtol=1e-4, atol=1e-4))]
@@ -138,7 +138,7 @@ def modules(carrier: Transport, options: Options) -> list[Record]:
         carrier.counters.reset()
         calls[2]()
         received = torch.tensor([sum(carrier.counters.received)])
-        share = int(carrier.agree(received, what="bytes").max()) / _full_ring_of(tokens, ctx.size, ctx.heads[1], 64, 4)
+        share = int(carrier.agree(received, what="bytes").max()) / _full_ring(tokens, ctx.size, ctx.heads[1], x.dtype)
         seconds: dict[int, list[float]] = {1: [], 2: []}
         for _ in range(options.rounds or (2 if options.quick else 5)):
             for ranks, call in calls.items():
@@ -194,13 +194,9 @@ def records(one: Entry, two: Entry, options: Options, share: float | None = None
     ]
 
 
-def _full_ring(problem: Problem, ranks: int) -> float:
+def _full_ring(tokens: int, ranks: int, key_heads: int, dtype: torch.dtype, head_dim: int = 64) -> float:
     """Return the bytes that a rank receives if all keys and values, and their float32 gradients, go around the ring."""
-    return _full_ring_of(problem.tokens, ranks, problem.key_heads, problem.head_dim, problem.dtype.itemsize)
-
-
-def _full_ring_of(tokens: int, ranks: int, key_heads: int, head_dim: int, itemsize: int) -> float:
-    return tokens * (ranks - 1) / ranks * key_heads * 2 * head_dim * (itemsize + 4)
+    return tokens * (ranks - 1) / ranks * key_heads * 2 * head_dim * (dtype.itemsize + 4)
 
 
 def main() -> None:
