@@ -202,6 +202,7 @@ def test_names_are_frozen() -> None:
         "models",
         "quality",
         "seeds",
+        "pages",
         "ring",
     ]
     assert {"CASES", "CaseResult", "Options", "Outcome", "Peer", "Target", "compare", "peers"} <= {*bench.__all__}
