@@ -365,18 +365,6 @@ def test_bias_of_minus_infinity_leaves_pairs_out(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ABLE)
-def test_a_masked_nan_stays_where_it_is(backend: str) -> None:
-    n, names = 70, ("softcap", "distance", "bias")
-    x, terms = inputs(n), make(names, n, torch.float32)
-    x.k[:, :, -1] = torch.nan
-    pattern = rw.Causal()
-    got = ours(x, pattern, terms, backend)
-    for name in ("out", "lse"):
-        assert not got[name][:, :, :-1].isnan().any(), name
-        assert got[name][:, :, -1].isnan().all(), name
-
-
-@pytest.mark.parametrize("backend", ABLE)
 @pytest.mark.parametrize("size", [2e19, torch.inf])
 def test_scores_out_of_range_are_told_whatever_the_terms(backend: str, size: float) -> None:
     # a cap would hide an error before it
