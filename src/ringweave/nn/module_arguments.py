@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..api import longnet_attention
 from ..call import Arguments
-from ..checks import whole
+from ..checks import check_device, check_dtype, named_device, number, whole
 from ..errors import ShapeError, UnsupportedError, shown
 from ..hierarchical import hierarchical_attention
 from ..weights import attention_weights
@@ -44,6 +44,24 @@ def refuse_pattern(options: Mapping[str, object], why: str) -> None:
     """Raise UnsupportedError if the options of a module that has its own pattern contain one."""
     if "pattern" in options:
         raise UnsupportedError("pattern", shown(options["pattern"]), "no such option", f"Leave it out: {why}.")
+
+
+def checked_base(rotary_base: object, head_dim: int) -> float | None:
+    """Return the checked base of rotary position embeddings; a power of a base below 1 may be infinite or NaN."""
+    if rotary_base is None:
+        return None
+    base = number("rotary_base", rotary_base, 1.0, error=ShapeError)
+    if head_dim % 2:
+        raise ShapeError("head dim", head_dim, "an even number, for rotary_base", "Change num_heads.")
+    return base
+
+
+def module_place(device: object, dtype: object) -> dict[str, Any]:
+    """Return the checked device and dtype of a module's parameters; each may be None, and the device may be meta."""
+    place = None if device is None else named_device(device)
+    if place is not None and place.type != "meta":
+        check_device(place)
+    return {"device": place, "dtype": check_dtype(dtype)}
 
 
 def module_sizes(embed_dim: int, num_heads: int, num_kv_heads: int | None) -> tuple[int, int, int]:
