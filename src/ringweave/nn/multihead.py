@@ -50,7 +50,7 @@ class MultiheadAttention(nn.Module):
         pattern: Pattern that says which (head, query, key) triples may attend.
         num_kv_heads: Key heads; divides num_heads. With fewer, the projections of keys and values are smaller.
         qk_norm: Whether each head's queries and keys are normalised before rotation, by RMSNorm over their channels.
-        rotary_base: Base of rotary position embeddings, such as 10000.0; None for no rotation.
+        rotary_base: Base of rotary position embeddings, at least 1, such as 10000.0; None for no rotation.
         terms: Score terms, or functions, as in :func:`ringweave.attention`. The caller registers their parameters and
             keeps the tensors: the module does not see those that ``functional_call`` or
             ``load_state_dict(assign=True)`` put in their place.
