@@ -116,6 +116,11 @@ CASES: dict[str, Case] = {
         lambda w: [lambda s, b, h, q, k: s * w[b], lambda s, b, h, q, k: s + 0.3 * torch.cos((q - 2 * k) / 10)],
         lambda b, h, n, m: {"w": (b,)},
     ),
+    # also rows without a pair
+    "holes": Case(
+        lambda w: lambda s, b, h, q, k: torch.where(((q * 7 + k * k) % 5 > 1) & (q % 11 > 0), s * w[h], -INF),
+        lambda b, h, n, m: {"w": (h,)},
+    ),
     "unread": Case(lambda w: unread(lambda s, b, h, q, k: s * w[h] + k / 50), lambda b, h, n, m: {"w": (h,)}),
 }
 SOME = ["distances", "term, then function", "rows", "unread"]
@@ -353,7 +358,6 @@ def test_options_have_the_effect_that_they_have_with_terms(option: str, function
         ({"precision": rw.Precision(kv=torch.int8)}, "precision.kv"),
         ({"precision": rw.Precision(table=torch.bfloat16)}, "precision.table"),
         ({"precision": rw.Precision(summation_order="fast")}, "precision.summation_order"),
-        ({"context": rw.ContextParallel(None, rw.Causal(), 40, heads=(HEADS, HEADS))}, "context"),
     ],
     ids=str,
 )
