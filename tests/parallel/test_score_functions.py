@@ -107,6 +107,27 @@ def test_large_scores(schedule: str) -> None:
     check_errors(found, want, [errors(theirs, want)], 2e-6)
 
 
+@pytest.mark.usefixtures("_one_seed")
+@pytest.mark.parametrize("placed", ["causal, everything", "ring", "ring, by dense_batched"])
+def test_numbers_that_no_query_attends_reach_nothing(placed: str) -> None:
+    """NaN in the last queries, keys and values, on every rank, leaves the bits of all other rows and gradients."""
+    _, _, options = PLACED[placed]
+    clean, last = Inputs.random(TOKENS, batch=2, heads=4, kv_heads=2, dim=8), 190
+    mask = rw.Causal() & ~rw.Sinks(torch.arange(TOKENS) >= last)
+    masked = Given(lambda w: lambda s, b, h, q, k: torch.where(k < last, s + s * s * w[h], -INF), {"w": torch.ones(4)})
+    plain = Given(lambda w: lambda s, b, h, q, k: s + s * s * w[h], {"w": torch.ones(4)})
+    broken = Inputs(*(x.clone() for x in (clean.q, clean.k, clean.v, clean.dout, clean.dlse)))
+    for x in broken.k, broken.v:
+        x[:, :, last:] = torch.nan
+    for pattern, terms in ((mask, plain), (rw.Causal(), masked)):
+        found, want = (together(run(4, share, x, pattern, terms, options), TOKENS) for x in (broken, clean))
+        for name in want:
+            got, wanted = found[name], want[name]
+            if name in ("dk", "dv"):
+                got, wanted = got[:, :, :last], wanted[:, :, :last]
+            assert torch.equal(got, wanted), (name, pattern)
+
+
 @pytest.mark.parametrize("schedule", ["allgather", "ring"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_dtypes(dtype: torch.dtype, schedule: str) -> None:
