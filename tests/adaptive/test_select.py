@@ -433,6 +433,19 @@ def test_refusals(how: dict[str, object], error: type[Exception], text: str) -> 
         select(x.q, x.k, block_size=32, **how)
 
 
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"heads": "kv"}, {"pool": 8}, {"method": "antidiagonal"}, {"method": "top_p", "pool": 8}, {"method": "bounds"}],
+    ids=lambda how: " ".join(map(str, how.values())) or "mean",
+)
+def test_autocast_changes_no_choice(how: dict[str, Any]) -> None:
+    x = Inputs.random(512, batch=2, heads=4, kv_heads=2, dim=32)
+    amount: dict[str, Any] = {"density": 0.3, "block_size": 32}
+    with torch.autocast("cpu", torch.bfloat16):
+        got = select(x.q, x.k, **amount, **how)
+    assert torch.equal(got.blocks.listed(), select(x.q, x.k, **amount, **how).blocks.listed())
+
+
 def test_a_mass_of_pools() -> None:
     """With pools, a row's blocks hold the mass of the softmax, and no left-out block holds more than a chosen one."""
     x = Inputs.random(256, heads=2, dim=16)
