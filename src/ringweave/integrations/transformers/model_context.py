@@ -218,8 +218,9 @@ _TAKEN = ("input_ids", "labels", "attention_mask", "position_ids")
 class _Elsewhere:
     """A rank of a group in another process: a context with it shards batches, but computes nothing."""
 
-    def __init__(self, rank: int, size: int):
-        self.rank, self.size, self.deadline, self.retries, self.call_count = rank, size, 0.0, 0, 0
+    def __init__(self, rank: int, size: int, options: dict[str, Any]):
+        self.rank, self.size, self.call_count = rank, size, 0
+        self.deadline, self.retries = options.get("deadline", 0.0), options.get("retries", 0)
         self.counters, self.trace = Counters(size), None
 
     def open(self) -> str:
@@ -242,7 +243,7 @@ def _found(name: str, config: Any, options: dict[str, Any], rank: int, size: int
     known = _LIVE.get(name)
     if known is None:
         known = object.__new__(ModelContext)
-        known._begin(name, config, options, _Elsewhere(rank, size))
+        known._begin(name, config, options, _Elsewhere(rank, size, options))
     return known
 
 
