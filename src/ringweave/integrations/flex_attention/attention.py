@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as peer
 
 from ... import validate
 from ...api import attention_with_lse
@@ -83,8 +84,6 @@ def flex_attention(
         Dong et al. (2024), Flex Attention: a programming model for generating optimized attention kernels.
     """
     if isinstance(query, Tensor) and query.device.type != "cpu":
-        from torch.nn.attention import flex_attention as peer
-
         return peer.flex_attention(
             query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
             return_aux=return_aux,
@@ -94,9 +93,7 @@ def flex_attention(
     with torch.autocast("cpu", enabled=False):
         out, lse, most = _attend(call, score_mod, block_mask, with_max)
     if return_aux is not None:
-        from torch.nn.attention.flex_attention import AuxOutput
-
-        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=most)
+        return out, peer.AuxOutput(lse=lse if return_aux.lse else None, max_scores=most)
     return (out, lse) if return_lse else out
 
 
