@@ -13,7 +13,7 @@ from ..errors import ShapeError, UnsupportedError
 from ..hierarchical import COMBINATIONS, hierarchical_attention
 from ..patterns import Causal, Full, Pattern
 from ..weights import BlockWeights
-from .module_arguments import accepted_options, refuse_pattern
+from .module_parts import accepted_options, refuse_pattern
 from .multihead import MultiheadAttention
 
 
