@@ -139,7 +139,9 @@ def test_a_collator_has_no_entry_that_shards_leave_out() -> None:
     collate = context.collate(lambda batches: batches[0])
     assert collate([{"input_ids": ids, "position_ids": ids, **bounds}])["attention_mask"].packed is not None
     for entries in (bounds, {"token_type_ids": ids}, {"inputs_embeds": ids, "position_ids": ids}):
-        with pytest.raises(rw.UnsupportedError, match=f"batch: got .*{next(iter(entries))}.* of the collator; wanted only"):
+        with pytest.raises(
+            rw.UnsupportedError, match=f"batch: got .*{next(iter(entries))}.* of the collator; wanted only"
+        ):
             collate([{"input_ids": ids, **entries}])
 
 
