@@ -19,6 +19,7 @@ from ...api import attention_with_lse
 from ...cache import PATTERNS
 from ...call import Arguments
 from ...call import Call as AttentionCall
+from ...errors import UnsupportedError
 from ...patterns import Full, Pattern
 from ...patterns.cache_key import TableId
 from ...patterns.recorded import Recorded, recorded
@@ -138,11 +139,15 @@ def explain(
         function is, or that it takes the slower general path, and why.
     Raises:
         ShapeError: The arguments do not fit; as in :func:`flex_attention`.
+        UnsupportedError: The tensors are on another device, where torch's function computes the call.
     Example:
         >>> from ringweave.integrations.flex_attention import explain
         >>> print(explain(q, k, v, lambda score, b, h, i, j: score.relu()).splitlines()[-1])
         score_mod general path, slower than terms: relu of the score is no score term
     """
+    if isinstance(query, Tensor) and query.device.type != "cpu":
+        wanted = "cpu: torch's function computes tensors on other devices"
+        raise UnsupportedError("query.device", query.device, wanted, "Explain tensors on the CPU, or use rw.explain.")
     call = checked(query, key, value, block_mask, scale, enable_gqa)
     validate.check_tensors(*call[:3])
     query, key, value = call[:3]
@@ -151,8 +156,8 @@ def explain(
     grad = any(x.requires_grad for x in (query, key, value))
     return explanation.explain(
         pattern, nq, key.shape[2], heads=heads, kv_heads=key.shape[1], head_dim=head_dim, value_dim=value.shape[3],
-        batch=batch, dtype=query.dtype, device=query.device, needs_grad=grad, terms=score_mod, q_offset=0,
-        as_dict=as_dict,
+        batch=batch, dtype=query.dtype, device=query.device, scale=call.scale, needs_grad=grad, terms=score_mod,
+        q_offset=0, as_dict=as_dict,
     )  # fmt: skip
 
 
