@@ -21,14 +21,20 @@ from ..precision import Precision, as_precision
 from ..program import Program
 from ..trace.values import Place
 from ..validate import check_tensors
-from .call_checks import check_backend, check_pattern, check_pattern_of_call, check_replicated, check_shards
+from .context_checks import (
+    ContextOptions,
+    check_backend,
+    check_pattern,
+    check_pattern_of_call,
+    check_replicated,
+    check_shards,
+)
 from .execution import wire as wires
 from .execution.collective import CallCounter, CollectiveCall
 from .execution.header import TAG_WORDS, Digest, Value, text_words
 from .execution.pending_table import PendingTable, rows_of
 from .execution.wire import WireStatistics
 from .operators import Session, attend
-from .options import ContextOptions
 from .planning.choice import place
 from .planning.placement import Placement
 from .planning.workload import Widths, pair_of_heads, patterns_of
