@@ -161,7 +161,9 @@ class BlockIndexer(nn.Module):
             ShapeError: The placement splits a block.
             RingError: Ranks share different versions or shapes.
         """
-        every, side = context.unshard(k, 2), self.block_size
+        side = self.block_size
+        context.placement.block_numbers(context.rank, side)
+        every = context.unshard(k, 2)
         sizes = len(q), self.heads, context.local // side, -(-context.seq_len // side) + 1
         rows = torch.zeros(sizes, dtype=torch.bool, device="cpu")
         for begin, end, position in token_runs(context, context.seq_len):
