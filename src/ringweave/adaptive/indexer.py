@@ -137,7 +137,7 @@ class BlockIndexer(nn.Module):
         one_of("heads", heads, HEADS)
         grid = self._grid(q, k, q_offset, causal, local, sinks)
         amount = amount_of("mean", top_k, mass, density, grid)
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             score = self._scorer(q, k, grid)
             groups = {"query": 0, "kv": self.kv_heads, "shared": 1}[heads]
             return top_blocks(score, grid, amount, self._step(q, grid), groups, self.heads, False, q.device)
@@ -161,7 +161,9 @@ class BlockIndexer(nn.Module):
             ShapeError: The placement splits a block.
             RingError: Ranks share different versions or shapes.
         """
-        every, side = context.unshard(k, 2), self.block_size
+        side = self.block_size
+        context.placement.block_numbers(context.rank, side)
+        every = context.unshard(k, 2)
         sizes = len(q), self.heads, context.local // side, -(-context.seq_len // side) + 1
         rows = torch.zeros(sizes, dtype=torch.bool, device="cpu")
         for begin, end, position in token_runs(context, context.seq_len):
@@ -205,7 +207,6 @@ class BlockIndexer(nn.Module):
         begins = range(0, grid.rows, step)
         edges = torch.tensor([*begins, grid.rows], device=row.device)
         ends = torch.searchsorted(row[order], edges).tolist()
-        score = self._scorer(q, k, grid)
 
         def part(begin: int, first: int, last: int) -> tuple[Tensor, Tensor]:
             rows = range(begin, min(begin + step, grid.rows))
@@ -222,10 +223,13 @@ class BlockIndexer(nn.Module):
             divergence = torch.special.xlogy(share, share) - share * foreseen
             return (divergence.sum(-1) * some).sum(), some.sum()
 
-        sums = [
-            checkpoint(part, begin, first, last, use_reentrant=False) if len(begins) > 1 else part(begin, first, last)
-            for begin, first, last in zip(begins, ends[:-1], ends[1:], strict=True)
-        ]
+        # the scores that it learns are those that choose
+        with torch.autocast(q.device.type, enabled=False):
+            score = self._scorer(q, k, grid)
+            sums = [
+                checkpoint(part, *each, use_reentrant=False) if len(begins) > 1 else part(*each)
+                for each in zip(begins, ends[:-1], ends[1:], strict=True)
+            ]
         total, count = (torch.stack(each).sum() for each in zip(*sums, strict=True))
         return total / count.clamp(min=1)
 

@@ -15,9 +15,7 @@ from ..patterns import Documents, Pattern, check_extents
 from ..precision import NATIVE, Precision, as_precision
 from ..types import AttentionOutput
 from .key_cache import KeyCache, Owner
-from .module_arguments import checked_base, module_place, module_sizes
-from .rotation import rotated
-from .unused import connected
+from .module_parts import checked_rotary_base, connected, head_norms, module_place, module_sizes, rotated
 
 if TYPE_CHECKING:
     from ..parallel import ContextParallel
@@ -53,7 +51,7 @@ class ChoosingAttention(nn.Module):
         self.head_dim = self.embed_dim // self.num_heads
         check_context(context)
         self.context, self.backend, self.precision = context, backend, as_precision(precision)
-        self.rotary_base = checked_base(rotary_base, self.head_dim)
+        self.rotary_base = checked_rotary_base(rotary_base, self.head_dim)
         self._owner = Owner()
         place = module_place(device, dtype)
         self._sizes = [self.embed_dim, *[self.num_kv_heads * self.head_dim] * kv_projections]
@@ -63,9 +61,7 @@ class ChoosingAttention(nn.Module):
         else:
             self.register_parameter("in_proj_bias", None)
         self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **place)
-        normed = flag("qk_norm", qk_norm, ShapeError)
-        self.q_norm = nn.RMSNorm(self.head_dim, **place) if normed else None
-        self.k_norm = nn.RMSNorm(self.head_dim, **place) if normed else None
+        self.q_norm, self.k_norm = head_norms(qk_norm, self.head_dim, **place)
 
     def reset_parameters(self) -> None:
         """Initialise the projections as ``torch.nn.MultiheadAttention`` does."""
