@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ringweave as rw
-from ringweave.backends import BACKENDS, tile_batches
+from ringweave.backends import BACKENDS
 from ringweave.call import Call
 from ringweave.errors import PatternError, ShapeError, UnsupportedError
 from ringweave.torch_ops import attention_op
@@ -456,7 +456,7 @@ def test_weights_of_rows_longer_than_a_batch(monkeypatch: pytest.MonkeyPatch) ->
     results = []
     for budget in (None, 1):
         if budget is not None:
-            monkeypatch.setattr(tile_batches, "_BUDGET", budget)
+            monkeypatch.setattr("ringweave.chunks._BUDGET", budget)
         q, k = x.q.clone().requires_grad_(), x.k.clone().requires_grad_()
         values = rw.attention_weights(q, k, rw.Causal()).values
         results.append((values, *torch.autograd.grad(values.square().sum(), (q, k))))
