@@ -129,6 +129,25 @@ def test_autocast() -> None:
     assert rw.attention(q, k, v, rw.Causal()).dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", ["cpu", "sdpa", "dense_batched", "gather", "torch_sparse", "reference"])
+def test_backends_compute_without_autocast(backend: str, dtype: torch.dtype) -> None:
+    """Autocast converts the inputs of a call and rounds nothing else, also where scores are looked at again for NaN."""
+    lists = rw.Selected((torch.arange(40)[:, None] - torch.arange(5)).clamp(min=-1))
+    pattern = lists if backend == "gather" else rw.Causal()
+    results, given = [], tensors((1, 2, 40, 8), (1, 2, 40, 8), (1, 2, 40, 8))
+    for cast in (False, True):
+        q, k, v = (x.to(dtype).requires_grad_() for x in given)
+        broken = k.clone()
+        broken.data[:, :, 30] = torch.nan
+        with torch.autocast("cpu", dtype, enabled=cast):
+            out, lse = rw.attention_with_lse(q, broken, v, pattern, backend=backend)
+            out.nan_to_num().float().sum().backward()
+        results.append((out, lse, q.grad, k.grad, v.grad))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
 def test_composes_with_gradient_checkpointing() -> None:
     from torch.utils.checkpoint import checkpoint
 

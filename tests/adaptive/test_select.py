@@ -320,6 +320,15 @@ def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(whole.mask, rows.mask)
 
 
+@pytest.mark.parametrize("method", ["mean", "antidiagonal", "bounds"])
+def test_autocast_does_not_change_the_choice(method: str) -> None:
+    x = Inputs.random(512, heads=4, kv_heads=2, dim=32)
+    plain = select(x.q, x.k, method=method, block_size=16, density=0.3)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = select(x.q, x.k, method=method, block_size=16, density=0.3)
+    assert torch.equal(cast.mask, plain.mask)
+
+
 def test_bounds_are_kept_as_a_cache_grows() -> None:
     x = Inputs.random(1, 300, batch=2, heads=4, kv_heads=2, dim=16)
     bounds = KeyBounds(x.k[:, :, :0], 32, capacity=320)

@@ -138,7 +138,7 @@ class BlockIndexer(nn.Module):
         one_of("heads", heads, HEADS)
         grid = self._grid(q, k, q_offset, causal, local, sinks)
         amount = amount_of("mean", top_k, mass, density, grid)
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             score = self._scorer(q, k, grid)
             groups = {"query": 0, "kv": self.kv_heads, "shared": 1}[heads]
             return top_blocks(score, grid, amount, self._width(grid), groups, q, False)

@@ -327,9 +327,8 @@ class _Pairs:
 def lightning_scores_of_pairs(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, scale: float) -> Tensor:
     """Compute the scores of chosen pairs in chunks of queries."""
     scores = torch.empty(indices.shape, dtype=acc_dtype(q.dtype), device=q.device)
-    with torch.autocast(q.device.type, enabled=False):
-        for b, queries in _cut(q, indices):
-            scores[b, queries] = _Pairs((q, k, weights, indices), scale, b, queries).scores()
+    for b, queries in _cut(q, indices):
+        scores[b, queries] = _Pairs((q, k, weights, indices), scale, b, queries).scores()
     return scores
 
 
@@ -339,11 +338,10 @@ def lightning_scores_backward(
     """Compute (dq, dk, dweights) in the same chunks; the products are computed again."""
     dq, dweights = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, weights))
     dk = torch.zeros(len(k), k.shape[1] + 1, k.shape[2], dtype=acc_dtype(k.dtype), device=k.device)
-    with torch.autocast(q.device.type, enabled=False):
-        for b, queries in _cut(q, indices):
-            pairs = _Pairs((q, k, weights, indices), scale, b, queries)
-            dq[b, queries], dweights[b, queries], dkeys = pairs.gradients(dscores[b, queries])
-            dk[b].index_add_(0, pairs.place, dkeys.flatten(0, 1))
+    for b, queries in _cut(q, indices):
+        pairs = _Pairs((q, k, weights, indices), scale, b, queries)
+        dq[b, queries], dweights[b, queries], dkeys = pairs.gradients(dscores[b, queries])
+        dk[b].index_add_(0, pairs.place, dkeys.flatten(0, 1))
     return dq, dk[:, :-1].to(k.dtype, copy=True), dweights
 
 

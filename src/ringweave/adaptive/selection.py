@@ -282,7 +282,7 @@ class _Choice:
         if self.pool is not None and self.method not in _POOLED:
             wanted = f"no pool with method {self.method!r}"
             raise PatternError("pool", shown(self.pool), wanted, f"Use one of {_POOLED}.")
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             if self.method == "antidiagonal":
                 score, width = _antidiagonals(q, k, grid, scale, self.stride)
             elif self.method == "bounds":
