@@ -11,7 +11,7 @@ import torch
 _BUDGET, _BUDGET_ELSEWHERE = 2**23, 2**28
 
 
-def budget(device: torch.device | str = "cpu") -> int:
+def budget(device: torch.device | str) -> int:
     """Return the bytes of a chunk on a device."""
     return _BUDGET if torch.device(device).type == "cpu" else _BUDGET_ELSEWHERE
 

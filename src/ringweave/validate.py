@@ -36,7 +36,7 @@ from .terms.dropout import threshold_of
 from .terms.term import as_terms, rounded, written
 from .torch_compat import AUTOCAST
 from .torch_ops import refuse_gradient
-from .types import DTYPES, FIRST_POSITION
+from .types import DTYPES, FIRST_POSITION, Place
 
 if TYPE_CHECKING:
     from .kv_cache import PagedCache
@@ -185,9 +185,6 @@ def positions(given: Arguments) -> tuple[Pattern, Pattern, int]:
 
 
 def _recognised(pattern: Pattern, q: Tensor, nq: int, nk: int, first: int = 0) -> Pattern:
-    # imported with the first function
-    from .trace.values import Place
-
     return pattern._recognised(Place(q.shape[0], q.shape[1], nq, nk, first))
 
 

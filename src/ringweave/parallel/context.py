@@ -19,6 +19,7 @@ from ..patterns import Pattern
 from ..patterns.fitting import refuse
 from ..precision import Precision, as_precision
 from ..program import Program
+from ..types import Place
 from ..validate import check_tensors
 from .call_checks import check_backend, check_pattern, check_pattern_of_call, check_replicated, check_shards
 from .execution import wire as wires
@@ -363,9 +364,6 @@ class ContextParallel:
         pattern = pattern.bound(q.shape[1], k.shape[1])._for_call()
         check_replicated(q, k, v, self.seq_len)
         if pattern.has_function:
-            # imported with the first function
-            from ..trace.values import Place
-
             pattern = pattern._recognised(Place(q.shape[0], q.shape[1], self.seq_len, self.seq_len))
         shards = self.shard(q, 2), self.shard(k, 2), self.shard(v, 2)
         scale = 1.0 / math.sqrt(q.shape[3])

@@ -82,10 +82,10 @@ class Tiling(NamedTuple):
 class Masks:
     """Distinct masks of tiles, numbered in the order in which they are added."""
 
-    def __init__(self, tile: tuple[int, int], index: dict[bytes, int] | None = None):
+    def __init__(self, tile: tuple[int, int]):
         self.tile = tile
         self.words = tile[0], -(-tile[1] // 32)
-        self.index = {} if index is None else index
+        self.index: dict[bytes, int] = {}
 
     def numbers(self, masks: NDArray[Any]) -> list[int]:
         """Return the numbers of masks in words, (n, ...)."""

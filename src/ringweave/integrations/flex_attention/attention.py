@@ -16,8 +16,7 @@ from ...score_functions.reading import Positions, read
 from ...score_functions.scored_program import ScoredProgram
 from ...terms.term import ScoreMod
 from ...torch_compat import uncompiled
-from ...trace.values import Place
-from ...types import acc_dtype
+from ...types import Place, acc_dtype
 from .argument_checks import Call, checked
 from .block_masks import pattern_of
 

@@ -16,7 +16,7 @@ from ...patterns.cache_key import TableId
 from ...patterns.recorded import Recorded, recorded
 from ...plan.interop import blocks_of, fits_blocks, in_blocks
 from ...torch_compat import outside_transforms
-from ...trace.values import Place
+from ...types import Place
 
 _TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 # estimated size of a pattern without its tables

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...reports import explanation
 from ...terms.term import ScoreMod
-from ...trace.values import Place
+from ...types import Place
 from ...validate import check_tensors
 from .argument_checks import checked
 from .block_masks import pattern_of
