@@ -480,7 +480,7 @@ ROWS: dict[str, Row] = {
     "Precision": Row(lambda: {"compute": torch.bfloat16, "wire": "int8", "table": None, "kv": torch.int8, "summation_order": "fast"}, nothing),
     "merge": Row(lambda: {"outs": [torch.ones(2, 3), torch.zeros(2, 3)], "lses": [torch.ones(2), torch.zeros(2)]}, is_merged),
     "plan": Row(lambda: {"pattern": OWN, **SIZES, "tile": (16, 32), "device": "cpu"}, is_plan, taken={"tile": lambda v: True}),
-    "explain": Row(lambda: {"pattern": OWN, **SIZES, "k_offset": 0, **ASKED}, is_explained),
+    "explain": Row(lambda: {"pattern": OWN, **SIZES, "k_offset": 0, "scale": 0.25, **ASKED}, is_explained),
     "from_block_mask": Row(lambda: {"block_mask": block_mask()}, is_causal_mask),
     "PlanCache": Row(lambda: {"max_bytes": 2**20}, is_cache, taken={"max_bytes": lambda v: isinstance(v, (int, np.integer)) and v >= 0}),
     "PlanCache.get": Row(lambda: {"self": rw.PlanCache(), "pattern": OWN, **SIZES, "tile": (16, 32), "device": "cpu"}, is_plan, of=rw.PlanCache.get, taken={"tile": lambda v: True}),

@@ -142,6 +142,22 @@ def test_copies_of_caches_and_modules(name: str) -> None:
     assert cache.length == 20
 
 
+@pytest.mark.parametrize("name", MODULES)
+@torch.no_grad()
+def test_copies_that_continue_differently(name: str) -> None:
+    """As beams do: after a step, whose buffers have room, each copy writes its own token."""
+    layer, x = made(name), torch.randn(1, 24, E)
+    for again in (copy.copy, copy.deepcopy):
+        cache = layer.empty_cache()
+        for part in x[:, :21].split([20, 1], 1):
+            layer(part, cache=cache)
+        other = again(cache)
+        layer(x[:, 21:22], cache=cache)
+        layer(x[:, 22:23], cache=other)
+        got = layer(x[:, 23:], cache=cache)
+        torch.testing.assert_close(got, layer(x[:, [*range(22), 23]])[:, -1:])
+
+
 @pytest.mark.parametrize("frozen", ["weight", "in_proj", "gate|compress|in_proj", ""])
 @pytest.mark.parametrize("name", MODULES)
 def test_no_parameter_may_need_gradients(name: str, frozen: str) -> None:

@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import ringweave as rw
 from ringweave import api
 from ringweave.errors import PatternError, RingweaveError
-from ringweave.integrations.flex_attention.block_masks import pattern_of
+from ringweave.integrations.flex_attention.attention import pattern_of
 from ringweave.patterns import Pattern, cache_key, traced
 from ringweave.patterns.cache_key import TableId
 from ringweave.score_functions import recognised

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 from pathlib import Path
@@ -135,6 +136,26 @@ def test_a_mask_that_a_model_drops() -> None:
     assert sound.agrees, html_report.lines(sound)
     (flex,) = results("doge", "flex_attention", "unpadded")
     assert "future visible from token 0: attends Full() instead of" in html_report.lines(flex)[0]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_padding_between_tokens(attention: str) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4
+    )
+    config._attn_implementation = attention
+    model, padding = transformers.LlamaForCausalLM(config).eval(), torch.ones(2, 12, dtype=torch.long)
+    padding[0, 4], padding[1, [0, 1, 6]] = 0, 0
+    inputs = {"input_ids": torch.arange(24).view(2, 12), "attention_mask": padding}
+    found = rw.audit.model(model, inputs)
+    assert found.agrees, str(found)
+    cache = transformers.StaticCache(config=config, max_cache_len=19)
+    cached = {"past_key_values" if "past_key_values" in inspect.signature(model.forward).parameters else "cache": cache}
+    found = rw.audit.model(model, inputs | cached)
+    assert found.agrees, str(found)
+    everything = rw.audit.model(model, inputs, expect=rw.Causal())
+    assert not everything.agrees
+    assert "pairs missing" in str(everything)
 
 
 def test_padding_of_a_text_is_none_of_an_image_with_as_many_tokens() -> None:

@@ -77,6 +77,7 @@ def hierarchical_attention(
         Output, (B, Hq, Nq, Dv), dtype of q. Differentiable in q, k, v and gates; the choice has no gradient.
     Raises:
         ShapeError: Shapes, dtypes or devices do not fit, or only one of ``gates`` and ``combine="gates"`` is given.
+        PatternError: ``causal`` is not a bool.
         UnsupportedError: ``combine`` is unknown, or the backend cannot run the case.
     Example:
         >>> out = rw.hierarchical_attention(q, k, v, pool=32, top_k=2, window=32, causal=True)
@@ -87,7 +88,7 @@ def hierarchical_attention(
         Yuan et al. (2025), Native sparse attention, section 3.3 (``"gates"``); Zhu and Soricut (2021), H-Transformer-1D
         (means that represent their tokens). The logarithm of the count and the exact merge are additions of ringweave.
     """
-    causal = flag("causal", causal, ShapeError)
+    causal = flag("causal", causal)
     q_offset = whole("q_offset", q_offset, 0, error=ShapeError, remedy="Pass Nk - Nq for a decode step.")
     q, k, v = autocast(q, k, v)
     scale = checked(Arguments(q, k, v, Full(), scale, q_offset, backend)).call.scale

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
-from ringweave.adaptive import ImportanceTracker, tile_mass
+from ringweave.adaptive import BlockIndexer, ImportanceTracker, tile_mass
 from ringweave.parallel import ContextParallel
 from ringweave_lab.bench.cases.quality import look
 from ringweave_lab.bench.text import ByteModel, standard_library, train
@@ -311,6 +311,23 @@ def test_ranks_at_different_versions_raise() -> None:
             tracker.update(q, k, lse)
 
     run(2, job)
+
+
+def test_a_placement_that_cuts_through_blocks() -> None:
+    """Neither the tracker nor an indexer has changed or sent anything when it refuses one."""
+    indexer = BlockIndexer(16, heads=HEADS, kv_heads=HEADS // 2, block_size=SIDE, pool=SIDE)
+
+    def job(transport: Threaded, placement: str) -> None:
+        ctx = ContextParallel(transport, rw.Causal(), 80, heads=(HEADS, HEADS // 2), placement=placement)
+        with pytest.raises(rw.ShapeError, match=f"block_size: got {SIDE} with a {placement} placement of 16 tokens"):
+            ImportanceTracker(80, heads=HEADS, density=0.5, block_size=SIDE, context=ctx)
+        q, k = torch.randn(1, HEADS, ctx.local, 16), torch.randn(1, HEADS // 2, ctx.local, 16)
+        with pytest.raises(rw.ShapeError, match=f"block_size: got {SIDE} with a {placement} placement of 16 tokens"):
+            indexer.share(ctx, q, k, version=1, density=0.5)
+        assert not transport.started
+
+    for placement in ("contiguous", "zigzag"):
+        run(2, job, placement)
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,23 @@ def test_state_and_compilation() -> None:
     torch.testing.assert_close(compiled(x.q, x.k, x.v), step(x.q, x.k, x.v))
 
 
+def test_autocast_changes_no_choice_and_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward computes the scores of a chunk of rows again, outside of autocast."""
+    x, one = inputs(512), indexer()
+    monkeypatch.setattr("ringweave.chunks._BUDGET", 1)
+    with torch.no_grad():
+        for parameter in one.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    mass = mass_of(x, rw.Causal())
+    chosen, loss = one(x.q, x.k, density=0.3).mask, one.loss(x.q, x.k, mass)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(one(x.q, x.k, density=0.3).mask, chosen)
+        again = one.loss(x.q, x.k, mass)
+    assert torch.equal(again, loss)
+    for got, want in zip(*(torch.autograd.grad(each, list(one.parameters())) for each in (again, loss)), strict=True):
+        assert torch.equal(got, want)
+
+
 def test_a_decoding_step_and_chunks() -> None:
     x, one = inputs(), indexer()
     whole = one(x.q, x.k, top_k=3)

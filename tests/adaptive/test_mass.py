@@ -78,6 +78,17 @@ def test_of_a_larger_attention_it_is_the_recall() -> None:
     assert torch.equal(again, got.to_dense())
 
 
+@pytest.mark.parametrize("backend", ["cpu", "dense_batched"])
+def test_under_autocast_the_masses_of_a_query_sum_to_one(backend: str) -> None:
+    x = Inputs.random(200, batch=2, heads=4, kv_heads=2, dim=16)
+    q, pattern = 3 * x.q, rw.SlidingWindow(70) & rw.Causal()
+    with torch.autocast("cpu", torch.bfloat16):
+        lse = rw.attention_with_lse(q, x.k, x.v, pattern).lse
+        mass = tile_mass(q, x.k, lse, pattern, per="row", backend=backend)
+    sums = mass.to_dense().sum(-1)
+    torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=1e-4)
+
+
 def test_unattended_keys_and_queries_have_no_effect() -> None:
     """NaN in keys and queries without pairs has no effect, and a row without keys holds 0."""
     x = Inputs.random(160, heads=2, dim=16)

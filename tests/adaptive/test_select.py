@@ -320,15 +320,6 @@ def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(whole.mask, rows.mask)
 
 
-@pytest.mark.parametrize("method", ["mean", "antidiagonal", "bounds"])
-def test_autocast_does_not_change_the_choice(method: str) -> None:
-    x = Inputs.random(512, heads=4, kv_heads=2, dim=32)
-    plain = select(x.q, x.k, method=method, block_size=16, density=0.3)
-    with torch.autocast("cpu", torch.bfloat16):
-        cast = select(x.q, x.k, method=method, block_size=16, density=0.3)
-    assert torch.equal(cast.mask, plain.mask)
-
-
 def test_bounds_are_kept_as_a_cache_grows() -> None:
     x = Inputs.random(1, 300, batch=2, heads=4, kv_heads=2, dim=16)
     bounds = KeyBounds(x.k[:, :, :0], 32, capacity=320)
@@ -345,8 +336,12 @@ def test_bounds_are_kept_as_a_cache_grows() -> None:
         assert torch.equal(given.mask, anew.mask)
     with pytest.raises(rw.ShapeError, match="k: got 321 tokens; wanted at most 320"):
         bounds.append(torch.zeros(2, 2, 21, 16))
-    with pytest.raises(rw.ShapeError, match="Append every key once"):
-        select(x.q, x.k[:, :, :299], method="bounds", bounds=bounds, top_k=3, block_size=32, q_offset=298)
+    other_batch, wider = x.k.repeat(2, 1, 1, 1), x.k.repeat(1, 1, 1, 2)
+    for keys in (x.k[:, :, :299], x.k[:1], other_batch, wider):
+        n, dim = keys.shape[2:]
+        q = x.q.new_zeros(len(keys), 4, 1, dim)
+        with pytest.raises(rw.ShapeError, match="Append every key once"):
+            select(q, keys, method="bounds", bounds=bounds, top_k=3, block_size=32, q_offset=n - 1)
 
 
 def test_not_a_number_moves_no_forced_block() -> None:
@@ -432,12 +427,37 @@ def test_duplicate_empty_and_padded_rows_give_exact_gradients() -> None:
         ({"top_k": 3, "method": "antidiagonal", "stride": 12}, rw.PatternError, "stride: got 12"),
         ({"top_k": 3, "pool": 12}, rw.PatternError, "pool: got 12"),
         ({"top_k": 3, "pool": 16, "method": "bounds"}, rw.PatternError, "pool: got 16"),
+        ({"top_k": 3, "stride": 16, "method": "mean"}, rw.PatternError, "stride: got 16; wanted None with .*'mean'"),
+        ({"top_k": 3, "bounds": True, "method": "mean"}, rw.PatternError, "bounds: got .*; wanted None with .*'mean'"),
+        ({"top_k": 3, "bounds": True, "method": "antidiagonal"}, rw.PatternError, "Use it with 'bounds'"),
     ],
 )
 def test_refusals(how: dict[str, object], error: type[Exception], text: str) -> None:
     x = Inputs.random(128)
+    if "bounds" in how:
+        how = how | {"bounds": KeyBounds(x.k, 32, capacity=128)}
     with pytest.raises(error, match=text):
         select(x.q, x.k, block_size=32, **how)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"heads": "kv"},
+        {"pool": 8},
+        {"method": "antidiagonal"},
+        {"method": "top_p", "pool": 8},
+        {"method": "bounds"},
+    ],
+    ids=lambda how: " ".join(map(str, how.values())) or "mean",
+)
+def test_autocast_changes_no_choice(how: dict[str, Any]) -> None:
+    x = Inputs.random(512, batch=2, heads=4, kv_heads=2, dim=32)
+    amount: dict[str, Any] = {"density": 0.3, "block_size": 32}
+    with torch.autocast("cpu", torch.bfloat16):
+        got = select(x.q, x.k, **amount, **how)
+    assert torch.equal(got.blocks.listed(), select(x.q, x.k, **amount, **how).blocks.listed())
 
 
 def test_a_mass_of_pools() -> None:

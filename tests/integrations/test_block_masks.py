@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import ringweave as rw
 from ringweave.integrations.flex_attention import flex_attention
-from ringweave.integrations.flex_attention.block_masks import pattern_of
+from ringweave.integrations.flex_attention.attention import pattern_of
 from ringweave.patterns.base import parts_of
 from ringweave.patterns.recorded import Recorded
 from ringweave.types import Place

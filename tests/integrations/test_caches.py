@@ -130,6 +130,10 @@ def test_what_pages_cannot_do_is_said() -> None:
         mask = torch.zeros(2, 1, 23, 64)
         with pytest.raises(rw.UnsupportedError, match=f"{CACHE}: got a mask or bias of numbers"):
             model_of("llama", "ringweave").eval()(IDS, attention_mask=mask, **{CACHE: ModelCache(32)})
+        drops = config_of("llama")
+        drops.attention_dropout = 0.1
+        with pytest.raises(rw.UnsupportedError, match=r"dropout: got 0.1 with keys in pages; .* Call model.eval\(\)"):
+            model_of("llama", "ringweave", drops).train()(IDS, **{CACHE: ModelCache(32)})
     with pytest.raises(rw.UnsupportedError, match="gradients"):
         model_of("llama", "ringweave")(IDS, **{CACHE: ModelCache(32)})
 

@@ -133,6 +133,18 @@ def test_calls_that_the_mask_of_a_shard_refuses() -> None:
         context_parallel(transformers.T5ForConditionalGeneration(config))
 
 
+def test_a_collator_has_no_entry_that_shards_leave_out() -> None:
+    context, ids = context_parallel(model_of("llama", "ringweave")), torch.arange(32)[None] % 8
+    bounds = {"cu_seq_lens_q": torch.tensor([0, 8, 16, 24, 32]), "max_length_q": 8}
+    collate = context.collate(lambda batches: batches[0])
+    assert collate([{"input_ids": ids, "position_ids": ids, **bounds}])["attention_mask"].packed is not None
+    for entries in (bounds, {"token_type_ids": ids}, {"inputs_embeds": ids, "position_ids": ids}):
+        with pytest.raises(
+            rw.UnsupportedError, match=f"batch: got .*{next(iter(entries))}.* of the collator; wanted only"
+        ):
+            collate([{"input_ids": ids, **entries}])
+
+
 def test_experts_are_balanced_over_tokens_that_exist() -> None:
     inputs = {"labels": BATCHES[1]["input_ids"], "output_router_logits": True}
     config = config_of("mixtral", num_local_experts=4)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention as torch_flex
 
-from ringweave.errors import RingweaveError
+from ringweave.errors import RingweaveError, UnsupportedError
 from ringweave.integrations.flex_attention import explain, flex_attention
-from ringweave.integrations.flex_attention.block_masks import pattern_of
+from ringweave.integrations.flex_attention.attention import pattern_of
 from ringweave.types import Place
 
 from ..oracle import Inputs, attention
@@ -196,6 +196,14 @@ def test_functions_that_people_write(name: str) -> None:
         assert said.startswith("factor -") if score.reads == "factor" else said == (score.reads or "none")
 
 
+def test_calls_of_torchs_function_are_not_explained() -> None:
+    q = torch.empty(1, 1, 8, 16, device="meta")
+    with pytest.raises(UnsupportedError, match="query.device: got meta; wanted cpu: torch's function"):
+        explain(q, q, q)
+
+
 def test_a_factor_that_is_out_of_range_of_a_scale() -> None:
     x = Inputs.random(40)
     assert "out of range of a scale" in explain(x.q, x.k, x.v, lambda s, b, h, q, k: s * 1e-37)
+    assert "out of range of a scale" in explain(x.q, x.k, x.v, lambda s, b, h, q, k: s * 1e-20, scale=1e-30)
+    assert explain(x.q, x.k, x.v, lambda s, b, h, q, k: s * 1e-20).endswith("factor 1e-20")

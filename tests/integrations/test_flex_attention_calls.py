@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from ringweave.cache import PATTERNS
 from ringweave.errors import PatternError, RingweaveError, UnsupportedError
 from ringweave.integrations.flex_attention import explain, flex_attention, install
-from ringweave.integrations.flex_attention.block_masks import pattern_of
+from ringweave.integrations.flex_attention.attention import pattern_of
 from ringweave.plan import plan_cache
 from ringweave.types import Place
 

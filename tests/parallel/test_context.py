@@ -289,6 +289,30 @@ def told(rank: int, peer: int, name: str) -> str:
     return f"rank {rank}, step 1: got {different.field} {mine} here and {theirs} on rank {peer}; {wanted}"
 
 
+@pytest.mark.parametrize("name", sorted(OF_TRANSPORT))
+def test_given_connections_have_one_deadline(name: str) -> None:
+    """A context over a transport, or over another context, cannot wait longer or repeat more often than it."""
+    value: dict[str, Any] = DIFFERENT[name].first
+    made = ContextParallel(None, WINDOW, 256, heads=(1, 1), **value)
+    for mesh in (made, made.transport):
+        for fits in ({}, value):
+            assert ContextParallel(mesh, WINDOW, 128, heads=(1, 1), **fits).transport is made.transport
+    other = ContextParallel(None, WINDOW, 256, heads=(1, 1))
+    for mesh in (other, other.transport):
+        with pytest.raises(
+            rw.UnsupportedError, match=f"{name}: got {value[name]}; wanted {DIFFERENT[name].shown[1]}, that of"
+        ):
+            ContextParallel(mesh, WINDOW, 128, heads=(1, 1), **value)
+
+
+def test_a_context_over_another_one_has_its_nodes() -> None:
+    made = ContextParallel(None, WINDOW, 256, heads=(1, 1))
+    made.schedules.per_node = 2
+    assert ContextParallel(made, WINDOW, 128, heads=(1, 1)).schedules.per_node == 2
+    with pytest.raises(rw.UnsupportedError, match="schedule: got 'ring' on a mesh of two dimensions"):
+        ContextParallel(made, WINDOW, 128, heads=(1, 1), schedule="ring")
+
+
 @pytest.mark.parametrize("schedule", ["allgather", "ring"])
 @pytest.mark.parametrize("name", sorted(set(DIFFERENT) - OF_TRANSPORT))
 def test_ranks_that_differ_raise_before_anything_moves(name: str, schedule: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 import ringweave as rw
 from ringweave.errors import PatternError
 from ringweave.integrations.flex_attention import flex_attention
-from ringweave.integrations.flex_attention.block_masks import pattern_of
+from ringweave.integrations.flex_attention.attention import pattern_of
 from ringweave.patterns import Pattern, TokenMask
 from ringweave.patterns.base import parts_of
 from ringweave.patterns.recorded import unrecorded

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from ringweave.errors import ShapeError
 from ringweave.patterns import Causal, Documents, Full, KeyPadding, Pattern, Segments, SlidingWindow
+from ringweave.patterns.traced import of_keys
 
 from .counts import Counts
 from .verdict import Comparison, compare, named
@@ -556,8 +557,10 @@ class _Promises:
         # an image can have the same number of tokens as the text, so sizes cannot tell them apart
         known &= config.model_type not in self.unread
         if isinstance(padding, Tensor) and known and not bool(padding.bool().all()):
-            keys = _keys(padding[:, : total if causal else nk].cpu())
-            pattern = local.within(keys) if isinstance(local, Segments) or "Segments" in local.spec else local & keys
+            there = padding[:, : total if causal else nk].cpu() != 0
+            # a static cache has room for tokens to come
+            keys, bounds = _keys(nn.functional.pad(there, (0, max(0, k_offset + nk - there.shape[1]))))
+            pattern = (local.within(bounds) if "Segments" in local.spec else local) & keys
             if padding.shape[1] >= total and causal | (nq == nk):
                 rows = padding[:, total - nq : total].cpu() != 0
         elif nk > total and causal:
@@ -567,12 +570,10 @@ class _Promises:
         return pattern, rows, k_offset
 
 
-def _keys(padding: Tensor) -> KeyPadding:
-    there = padding != 0
-    start = there.int().argmax(1)
-    stop = there.shape[1] - there.flip(1).int().argmax(1)
-    empty = ~there.any(1)
-    return KeyPadding(stop.masked_fill(empty, 0), start.masked_fill(empty, 0))
+def _keys(there: Tensor) -> tuple[Pattern, KeyPadding]:
+    """Return the pattern of the keys that exist, padding between them included, and their bounds."""
+    keys = of_keys(there)
+    return keys, next(part for part in (keys, *keys.parts_within()) if isinstance(part, KeyPadding))
 
 
 def _local(config: Any, module: nn.Module, causal: bool) -> Pattern:

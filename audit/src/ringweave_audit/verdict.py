@@ -361,7 +361,7 @@ def _in_tiles(promised: Tensor, side: int, q_offset: int) -> Tensor:
 
 def _kind(leaf: Pattern) -> str:
     """Describe the effect of leaving out a part of a pattern."""
-    if isinstance(leaf, KeyPadding):
+    if isinstance(leaf, KeyPadding) or (isinstance(leaf, Sinks) and leaf.tables):
         return "padding is ignored"
     if isinstance(leaf, Documents):
         return "packing is ignored: documents attend each other"

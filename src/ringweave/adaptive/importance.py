@@ -57,7 +57,7 @@ class ImportanceTracker:
     Attributes:
         version: Number of updates that the current table includes.
     Raises:
-        ShapeError: A size is invalid, or tensors have other sizes.
+        ShapeError: A size is invalid, tensors have other sizes, or the context's placement cuts through blocks.
         PatternError: A share is out of range.
         RingError: With a context: ranks are at different versions.
     Example:
@@ -98,6 +98,9 @@ class ImportanceTracker:
         if context is not None and (context.seq_len, context.heads[0]) != (self.tokens, self.heads):
             got = f"{context.seq_len} tokens, {context.heads[0]} heads"
             raise ShapeError("context", got, f"{self.tokens} tokens, {self.heads} heads", "Use the context's sizes.")
+        if context is not None:
+            # an update would find a block that the placement cuts only after it has changed its tables
+            context.placement.block_numbers(context.rank, self.block_size)
         self.version = 0
         self._pending: PendingTable | None = None
         self._indices = self._nearest()

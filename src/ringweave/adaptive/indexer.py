@@ -162,7 +162,9 @@ class BlockIndexer(nn.Module):
             ShapeError: The placement splits a block.
             RingError: Ranks share different versions or shapes.
         """
-        every, side = context.unshard(k, 2), self.block_size
+        side = self.block_size
+        context.placement.block_numbers(context.rank, side)
+        every = context.unshard(k, 2)
         sizes = len(q), self.heads, context.local // side, -(-context.seq_len // side) + 1
         rows = torch.zeros(sizes, dtype=torch.bool, device="cpu")
         for begin, end, position in token_runs(context, context.seq_len):
@@ -206,7 +208,6 @@ class BlockIndexer(nn.Module):
         begins = range(0, grid.rows, step)
         edges = torch.tensor([*begins, grid.rows], device=row.device)
         ends = torch.searchsorted(row[order], edges).tolist()
-        score = self._scorer(q, k, grid)
 
         def part(begin: int, first: int, last: int) -> tuple[Tensor, Tensor]:
             rows = range(begin, min(begin + step, grid.rows))
@@ -223,10 +224,13 @@ class BlockIndexer(nn.Module):
             divergence = torch.special.xlogy(share, share) - share * foreseen
             return (divergence.sum(-1) * some).sum(), some.sum()
 
-        sums = [
-            checkpoint(part, begin, first, last, use_reentrant=False) if len(begins) > 1 else part(begin, first, last)
-            for begin, first, last in zip(begins, ends[:-1], ends[1:], strict=True)
-        ]
+        # the scores that it learns are those that choose
+        with torch.autocast(q.device.type, enabled=False):
+            score = self._scorer(q, k, grid)
+            sums = [
+                checkpoint(part, *each, use_reentrant=False) if len(begins) > 1 else part(*each)
+                for each in zip(begins, ends[:-1], ends[1:], strict=True)
+            ]
         total, count = (torch.stack(each).sum() for each in zip(*sums, strict=True))
         return total / count.clamp(min=1)
 

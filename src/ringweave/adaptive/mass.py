@@ -19,7 +19,7 @@ from ..plan import BlockPlan, Branch, plan
 from ..terms import Term
 from ..torch_compat import mapped, wrapped
 from ..types import acc_dtype
-from ..validate import checked
+from ..validate import autocast, checked
 from ..weights import in_places, places
 
 _LSE = Axes("lse: acc[B Hq Nq]")
@@ -81,7 +81,7 @@ def tile_mass(
     ``mass[t] = sum_(i, j in t) exp(scale * <q[i], k[j]> - lse[i])`` over the allowed pairs. With the lse of the same
     pattern, the masses of a query sum to 1. With the lse of a denser attention, they sum to the share of it that the
     pattern keeps, its recall. The cost is one product per pair; values are not read. Memory is one number per tile, or
-    one per row of each tile.
+    one per row of each tile. Under autocast, queries and keys are rounded as in attention.
 
     Args:
         q: Queries, (B, Hq, Nq, D).
@@ -111,6 +111,8 @@ def tile_mass(
     """
     one_of("per", per, _PER)
     one_of("backend", backend, _BACKENDS)
+    # as attention, which lse comes from
+    q, k = autocast(q, k)
     given = checked(Arguments(q, k, k, pattern, scale, q_offset, "dense_batched", k_offset, terms=terms))
     call, terms = given.call, given.terms
     pattern, q_offset = call.pattern, call.q_offset

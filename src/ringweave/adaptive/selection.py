@@ -25,7 +25,8 @@ from .pooling import KeyBounds, block_means, by_block, largest, least
 from .ranking import Scored, choose
 
 METHODS = ("mean", "antidiagonal", "top_p", "bounds")
-_POOLED = ("mean", "top_p")
+# the methods that read an option
+_METHODS_OF = {"stride": ("antidiagonal",), "pool": ("mean", "top_p"), "bounds": ("bounds",)}
 HEADS = ("query", "kv", "shared")
 
 
@@ -143,7 +144,7 @@ def select(
     heads: str = "query",
     q_offset: int = 0,
     scale: float | None = None,
-    stride: int = 16,
+    stride: int | None = None,
     pool: int | None = None,
     bounds: KeyBounds | None = None,
     documents: Documents | None = None,
@@ -185,10 +186,10 @@ def select(
         q_offset: Position of the first query. Blocks are counted from position 0; queries that fit in one block form
             one row even if they cross a block boundary.
         scale: Factor of the scores; 1 / sqrt(D) by default.
-        stride: Tokens of an antidiagonal; must divide both sides of a block.
+        stride: Tokens of an antidiagonal, for ``"antidiagonal"``; must divide both sides of a block. 16 by default.
         pool: Tokens of a pool, for ``"mean"`` and ``"top_p"``; must divide both sides of a block. None uses the mean of
             the whole block.
-        bounds: Key bounds that the caller maintains; ``k`` is then not read.
+        bounds: Key bounds that the caller maintains, for ``"bounds"``; ``k`` is then not read.
         documents: Documents that share the sequence. Each chooses as it would alone, with blocks from its first token
             on, and attends no other one. Their bounds are read.
     Returns:
@@ -197,8 +198,8 @@ def select(
         the rows before the first query are empty.
     Raises:
         PatternError: Not exactly one of ``top_k``, ``mass`` and ``density`` is given, ``top_k`` is less than the number
-            of forced blocks, a stride or pool does not divide the block, or ``documents`` are combined with
-            ``q_offset`` or ``bounds``, or one has more queries than keys.
+            of forced blocks, a stride or pool does not divide the block, an option of another method is given, or
+            ``documents`` are combined with ``q_offset`` or ``bounds``, or one has more queries than keys.
         ShapeError: q and k do not fit each other, or the bounds do not fit the keys.
     Example:
         >>> table = rw.adaptive.select(q, k, density=0.25, block_size=32)
@@ -213,6 +214,10 @@ def select(
     check_tensors(q, k, k)
     one_of("method", method, METHODS)
     one_of("heads", heads, HEADS)
+    for name, value in (("stride", stride), ("pool", pool), ("bounds", bounds)):
+        if value is not None and method not in _METHODS_OF[name]:
+            wanted = f"None with method {method!r}"
+            raise PatternError(name, shown(value), wanted, f"Use it with {' or '.join(map(repr, _METHODS_OF[name]))}.")
     q, k = q.detach(), k.detach()
     choice = _Choice(method, top_k, mass, density, block_size, causal, local, sinks, heads, scale, stride, pool)
     if documents is None:
@@ -271,7 +276,7 @@ class _Choice:
     sinks: int
     heads: str
     scale: float | None
-    stride: int
+    stride: int | None
     pool: int | None
 
     def table(self, q: Tensor, k: Tensor, q_offset: int, bounds: KeyBounds | None = None) -> BlockTable:
@@ -279,12 +284,10 @@ class _Choice:
         grid = grid_of(q, k, self.block_size, q_offset, self.causal, self.local, self.sinks)
         amount = amount_of(self.method, self.top_k, self.mass, self.density, grid)
         scale = q.shape[3] ** -0.5 if self.scale is None else number("scale", self.scale)
-        if self.pool is not None and self.method not in _POOLED:
-            wanted = f"no pool with method {self.method!r}"
-            raise PatternError("pool", shown(self.pool), wanted, f"Use one of {_POOLED}.")
+        # in half precision other blocks would win
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             if self.method == "antidiagonal":
-                score, width = _antidiagonals(q, k, grid, scale, self.stride)
+                score, width = _antidiagonals(q, k, grid, scale, 16 if self.stride is None else self.stride)
             elif self.method == "bounds":
                 score, width = _bounds(q, k, grid, scale, bounds)
             else:
@@ -471,9 +474,11 @@ def _bounds(q: Tensor, k: Tensor, grid: BlockGrid, scale: float, bounds: KeyBoun
     if bounds is None:
         low, high = by_block(k, grid.sides[1], least), by_block(k, grid.sides[1], largest)
     else:
-        if bounds.block_size != grid.sides[1] or bounds.length != grid.nk or bounds.low.shape[1] != k.shape[1]:
-            got = f"{bounds.length} tokens, {bounds.low.shape[1]} heads, blocks of {bounds.block_size}"
-            wanted = f"{grid.nk} tokens, {k.shape[1]} heads, blocks of {grid.sides[1]}, to match k"
+        batch, heads, _, dim = bounds.low.shape
+        keys = batch, heads, bounds.length, dim
+        if (bounds.block_size, keys) != (grid.sides[1], tuple(k.shape)):
+            got = f"keys {keys} in blocks of {bounds.block_size}"
+            wanted = f"{tuple(k.shape)} in blocks of {grid.sides[1]}, to match k"
             raise ShapeError("bounds", got, wanted, "Append every key once.")
         low, high = bounds.low, bounds.high
     acc = acc_dtype(q.dtype)

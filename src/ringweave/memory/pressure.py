@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+if sys.platform != "win32":
+    import resource
+
 from .. import cache
 from ..checks import named_device
 
@@ -104,8 +107,6 @@ def _cgroups(root: Path) -> list[Pressure]:
 def _address_space(root: Path) -> list[Pressure]:
     if sys.platform == "win32":
         return []
-    import resource
-
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
     used = _fields(root / "proc/self/status").get("VmSize")
     if most == resource.RLIM_INFINITY or used is None:

@@ -13,7 +13,7 @@ from ..errors import ShapeError, UnsupportedError
 from ..hierarchical import COMBINATIONS, hierarchical_attention
 from ..patterns import Causal, Full, Pattern
 from ..weights import BlockWeights
-from .module_arguments import accepted_options, refuse_pattern
+from .module_parts import accepted_options, refuse_pattern
 from .multihead import MultiheadAttention
 
 
@@ -35,6 +35,7 @@ class HierarchicalAttention(MultiheadAttention):
             :func:`ringweave.hierarchical_attention` takes.
     Raises:
         ShapeError: A size is below 1; top_k or window is below 0.
+        PatternError: ``causal`` is not a bool.
         UnsupportedError: An option is passed that the module would not use; in a call, a mask or ``need_weights``.
     Example:
         >>> x = torch.randn(2, 128, 64)
@@ -59,7 +60,7 @@ class HierarchicalAttention(MultiheadAttention):
         **options: Any,
     ) -> None:
         refuse_pattern(options, "causal says which keys a query may attend")
-        self.causal = flag("causal", causal, ShapeError)
+        self.causal = flag("causal", causal)
         super().__init__(embed_dim, num_heads, pattern=Causal() if self.causal else Full(), **options)
         accepted_options("hierarchical_attention", self._options(), type(self).__name__)
         self.pool = whole("pool", pool, 1, error=ShapeError)

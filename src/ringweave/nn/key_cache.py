@@ -126,6 +126,10 @@ class KeyCache:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_new": {}}
 
+    def __copy__(self) -> KeyCache:
+        # two caches that share a buffer would write over each other's tokens
+        return self.__deepcopy__({})
+
     def __deepcopy__(self, memo: dict[int, Any]) -> KeyCache:
         copied = type(self)(memo.get(id(self._owner), self._owner))
         copied._taken = copy.deepcopy(self._taken, memo)

@@ -11,7 +11,7 @@ from ..api import longnet_attention
 from ..checks import flag
 from ..errors import PatternError, ShapeError
 from ..patterns import LongNet, Pattern
-from .module_arguments import accepted_options, refuse_pattern
+from .module_parts import accepted_options, refuse_pattern
 from .multihead import MultiheadAttention
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..api import attention
-from ..checks import flag, number, whole
+from ..checks import flag, whole
 from ..errors import ShapeError, UnsupportedError, shown
 from ..patterns import Causal, Full, Pattern, Tree
 from ..patterns.alignment import first_query
@@ -20,9 +20,7 @@ from ..terms import Bias, Term
 from ..terms.term import ScoreMod, as_listed
 from ..validate import checked_dropout
 from ..weights import BlockWeights, attention_weights
-from .module_arguments import accepted_options, module_sizes
-from .rotation import rotated
-from .unused import connected
+from .module_parts import accepted_options, checked_rotary_base, connected, head_norms, module_sizes, rotated
 
 if TYPE_CHECKING:
     from ..parallel import ContextParallel
@@ -113,9 +111,7 @@ class MultiheadAttention(nn.Module):
         self.terms = as_listed(terms)
         self.kdim = self.embed_dim if kdim is None else whole("kdim", kdim, 1, error=ShapeError)
         self.vdim = self.embed_dim if vdim is None else whole("vdim", vdim, 1, error=ShapeError)
-        self.rotary_base = None if rotary_base is None else number("rotary_base", rotary_base, error=ShapeError)
-        if self.rotary_base is not None and self.head_dim % 2:
-            raise ShapeError("head dim", self.head_dim, "an even number, for rotary_base", "Change num_heads.")
+        self.rotary_base = checked_rotary_base(rotary_base, self.head_dim)
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         kv_dim = self.num_kv_heads * self.head_dim
         if (self.kdim, self.vdim) == (self.embed_dim, self.embed_dim):
@@ -134,9 +130,7 @@ class MultiheadAttention(nn.Module):
         else:
             self.register_parameter("in_proj_bias", None)
         self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **place)
-        normed = flag("qk_norm", qk_norm, ShapeError)
-        self.q_norm = nn.RMSNorm(self.head_dim, **place) if normed else None
-        self.k_norm = nn.RMSNorm(self.head_dim, **place) if normed else None
+        self.q_norm, self.k_norm = head_norms(qk_norm, self.head_dim, **place)
         if flag("sink_logits", sink_logits, ShapeError):
             self.sink_logits = nn.Parameter(torch.zeros(self.num_heads, device=device, dtype=dtype))
         else:

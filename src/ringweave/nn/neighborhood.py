@@ -13,8 +13,7 @@ from ..checks import flag
 from ..errors import ShapeError, shown
 from ..terms import Term
 from ..terms.term import ScoreMod, as_listed
-from .module_arguments import module_sizes
-from .unused import connected
+from .module_parts import connected, module_sizes
 
 
 class NeighborhoodAttention(nn.Module):

@@ -17,8 +17,8 @@ from ..patterns import Causal, Selected, SlidingWindow
 from ..precision import Precision
 from ..types import acc_dtype
 from .key_cache import KeyCache
+from .module_parts import connected
 from .self_attention import ChoosingAttention
-from .unused import connected
 
 if TYPE_CHECKING:
     from ..parallel import ContextParallel

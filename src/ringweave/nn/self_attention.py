@@ -9,15 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ..api import attention, attention_with_lse
-from ..checks import flag, number
+from ..checks import flag
 from ..errors import PatternError, ShapeError, UnsupportedError, shown
 from ..patterns import Documents, Pattern, check_extents
 from ..precision import NATIVE, Precision, as_precision
 from ..types import AttentionOutput
 from .key_cache import KeyCache, Owner
-from .module_arguments import module_sizes
-from .rotation import rotated
-from .unused import connected
+from .module_parts import checked_rotary_base, connected, head_norms, module_sizes, rotated
 
 if TYPE_CHECKING:
     from ..parallel import ContextParallel
@@ -52,9 +50,7 @@ class ChoosingAttention(nn.Module):
         self.embed_dim, self.num_heads, self.num_kv_heads = module_sizes(embed_dim, num_heads, num_kv_heads)
         self.head_dim = self.embed_dim // self.num_heads
         self.context, self.backend, self.precision = context, backend, as_precision(precision)
-        self.rotary_base = None if rotary_base is None else number("rotary_base", rotary_base, error=ShapeError)
-        if self.rotary_base is not None and self.head_dim % 2:
-            raise ShapeError("head dim", self.head_dim, "an even number, for rotary_base", "Change num_heads.")
+        self.rotary_base = checked_rotary_base(rotary_base, self.head_dim)
         self._owner = Owner()
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self._sizes = [self.embed_dim, *[self.num_kv_heads * self.head_dim] * kv_projections]
@@ -64,9 +60,7 @@ class ChoosingAttention(nn.Module):
         else:
             self.register_parameter("in_proj_bias", None)
         self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **place)
-        normed = flag("qk_norm", qk_norm, ShapeError)
-        self.q_norm = nn.RMSNorm(self.head_dim, **place) if normed else None
-        self.k_norm = nn.RMSNorm(self.head_dim, **place) if normed else None
+        self.q_norm, self.k_norm = head_norms(qk_norm, self.head_dim, **place)
 
     def reset_parameters(self) -> None:
         """Initialise the projections as ``torch.nn.MultiheadAttention`` does."""

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from ..names import only
+from ..plugins import attribute
 from .context import ContextParallel
 from .execution.pending_table import PendingTable
 from .planning.placement import Placement
@@ -24,7 +25,5 @@ __dir__ = only(__all__)
 
 def __getattr__(name: str) -> object:
     if name == "simulate":
-        from ..plugins import attribute
-
         return attribute(__name__, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

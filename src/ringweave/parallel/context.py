@@ -21,14 +21,20 @@ from ..precision import Precision, as_precision
 from ..program import Program
 from ..types import Place
 from ..validate import check_tensors
-from .call_checks import check_backend, check_pattern, check_pattern_of_call, check_replicated, check_shards
+from .context_checks import (
+    ContextOptions,
+    check_backend,
+    check_pattern,
+    check_pattern_of_call,
+    check_replicated,
+    check_shards,
+)
 from .execution import wire as wires
 from .execution.collective import CallCounter, CollectiveCall
 from .execution.header import TAG_WORDS, Digest, Value, text_words
 from .execution.pending_table import PendingTable, rows_of
 from .execution.wire import WireStatistics
 from .operators import Session, attend
-from .options import ContextOptions
 from .planning.choice import place
 from .planning.placement import Placement
 from .planning.workload import Widths, pair_of_heads, patterns_of
@@ -68,15 +74,16 @@ class ContextParallel:
             token); None takes the format of ``precision``.
         tolerance: Largest relative error of an encoded message, measured on a sample before sending. A message with a
             larger error is sent in the native format. None: no limit.
-        deadline: Longest wait for a message, in seconds.
-        retries: Number of times that a timed-out exchange may be repeated on new connections.
+        deadline: Longest wait for a message, in seconds. Over a transport or another context, that of its connections.
+        retries: Number of times that a timed-out exchange may be repeated on new connections; as for ``deadline``.
         precision: A precision policy. The context uses only its wire format; pass the policy to each call for the rest.
     Raises:
         ShapeError: The sequence has no tokens, the heads do not divide, or a number is invalid or out of bounds.
         PatternError: A pattern is made for another length or other heads. A call raises it for a block table that
             ``adaptive.select`` made on one shard; :meth:`share_table` makes the table of the whole sequence.
         UnsupportedError: The schedule, placement or wire is unknown, a ring is requested on a mesh of two dimensions,
-            or the group is destroyed or does not contain this process.
+            a deadline or retries differ from those of given connections, or the group is destroyed or does not contain
+            this process.
         RingError: Raised by calls. A rank is lost or silent, the ranks' calls differ or come in a different order
             (:meth:`tagged` detects more of these cases), or two threads call concurrently.
     Example:
@@ -113,10 +120,7 @@ class ContextParallel:
         for each in self.patterns:
             check_pattern(each, self.seq_len, self.heads[0])
         other = mesh if isinstance(mesh, ContextParallel) else None
-        if isinstance(mesh, ContextParallel):
-            transport, per_node = mesh.transport, mesh.schedules.per_node
-        else:
-            transport, per_node = _transport_of(mesh, options)
+        transport, per_node = _transport_of(mesh, options)
         #: carries the messages of all contexts over the same connections
         self.transport: Communicator = transport
         self.placement = place(options.placement, self.patterns, self.seq_len, self.heads, transport.size)
@@ -480,13 +484,24 @@ def _form(x: Tensor, dim: int) -> dict[str, Value]:
 
 
 def _transport_of(
-    mesh: DeviceMesh | ProcessGroup | Communicator | None, options: ContextOptions
+    mesh: DeviceMesh | ProcessGroup | Communicator | ContextParallel | None, options: ContextOptions
 ) -> tuple[Communicator, int | None]:
     """Return a transport over a mesh or group, or the given one, and the ranks per node of a mesh of nodes."""
-    if isinstance(mesh, Communicator):
-        return mesh, None
-    group, per_node = group_of(mesh)
+    transport: Communicator | None = None
+    if isinstance(mesh, ContextParallel):
+        transport, per_node = mesh.transport, mesh.schedules.per_node
+    elif isinstance(mesh, Communicator):
+        transport, per_node = mesh, None
+    else:
+        group, per_node = group_of(mesh)
     if per_node is not None and options.schedule == "ring":
         got, wanted = "'ring' on a mesh of two dimensions", "'allgather' or 'auto' on such a mesh"
         raise UnsupportedError("schedule", got, wanted, "Flatten the mesh for a ring.")
-    return Transport(group, deadline=options.deadline, retries=options.retries), per_node
+    if transport is None:
+        return Transport(group, deadline=options.deadline, retries=options.retries), per_node
+    for name in ("deadline", "retries"):
+        value, held = getattr(options, name), getattr(transport, name)
+        if value not in (held, getattr(ContextOptions, name)):
+            wanted, remedy = f"{held}, that of the connections", f"Pass {name} to the transport or the first context."
+            raise UnsupportedError(name, value, wanted, remedy)
+    return transport, per_node

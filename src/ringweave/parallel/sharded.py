@@ -7,9 +7,12 @@ table slices and learned sinks of its heads; arguments that cannot be sliced rai
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from ..call import PER_HEAD, Arguments
 from ..errors import PatternError, ShapeError, UnsupportedError
@@ -18,10 +21,6 @@ from ..patterns.fitting import refuse
 from ..terms import Term
 from ..terms.term import as_terms
 from ..validate import check_sinks, check_tensors
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.placement_types import Placement
 
 BATCH, HEADS = 0, 1
 
@@ -34,8 +33,6 @@ def attend_sharded(attend: Callable[[Arguments], tuple[Tensor, Any]], given: Arg
         PatternError: The pattern differs between the sharded heads or batch elements and cannot be split.
         UnsupportedError: Tokens or channels are sharded, or dropout is used on several ranks.
     """
-    from torch.distributed.tensor import DTensor
-
     q, k, v, pattern = given[:4]
     terms = as_terms(given.terms)
     if not isinstance(pattern, Pattern):
@@ -133,8 +130,6 @@ class _Parts:
 
     def of(self, x: Tensor, dims: dict[int, int]) -> Tensor:
         """Return this rank's slice of x; ``dims`` maps BATCH and HEADS to dimensions of x. A size of 1 broadcasts."""
-        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-
         shared = {dim: at for dim, at in dims.items() if at < x.ndim and x.shape[at] > 1 and dim in self._by}
         if isinstance(x, DTensor):
             at = {self._by[dim]: Shard(place) for dim, place in shared.items()}

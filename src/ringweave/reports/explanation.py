@@ -50,6 +50,7 @@ def explain(
     batch: int = 1,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
+    scale: float | None = None,
     q_offset: int | Tensor | Literal["end"] = 0,
     k_offset: int | Tensor = 0,
     backend: str = "auto",
@@ -71,6 +72,7 @@ def explain(
         batch: Batch elements.
         dtype: Dtype of q, k and v.
         device: Device of q, k and v; it need not exist on this machine.
+        scale: Factor of the scores; 1 / sqrt(D) by default. A function that multiplies scores is read with it.
         q_offset: Position of the first query: an int, an integer tensor () or (B,), or ``"end"``, as in
             :func:`ringweave.attention`.
         k_offset: Position of the first key: an int, or an integer tensor () or (B,).
@@ -100,6 +102,7 @@ def explain(
     pattern, functions = _recognised(pattern._for_call(), Place(batch, heads, nq, nk, q_offset))
     kv_heads = heads if kv_heads is None else kv_heads
     head_dim = _size("head_dim", head_dim)
+    scale = checked_scale(scale, head_dim)
     value_dim = head_dim if value_dim is None else _size("value_dim", value_dim)
     needs_grad, as_dict = flag("needs_grad", needs_grad, ShapeError), flag("as_dict", as_dict, ShapeError)
     if heads % kv_heads:
@@ -115,7 +118,7 @@ def explain(
     if any(map(is_function, given)):
         check_device(named_device(device))
         at = Positions.of(batch, heads, nq, nk, pattern, q_offset)
-        found = read(given, at, acc_dtype(dtype), checked_scale(None, head_dim))
+        found = read(given, at, acc_dtype(dtype), scale)
         said = found.said
         if found.score is None:
             function = function_of(found.function, found.graph, dtype, named_device(device))

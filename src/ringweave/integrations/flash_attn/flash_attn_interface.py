@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...axes import Axes
@@ -15,6 +16,7 @@ from ...errors import UnsupportedError
 from ...names import only
 from ...patterns import Pattern
 from ...torch_ops import Differentiable
+from ...weights import by_columns
 from .caches import Cache, attend_and_append, attend_packed_cache, new_tokens, whole_numbers
 from .conventions import (
     Inputs,
@@ -33,13 +35,14 @@ from .conventions import (
     sequences,
     sides,
 )
-from .dropped import rounded_up, signed_weights
 from .rotary import Rotary
 
 #: The result of a function: the output, or the output, lse and weights with ``return_attn_probs``.
 Returned = Tensor | tuple[Tensor, Tensor, Tensor]
 
 _EMPTY_ROW = torch.inf
+# flash-attn rounds both sizes of the matrix of weights up to a multiple of this
+_ROUNDED = 128
 
 
 def window(window_size: WindowSize, causal: bool, nk: int) -> Pattern:
@@ -113,11 +116,11 @@ def flash_attn_func(
 
     def weights(state: Tensor) -> Tensor:
         keys = torch.arange(k.shape[1], device=q.device).expand(k.shape[:2])
-        found = signed_weights(
+        found = _signed_weights(
             lambda values, p: attend((q, k, values), options._replace(dropout=p, with_lse=False)).out,
             state, keys, k.shape[1], v, options.dropout,
         )  # fmt: skip
-        return rounded_up(found.unbind(0), q.shape[1], k.shape[1])
+        return _rounded_up(found.unbind(0), q.shape[1], k.shape[1])
 
     return _returned(result, return_attn_probs, q, state, weights)
 
@@ -238,12 +241,12 @@ def flash_attn_varlen_func(
     def weights(state: Tensor) -> Tensor:
         keys = torch.arange(len(k), device=q.device)
         first = cu_seqlens_k.long()[torch.searchsorted(cu_seqlens_k.long(), keys, right=True) - 1]
-        found = signed_weights(
+        found = _signed_weights(
             lambda values, p: attend_packed((q, k, values), bounds, options._replace(dropout=p, with_lse=False)).out,
             state, keys - first, most[1], v, options.dropout,
         )  # fmt: skip
         each = found[: cu_seqlens_q[-1]].split(cu_seqlens_q.diff().tolist())
-        return rounded_up(each, *most)
+        return _rounded_up(each, *most)
 
     return _returned(result, return_attn_probs, q, state, weights)
 
@@ -447,6 +450,39 @@ def _returned(
         return result.out
     out, lse = output_and_lse(result, _EMPTY_ROW)
     return out, lse, q.new_empty(0) if state is None else weights(state)
+
+
+def _signed_weights(
+    attend: Callable[[Tensor, float], Tensor], state: Tensor, index: Tensor, keys: int, like: Tensor, dropout: float
+) -> Tensor:
+    """Return (..., H, keys), the weight of each query for each key of its sequence, negative where it was dropped.
+
+    Each call repeats the seed of the call that dropped the weights.
+
+    Args:
+        attend: Function of values and a share to drop that returns the output.
+        state: State of the random generator before the call that dropped the weights.
+        index: Number of each key in its sequence, in the shape of ``like`` without heads and head dim.
+        keys: Number of keys of the longest sequence.
+        like: Values of the call.
+        dropout: Share of the weights that was dropped.
+    """
+
+    def signed(values: Tensor) -> Tensor:
+        values = values[..., None, :].expand(*like.shape[:-1], -1)
+        torch.set_rng_state(state)
+        left, every = attend(values, dropout), attend(values, 0.0)
+        return torch.where(left == 0, -every, every)
+
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        return by_columns(signed, index, keys, like.dtype)
+
+
+def _rounded_up(weights: Sequence[Tensor], queries: int, keys: int) -> Tensor:
+    """Stack matrices (Nq, H, keys) of sequences to (B, H, queries, keys), both sizes rounded up as in flash-attn."""
+    rows, columns = (-(-size // _ROUNDED) * _ROUNDED for size in (queries, keys))
+    each = [x.transpose(0, 1) for x in weights]
+    return torch.stack([F.pad(x, (0, columns - x.shape[2], 0, rows - x.shape[1])) for x in each])
 
 
 __all__ = [

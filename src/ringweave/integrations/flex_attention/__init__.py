@@ -6,8 +6,7 @@
 """
 
 from ...names import only
-from .attention import flex_attention
-from .explained import explain
+from .attention import explain, flex_attention
 from .installed import install
 
 __all__ = ["explain", "flex_attention", "install"]

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from ...errors import RingweaveError, ShapeError, UnsupportedError, shown
 from ...validate import autocast, checked_scale
@@ -91,8 +92,6 @@ def _check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
 
 
 def _check_mask(query: Tensor, key: Tensor, block_mask: Any) -> None:
-    from torch.nn.attention.flex_attention import BlockMask
-
     if not isinstance(block_mask, BlockMask):
         raise ShapeError("block_mask", shown(block_mask), "a BlockMask or None", "Build it with create_block_mask.")
     blocks = block_mask.kv_num_blocks

@@ -1,4 +1,10 @@
-"""FlexAttention's function: read the mask and the score function, and call ringweave's attention."""
+"""FlexAttention's function, and its explanation: read the mask and the score function, and call ringweave's attention.
+
+The mask function is traced at each call, and its pattern is found by the graph and the tensors that it reads. So it
+does not matter which object the function is, or where its values come from. Where patterns have the pairs of the
+function, the blocks of the mask usually repeat them, and the pattern takes its place. Other functions are evaluated in
+tiles.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +12,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as peer
 
 from ... import validate
 from ...api import attention_with_lse
+from ...cache import PATTERNS
 from ...call import Arguments
 from ...call import Call as AttentionCall
+from ...errors import UnsupportedError
 from ...patterns import Full, Pattern
+from ...patterns.cache_key import TableId
+from ...patterns.recorded import Recorded, recorded
+from ...plan.interop import blocks_of, fits_blocks, in_blocks
+from ...reports import explanation
 from ...score_functions.reading import Positions, read
 from ...score_functions.scored_program import ScoredProgram
 from ...terms.term import ScoreMod
-from ...torch_compat import uncompiled
+from ...torch_compat import outside_transforms, uncompiled
 from ...types import Place, acc_dtype
 from .argument_checks import Call, checked
-from .block_masks import pattern_of
+
+_TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+# estimated size of a pattern without its tables
+_BYTES = 4 * 2**10
 
 
 @uncompiled("Call it outside of code that is compiled with fullgraph=True; other compiled code breaks its graph here.")
@@ -82,8 +98,6 @@ def flex_attention(
         Dong et al. (2024), Flex Attention: a programming model for generating optimized attention kernels.
     """
     if isinstance(query, Tensor) and query.device.type != "cpu":
-        from torch.nn.attention import flex_attention as peer
-
         return peer.flex_attention(
             query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
             return_aux=return_aux,
@@ -93,10 +107,57 @@ def flex_attention(
     with torch.autocast("cpu", enabled=False):
         out, lse, most = _attend(call, score_mod, block_mask, with_max)
     if return_aux is not None:
-        from torch.nn.attention.flex_attention import AuxOutput
-
-        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=most)
+        return out, peer.AuxOutput(lse=lse if return_aux.lse else None, max_scores=most)
     return (out, lse) if return_lse else out
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    as_dict: bool = False,
+) -> Any:
+    """Explain a call without running it: its pairs, tiles and backends, and how its score function is computed.
+
+    Args:
+        query: (B, Hq, L, E).
+        key: (B or 1, Hkv, S, E).
+        value: (B or 1, Hkv, S, Ev).
+        score_mod: Score function.
+        block_mask: ``BlockMask`` or None.
+        scale: Factor of the scores.
+        enable_gqa: Whether Hkv may be a divisor of Hq.
+        as_dict: Whether to return a dict of plain values instead of text.
+    Returns:
+        The text or dict of :func:`ringweave.explain`, with a line or an entry ``score_mod``: the score terms that the
+        function is, or that it takes the slower general path, and why.
+    Raises:
+        ShapeError: The arguments do not fit; as in :func:`flex_attention`.
+        UnsupportedError: The tensors are on another device, where torch's function computes the call.
+    Example:
+        >>> from ringweave.integrations.flex_attention import explain
+        >>> print(explain(q, k, v, lambda score, b, h, i, j: score.relu()).splitlines()[-1])
+        score_mod general path, slower than terms: relu of the score is no score term
+    """
+    if isinstance(query, Tensor) and query.device.type != "cpu":
+        wanted = "cpu: torch's function computes tensors on other devices"
+        raise UnsupportedError("query.device", query.device, wanted, "Explain tensors on the CPU, or use rw.explain.")
+    call = checked(query, key, value, block_mask, scale, enable_gqa)
+    validate.check_tensors(*call[:3])
+    query, key, value = call[:3]
+    batch, heads, nq, head_dim = query.shape
+    pattern = pattern_of(block_mask, Place(batch, heads, nq, key.shape[2]))
+    grad = any(x.requires_grad for x in (query, key, value))
+    return explanation.explain(
+        pattern, nq, key.shape[2], heads=heads, kv_heads=key.shape[1], head_dim=head_dim, value_dim=value.shape[3],
+        batch=batch, dtype=query.dtype, device=query.device, scale=call.scale, needs_grad=grad, terms=score_mod,
+        q_offset=0, as_dict=as_dict,
+    )  # fmt: skip
 
 
 def _attend(
@@ -145,3 +206,44 @@ def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
     # contiguous tensors may have any stride along a side of 1, and the query's order has one
     result = ordered.view(-1).view(ordered.shape).permute([order.index(dim) for dim in range(4)])
     return out if result.stride() == out.stride() else result
+
+
+# ---- masks -----------------------------------------------------------------------------------------------------------
+
+
+def pattern_of(block_mask: Any, place: Place) -> Pattern:
+    """Return the pattern of a mask, or None, for a call; the same object while the mask is the same.
+
+    A write to the mask's tables, another value of an attribute, and other values that the mask function reads are seen.
+    A pattern has the values of its call, so that a gradient is that of its call. Where the function is evaluated in
+    tiles, a gradient after a write to a tensor that it reads raises an error.
+    """
+    if block_mask is None:
+        return Full()
+    tables = {name: table for name in _TABLES if (table := getattr(block_mask, name)) is not None}
+    with outside_transforms(*tables.values()):
+        function = recorded(block_mask.mask_mod, pairs=True)
+        if not function.function.single:
+            place = function.at_place(place)
+            function = function.compared(place)
+        read = function.key()
+        # the tables are the mask's own, and nothing writes to them unseen
+        listed = tuple(tables), *map(TableId, tables.values()), tuple(block_mask.BLOCK_SIZE)
+        # a pattern that evaluates the function reads these very tensors, which may be written to after the call
+        key = "block mask", read.value, tuple(map(id, function.tables)), listed, place
+        found: Pattern | None = PATTERNS.get(key)
+        if found is None:
+            found = _made(block_mask, function, place)
+            read.check(function)
+            if not function.function.single:
+                nbytes = sum(table.nbytes for table in (*tables.values(), *found.tables))
+                PATTERNS.put(key, found, _BYTES + read.nbytes + nbytes, [block_mask])
+        return found
+
+
+def _made(block_mask: Any, function: Recorded, place: Place) -> Pattern:
+    lengths = place.nq, place.nk
+    blocks, pairs = blocks_of(block_mask, lengths), function.relation(place)
+    if pairs is None:
+        return in_blocks(blocks, function)
+    return pairs if fits_blocks(blocks, pairs, lengths) else in_blocks(blocks, pairs)

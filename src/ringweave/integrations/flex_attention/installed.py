@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as peer
 
 from ...errors import UnsupportedError
 from .attention import flex_attention
@@ -54,8 +55,6 @@ class Installed:
     def __enter__(self) -> Self:
         """Install the function, unless it is installed."""
         if not self._active:
-            from torch.nn.attention import flex_attention as peer
-
             self._former, self._active = peer.flex_attention, True
             self._function = peer.flex_attention = _sending(self, self._former)
             _replace_in_transformers(self._former, self._function)
@@ -65,8 +64,6 @@ class Installed:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Restore the function that stood there."""
-        from torch.nn.attention import flex_attention as peer
-
         # code that holds the function now calls the former one through it
         self._active = False
         former = self._former

@@ -140,6 +140,9 @@ def attend(
                 raise UnsupportedError(CACHE, got, "the last queries with keys in pages", remedy)
             if output_attentions:
                 raise UnsupportedError("output_attentions", "keys in pages", "another cache", remedy)
+            if dropout:
+                got, remedy = f"{dropout} with keys in pages", f"Call model.eval(). {remedy}"
+                raise UnsupportedError("dropout", got, "0, as in evaluation", remedy)
             out = paged_attention(call.query, call.pages.pages, pattern, **options)
             # nothing may fail after the layer counts as attended; add returns None
             return out.transpose(1, 2).contiguous(), call.pages.writes.attended.add(call.pages.layer)  # type: ignore[func-returns-value]

@@ -203,23 +203,31 @@ class ModelContext:
         """Return a data collator that gives the Trainer this rank's share; all ranks must draw the same samples.
 
         Args:
-            inner: The collator of whole batches; it must support pickling if DataLoader workers are spawned.
+            inner: The collator of whole batches; it must support pickling if DataLoader workers are spawned. A batch
+                may have the arguments of :meth:`shard`, and beside ``position_ids`` the bounds of documents.
         """
         return partial(self._collate, inner)
 
     def _collate(self, inner: Callable[[Any], Mapping[str, Tensor]], features: Any) -> dict[str, Any]:
         whole = inner(features)
+        known = {*_TAKEN, *(_PACKED if "position_ids" in whole else ())}
+        if others := [name for name in whole if name not in known]:
+            wanted = f"only {', '.join(_TAKEN)}"
+            raise UnsupportedError("batch", f"{', '.join(others)} of the collator", wanted, "Leave out all others.")
         return self.shard(**{name: whole[name] for name in _TAKEN if name in whole})
 
 
 _TAKEN = ("input_ids", "labels", "attention_mask", "position_ids")
+# other names of the documents that position_ids mark
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 class _Elsewhere:
     """A rank of a group in another process: a context with it shards batches, but computes nothing."""
 
-    def __init__(self, rank: int, size: int):
-        self.rank, self.size, self.deadline, self.retries, self.call_count = rank, size, 0.0, 0, 0
+    def __init__(self, rank: int, size: int, options: dict[str, Any]):
+        self.rank, self.size, self.call_count = rank, size, 0
+        self.deadline, self.retries = options.get("deadline", 0.0), options.get("retries", 0)
         self.counters, self.trace = Counters(size), None
 
     def open(self) -> str:
@@ -242,7 +250,7 @@ def _found(name: str, config: Any, options: dict[str, Any], rank: int, size: int
     known = _LIVE.get(name)
     if known is None:
         known = object.__new__(ModelContext)
-        known._begin(name, config, options, _Elsewhere(rank, size))
+        known._begin(name, config, options, _Elsewhere(rank, size, options))
     return known
 
 

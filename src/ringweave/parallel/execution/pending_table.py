@@ -52,29 +52,15 @@ class PendingTable:
         for rank, data in enumerate(self._data):
             bits = np.unpackbits(data.numpy().reshape(-1, -(-keys // 8)), axis=1)[:, :keys]
             rows = torch.from_numpy(bits.reshape(*lead, blocks, keys).astype(bool))
-            number = block_numbers(placement, rank, self.block_size)
+            number = placement.block_numbers(rank, self.block_size)
             real = number < total
             whole[..., torch.from_numpy(number[real]), :] = rows[..., torch.from_numpy(np.flatnonzero(real)), :]
         return BlockTable(whole.to(self._device), self.block_size)
 
 
-def block_numbers(placement: Placement, rank: int, block_size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return the global numbers of the blocks in a rank's shard, in the order of the shard.
-
-    Raises:
-        ShapeError: The placement cuts through blocks.
-    """
-    positions = placement.positions(rank)
-    if placement.views > 1 or placement.block % block_size:
-        got = f"{block_size} with a {placement.name} placement of {placement.block} tokens"
-        wanted = "a divisor of the placement's block, in token order"
-        raise ShapeError("block_size", got, wanted, "Use placement='contiguous'.")
-    return positions[::block_size] // block_size
-
-
 def rows_of(rows: Tensor, placement: Placement, rank: int, block_size: int) -> Tensor:
     """Check the rows that a rank shares; see :meth:`ContextParallel.share_table`."""
-    blocks = len(block_numbers(placement, rank, whole("block_size", block_size, 1, error=ShapeError)))
+    blocks = len(placement.block_numbers(rank, whole("block_size", block_size, 1, error=ShapeError)))
     keys = -(-placement.tokens // block_size)
     empty, remedy = ("B", "H", "local_blocks"), "Pass one row per local block."
     _ROWS.fit(rows=rows, local_blocks=blocks, key_blocks=keys, empty=empty, remedy=remedy)

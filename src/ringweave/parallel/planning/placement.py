@@ -87,6 +87,18 @@ class Placement:
         """Return the number of a rank's tokens without padding, which come first in its shard."""
         return int(np.searchsorted(self.positions(rank), self.tokens))
 
+    def block_numbers(self, rank: int, block_size: int) -> Int64:
+        """Return the numbers, in the sequence, of the blocks of ``block_size`` tokens in a rank's shard, in its order.
+
+        Raises:
+            ShapeError: The placement cuts through blocks.
+        """
+        if self.views > 1 or self.block % block_size:
+            got = f"{block_size} with a {self.name} placement of {self.block} tokens"
+            wanted = "a divisor of the placement's block, in token order"
+            raise ShapeError("block_size", got, wanted, "Use placement='contiguous'.")
+        return self.positions(rank)[::block_size] // block_size
+
     def _laid(self, positions: Int64) -> Int64:
         if self.views == 1:
             return positions

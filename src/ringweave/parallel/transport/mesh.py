@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, cast
+
+import torch.distributed as dist
 
 from ...errors import UnsupportedError, first_line
 from ...torch_compat import default_group_was_made, flat
@@ -53,8 +54,6 @@ def group_of(mesh: DeviceMesh | ProcessGroup | None) -> tuple[ProcessGroup | Non
 
 def _flat_group(mesh: DeviceMesh) -> ProcessGroup:
     """Return the group of all ranks of a mesh, the same group at each call."""
-    import torch.distributed as dist
-
     one = flat(mesh)
     if one is not None:
         return cast("ProcessGroup", one.get_group())
@@ -68,8 +67,6 @@ def _flat_group(mesh: DeviceMesh) -> ProcessGroup:
 
 def check_group(group: object) -> None:
     """Raise UnsupportedError unless ``group`` is a live process group that contains this process."""
-    import torch.distributed as dist
-
     if not isinstance(group, dist.ProcessGroup):
         nobody = dist.GroupMember.NON_GROUP_MEMBER
         outside = type(group) is type(nobody) and group == nobody
@@ -87,8 +84,7 @@ def check_group(group: object) -> None:
 
 def _was_destroyed() -> bool:
     """Return whether this process had a default group that is destroyed now, if torch's state shows it."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or dist.is_initialized():
+    if dist.is_initialized():
         return False
     # torch keeps the init method after the group is destroyed; it is None for a group created with a store, so _SEEN
     # covers that case

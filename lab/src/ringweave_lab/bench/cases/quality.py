@@ -182,7 +182,8 @@ def chosen(method: str, q: Tensor, k: Tensor, density: float) -> rw.Pattern:
     if method == _POOLS:
         return select(q, k, density=density, block_size=side, pool=side // 4) & rw.Causal()
     if method != "top_p":
-        return select(q, k, method=method, density=density, block_size=side, stride=8) & rw.Causal()
+        stride = 8 if method == "antidiagonal" else None
+        return select(q, k, method=method, density=density, block_size=side, stride=stride) & rw.Causal()
     least, most = 0.0, 1.0
     for _ in range(7):
         middle = (least + most) / 2

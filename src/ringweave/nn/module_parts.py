@@ -1,19 +1,21 @@
-"""Checks of the sizes and options that modules of attention share."""
+"""Parts that modules of attention share: checks of sizes and options, norms, rotation, and gradients of zero."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ..api import longnet_attention
 from ..call import Arguments
-from ..checks import whole
+from ..checks import flag, number, whole
 from ..errors import ShapeError, UnsupportedError, shown
 from ..hierarchical import hierarchical_attention
+from ..types import acc_dtype
 from ..weights import attention_weights
 
 # the parameters of the functions that modules call in place of attention
@@ -56,3 +58,43 @@ def module_sizes(embed_dim: int, num_heads: int, num_kv_heads: int | None) -> tu
         if size % parts:
             raise ShapeError(of, parts, f"a divisor of {name}, {size}", f"Change {of} or {name}.")
     return embed_dim, num_heads, kv_heads
+
+
+def checked_rotary_base(base: float | None, head_dim: int) -> float | None:
+    """Return the base of rotary position embeddings for heads of some channels; None for no rotation."""
+    if base is None:
+        return None
+    base = number("rotary_base", base, error=ShapeError)
+    if head_dim % 2:
+        raise ShapeError("head dim", head_dim, "an even number, for rotary_base", "Change num_heads.")
+    return base
+
+
+def head_norms(qk_norm: bool, head_dim: int, **place: Any) -> tuple[nn.RMSNorm | None, nn.RMSNorm | None]:
+    """Return the norms of each head's queries and keys, or twice None."""
+    if not flag("qk_norm", qk_norm, ShapeError):
+        return None, None
+    return nn.RMSNorm(head_dim, **place), nn.RMSNorm(head_dim, **place)
+
+
+def rotated(x: Tensor, positions: Tensor, base: float) -> Tensor:
+    """Rotate x, (batch, heads, tokens, channels), by positions (tokens,) or (batch, tokens)."""
+    # at least float32: positions rounded to bfloat16 would be off by many tokens
+    half, acc = x.shape[-1] // 2, acc_dtype(x.dtype)
+    rates = base ** (-torch.arange(half, device=x.device, dtype=acc) / half)
+    angles = positions[..., None].to(acc) * rates
+    angles = angles if positions.ndim == 1 else angles[:, None]
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x.to(acc).chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+def connected(out: Tensor, unused: Iterable[Tensor]) -> Tensor:
+    """Return out with gradients of zero, rather than none, for tensors that it does not depend on.
+
+    DistributedDataParallel waits for a gradient of each parameter, and so does each rank of a context for those of the
+    others. The sum of no elements is 0, whatever values the tensor has.
+    """
+    for x in unused:
+        out = out + x[None][:0].sum()
+    return out

@@ -1,21 +1,54 @@
-"""Checks of the calls of a context; nothing has been sent when they raise."""
+"""The options of a context, and the checks of its calls; nothing has been sent when they raise."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..axes import Axes
 from ..backends import BACKENDS
-from ..errors import PatternError, UnsupportedError
+from ..checks import number, one_of, seconds, whole
+from ..errors import PatternError, ShapeError, UnsupportedError
 from ..patterns import BlockTable, Pattern, check_extents
 from ..patterns.global_tokens import check_places
 from ..patterns.lists import check_rows
 from ..program import named_backend, names
+from .execution.wire import FORMATS
+from .planning.placement import NAMED, Placement
 from .shards import Shards
 
 _OF_CONTEXT = Axes("q: [B Hq Nq D]; k: [B Hkv Nk D]")
 _WHOLE = Axes("q: [B Hq N D]; k: [B Hkv N D]; v: [B Hkv N Dv]")
+SCHEDULES = ("auto", "allgather", "ring")
+
+
+@dataclass(frozen=True)
+class ContextOptions:
+    """The options of a context for placement and exchange; see the arguments of :class:`ContextParallel`.
+
+    Raises:
+        ShapeError: A number is invalid or out of bounds.
+        UnsupportedError: The schedule, placement or wire is unknown.
+    """
+
+    schedule: str = "auto"
+    placement: str | Placement = "auto"
+    wire: str = "native"
+    tolerance: float | None = None
+    deadline: float = 30.0
+    retries: int = 0
+
+    def __post_init__(self) -> None:
+        one_of("schedule", self.schedule, SCHEDULES)
+        if not isinstance(self.placement, Placement):
+            one_of("placement", self.placement, ("auto", *NAMED), "'auto', a Placement or ")
+        one_of("wire", self.wire, FORMATS)
+        tolerance = None if self.tolerance is None else number("tolerance", self.tolerance, 0, error=ShapeError)
+        object.__setattr__(self, "tolerance", tolerance)
+        object.__setattr__(self, "deadline", seconds("deadline", self.deadline))
+        object.__setattr__(self, "retries", whole("retries", self.retries, 0, error=ShapeError))
 
 
 def check_pattern(pattern: Pattern, tokens: int, query_heads: int, batch: int | None = None) -> None:
