@@ -14,7 +14,7 @@ from .checks import flag
 from .errors import ShapeError, UnsupportedError, shown
 from .merge import merge, with_sinks
 from .patterns import Causal, Full, Pattern
-from .precision import NATIVE, Precision, as_precision
+from .precision import Precision
 from .program_cache import find, keep
 from .terms import Term
 from .terms.term import ScoreMod, as_listed, as_terms, has_functions
@@ -106,7 +106,8 @@ def attention(
         ShapeError: Shapes, dtypes or devices do not fit; the message names the argument.
         PatternError: The pattern is made for other lengths, heads or batch sizes.
         UnsupportedError: The named backend cannot run the case; or a function of ``terms`` has effects, or is not score
-            terms and is combined with a context, another precision than ``compute``, or a transform of ``torch.func``.
+            terms and is combined with another precision than ``compute``, with a transform of ``torch.func``, or with a
+            context if it has no graph that ranks can compare.
         RingError: With a context, a rank is lost or the ranks' calls differ.
     Example:
         >>> rw.attention(q, k, v, (rw.SlidingWindow(64) | rw.Sinks(4)) & rw.Causal()).shape
@@ -242,9 +243,7 @@ def _attend(given: Arguments, with_lse: bool = True) -> tuple[Tensor, Any]:
     asked, dtype = converted(given)
     call, q, k, v, tensors, checked_terms = checked(asked)
     if asked.context is not None:
-        native = as_precision(given.precision) == NATIVE
-        shared = given._replace(terms=checked_terms, precision=None if native else given.precision)
-        out, lse = asked.context.attend(call, (q, k, v), tensors, shared)
+        out, lse = asked.context.attend(call, (q, k, v), tensors, given._replace(terms=checked_terms))
     elif key is not None and call.kv_dtype is None:
         out, lse = run(keep(key, call, Operands(q, k, v, call.scale)), q, k, v, tensors)
     else:

@@ -22,6 +22,7 @@ from .torch_compat import require
 from .types import DTYPES, Context, Pages, acc_dtype
 
 if TYPE_CHECKING:
+    from .terms.function import Pass
     from .terms.operands import TermOperands
 
 T = TypeVar("T")
@@ -342,8 +343,9 @@ def term_operands(
     tensors: ByField[Tensor],
     learns: Sequence[bool] | None = None,
     positions: Tensor | None = None,
+    function: Pass | None = None,
 ) -> TermOperands | None:
-    """Return the terms and dropout of a call, or None if it has neither.
+    """Return the terms, or the score function, and the dropout of a call; None if it has none of these.
 
     Args:
         call: The call.
@@ -352,8 +354,9 @@ def term_operands(
         tensors: Tensors of the call besides q, k and v.
         learns: Whether each of these tensors gets a sum of gradients.
         positions: First positions of queries and keys, (B, 2) int64; those of the call's pattern by default.
+        function: The evaluation of the call's score function.
     """
-    if not call.terms and not call.dropout:
+    if not call.terms and not call.dropout and function is None:
         return None
     from .terms.operands import TermOperands
 
@@ -368,4 +371,4 @@ def term_operands(
         places[1] = call.pattern._among_keys(places[1] + call.q_offset) - call.q_offset
     dropout = Dropout(call.dropout, int(tensors.dropout[0])) if tensors.dropout else None
     offsets = first_positions(call.pattern, call.q_offset, call.batch, device) if positions is None else positions
-    return TermOperands(terms, dropout, places[0], places[1], places[2], offsets, tuple(totals))
+    return TermOperands(terms, dropout, places[0], places[1], places[2], offsets, tuple(totals), function)

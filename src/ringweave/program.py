@@ -29,7 +29,7 @@ from .backends.backend import (
 )
 from .backends.tile_batches import tile_within
 from .call import Call, Operands, term_operands
-from .errors import PatternError, UnsupportedError, shown
+from .errors import UnsupportedError, shown
 from .patterns.lists import lists_in, with_lists
 from .plan import BlockPlan, Branch, branches, branches_of_step, summands
 from .plan.tile_size import default_tile_size
@@ -285,10 +285,7 @@ def compiled(call: Call, *, step: bool = False) -> tuple[Step, ...]:
 
 def branch_of_function(call: Call) -> Branch:
     """Return the branch of a call with a score function: the whole call, in tiles that hold the function's values."""
-    pattern = call.pattern
-    if not pattern.combinable:
-        raise PatternError("pattern", repr(pattern), "a relation", "Call longnet_attention for a mixture.")
-    whole = Branch.whole(pattern, call.nq, call.nk, heads=call.heads, batch=call.batch, q_offset=call.q_offset)
+    whole = Branch.whole(call.pattern, call.nq, call.nk, heads=call.heads, batch=call.batch, q_offset=call.q_offset)
     return dataclasses.replace(whole, spacing=None, tile_size=tile_within(whole.tile, call.pair_bytes, call.device))
 
 

@@ -103,7 +103,12 @@ class Context(Protocol):
         ...
 
     def attend(
-        self, call: Any, inputs: tuple[Tensor, Tensor, Tensor], tensors: Sequence[Tensor], given: Any
+        self,
+        call: Any,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        tensors: Sequence[Tensor],
+        given: Any,
+        function: Any = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute this rank's shard of (out, lse) of a checked call."""
         ...

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
+import torch
+from torch import Tensor
+
+import ringweave as rw
+from ringweave import api, validate
+from ringweave.call import pack
+from ringweave.terms import Term
 
 from .processes import Pool, fresh
 
@@ -32,3 +39,15 @@ def fragile4() -> Iterator[Pool]:
 def pool8() -> Iterator[Pool]:
     with fresh(8) as pool:
         yield pool
+
+
+@pytest.fixture
+def _one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fix the seed: the ranks are threads with one generator, so it would be random which seed rank 0 draws."""
+
+    def fixed(pattern: rw.Pattern, terms: Sequence[Term], dropout: int, *more: Tensor) -> list[Tensor]:
+        tensors = pack(pattern, terms, dropout)
+        return [*(tensors[:-1] if dropout else tensors), *[torch.tensor(-(2**61) - 5)] * bool(dropout), *more]
+
+    for module in (api, validate):
+        monkeypatch.setattr(module, "pack", fixed)

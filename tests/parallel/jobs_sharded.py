@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -15,6 +16,7 @@ import ringweave as rw
 from ringweave.errors import RingweaveError
 
 from ..options import BATCH, DIM, HEADS, TOKENS, VALUES
+from ..score_functions.test_calls import CASES
 
 PATTERNS = {
     "window": rw.SlidingWindow(20),
@@ -101,6 +103,33 @@ def with_option(option: str) -> str:
     return "as on one device" if close and changed else "another result"
 
 
+def functions() -> dict[str, float]:
+    """Return relative errors of calls with functions against one device, by placement, function and result.
+
+    Gradients of captured tensors are this rank's part where ranks share heads or batch elements.
+    """
+    mesh, g = init_device_mesh("cpu", (2,)), torch.Generator().manual_seed(0)
+    x = [torch.randn(2, heads, 96, 8, generator=g) for heads in (4, 2, 2, 4)]
+    errors: dict[str, float] = {}
+    for placement in (Shard(1), Shard(0), Replicate()):
+        for name in ("distances", "pairs", "rows", "two functions", "term, then square", "unread"):
+            case = CASES[name]
+            found = []
+            for spread in (_spread(mesh, placement), lambda x: x):
+                leaves = [spread(each).detach().requires_grad_() for each in x[:3]]
+                tables = case.tables(2, 4, 96, 96)
+                out, lse = rw.attention_with_lse(*leaves, rw.SlidingWindow(20), terms=case.make(**tables))
+                loss = (out * spread(x[3])).sum() + lse.sin().sum()
+                found.append([out, lse, *torch.autograd.grad(loss, [*leaves, *tables.values()])])
+            for number, (ours, wanted) in enumerate(zip(*found, strict=True)):
+                if isinstance(ours, DTensor):
+                    ours = ours.full_tensor()
+                elif not placement.is_replicate():
+                    dist.all_reduce(ours)
+                errors[f"{placement}, {name}, {number}"] = float((ours - wanted).norm() / wanted.norm())
+    return errors
+
+
 def dropped() -> tuple[bool, bool]:
     """Return whether dropout of DTensors on one rank equals that of their local tensors, and drops any weights."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "model"))["model"]
@@ -134,7 +163,6 @@ def refused() -> list[str]:
         ((spread(Shard(1), 6),) * 3, rw.Causal(), {"sink_logits": torch.zeros(3)}),
         ((spread(Shard(1), 2),) * 3, rw.Causal(), {"terms": rw.ALiBi(torch.ones(1))}),
         ((heads, heads, spread(Shard(1), 3)), rw.Causal(), {}),
-        ((heads,) * 3, rw.Causal(), {"terms": lambda s, b, h, q, k: s * 2}),
         ((batch,) * 3, rw.PerHead([rw.Causal()] * 3 + [rw.from_mask_mod(lambda b, h, q, k: q > k + b)]), {}),
     ]
     texts = []

@@ -63,7 +63,7 @@ def server() -> multiprocessing.context.ForkServerContext:
     """Return the fork server, a process that has imported torch and ringweave and forks workers in milliseconds."""
     context = multiprocessing.get_context("forkserver")
     # torch loads its compiler at the first call of an operator, which would cost each worker a second
-    names = ("compose", "failure", "models", "order", "ring", "sharded", "transport")
+    names = ("compose", "failure", "functions", "models", "order", "ring", "sharded", "transport")
     loaded = ["torch", "torch.distributed", "torch._dynamo", "ringweave", "transformers.modeling_utils", __name__]
     context.set_forkserver_preload([*loaded, *(f"{__package__}.jobs_{name}" for name in names)])
     with _STARTING:

@@ -6,16 +6,15 @@ import collections
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 import ringweave as rw
-from ringweave import api, validate
-from ringweave.call import Arguments, Call, pack
+from ringweave.call import Arguments, Call
 from ringweave.errors import RingError, ShapeError, UnsupportedError
 from ringweave.parallel import ContextParallel
 from ringweave.terms import Term
@@ -49,7 +48,27 @@ def made(name: str, tokens: int = TOKENS, dtype: torch.dtype = torch.float32) ->
     return kinds[name]()
 
 
-def share(mesh: Any, x: Inputs, pattern: rw.Pattern, terms: Sequence[Term], options: dict[str, Any]) -> Any:
+class Given(NamedTuple):
+    """Terms or functions of a call: the function that makes them of their tensors, and the tensors."""
+
+    make: Callable[..., Any]
+    tables: dict[str, Tensor]
+
+    @staticmethod
+    def of(terms: Given | Sequence[Term]) -> Given:
+        """Return terms with the tables that they have."""
+        if isinstance(terms, Given):
+            return terms
+        tables = [table for term in terms for table in term.tables]
+
+        def make(**tables: Tensor) -> list[Term]:
+            rest = iter(tables.values())
+            return [term.over(*(next(rest) for _ in term.axes)) for term in terms]
+
+        return Given(make, {f"table {i}": table for i, table in enumerate(tables)})
+
+
+def share(mesh: Any, x: Inputs, pattern: rw.Pattern, terms: Given | Sequence[Term], options: dict[str, Any]) -> Any:
     """Return this rank's results, with gradients of tables and sinks."""
     dropout, backend = options.get("dropout", 0.0), options.get("backend", "auto")
     placed = {name: value for name, value in options.items() if name in ("schedule", "placement")}
@@ -66,25 +85,26 @@ def results(
     leaves: list[Tensor],
     x: Inputs,
     pattern: rw.Pattern,
-    terms: Sequence[Term],
+    terms: Given | Sequence[Term],
     dropout: float,
     backend: str,
     context: ContextParallel | None = None,
 ) -> dict[str, Tensor]:
     """Return the five results, and gradients of tables and sinks."""
     sinks = torch.linspace(-1, 1, x.q.shape[1]).requires_grad_()
-    tables = [table.detach().requires_grad_(table.requires_grad) for term in terms for table in term.tables]
-    rest = iter(tables)
-    terms = [term.over(*(next(rest) for _ in term.axes)) for term in terms]
+    make, tables = Given.of(terms)
+    tables = {name: table.detach().requires_grad_(table.requires_grad) for name, table in tables.items()}
     q, k, v = leaves
     out, lse = rw.attention_with_lse(
-        q, k, v, pattern, terms=terms, dropout=dropout, sink_logits=sinks, backend=backend, context=context
+        q, k, v, pattern, terms=make(**tables), dropout=dropout, sink_logits=sinks, backend=backend, context=context
     )
-    learned = {f"table {i}": table for i, table in enumerate(tables) if table.requires_grad}
+    learned = {name: table for name, table in tables.items() if table.requires_grad}
     return oracle.results(out, lse, x, leaves, **learned, sinks=sinks)
 
 
-def whole(x: Inputs, pattern: rw.Pattern, terms: Sequence[Term], dropout: float, backend: str) -> dict[str, Tensor]:
+def whole(
+    x: Inputs, pattern: rw.Pattern, terms: Given | Sequence[Term], dropout: float, backend: str
+) -> dict[str, Tensor]:
     """Compute on one device, with gradients of tables."""
     return results(x.leaves(), x, pattern, terms, dropout, backend)
 
@@ -134,18 +154,6 @@ CASES = {
 }
 
 
-@pytest.fixture
-def _one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fix the seed: the ranks are threads with one generator, so it would be random which seed rank 0 draws."""
-
-    def fixed(pattern: rw.Pattern, terms: Sequence[Term], dropout: int, *more: Tensor) -> list[Tensor]:
-        tensors = pack(pattern, terms, dropout)
-        return [*(tensors[:-1] if dropout else tensors), *[torch.tensor(-(2**61) - 5)] * bool(dropout), *more]
-
-    for module in (api, validate):
-        monkeypatch.setattr(module, "pack", fixed)
-
-
 @pytest.mark.usefixtures("_one_seed", "poisoned")
 @pytest.mark.parametrize("name", list(CASES))
 def test_as_on_one_device(name: str) -> None:
@@ -155,9 +163,11 @@ def test_as_on_one_device(name: str) -> None:
     compare(x, pattern, made(kind), options, "reference")
 
 
-def compare(x: Inputs, pattern: rw.Pattern, terms: list[Term], options: dict[str, Any], exact: str) -> None:
+def compare(
+    x: Inputs, pattern: rw.Pattern, terms: Given | Sequence[Term], options: dict[str, Any], exact: str, ranks: int = 4
+) -> None:
     tokens, dropout, backend = x.q.shape[2], options.get("dropout", 0.0), options.get("backend", "auto")
-    found = together(run(4, share, x, pattern, terms, options), tokens)
+    found = together(run(ranks, share, x, pattern, terms, options), tokens)
     one, want = whole(x, pattern, terms, dropout, backend), whole(double(x), pattern, terms, dropout, exact)
     check_errors(found, want, [errors(one, want)], 2e-6)
 
@@ -246,7 +256,7 @@ def told(first: dict[str, Any], others: dict[str, Any], asked: dict[str, object]
         x = torch.randn(1, 2, ctx.local, 8)
         given = {"q": x, "k": x, "v": x, "pattern": WINDOW, "context": ctx}
         own = others if mesh.rank else first
-        own = {name: value(given[name]) if callable(value) else value for name, value in own.items()}
+        own = {name: value(given.get(name)) if callable(value) else value for name, value in own.items()}
         with pytest.raises(RingError) as error:
             rw.attention(**(given | own))
         assert sum(mesh.counters.sent) == 0
@@ -264,6 +274,13 @@ def test_ranks_that_differ(name: str) -> None:
 def alibi(slope: float, *, many: bool = False) -> rw.ALiBi | rw.Bias:
     # a table too large to compare by entries
     return rw.Bias(torch.full((1, 1, 1, 1), slope).expand(1, 1, 500, 500)) if many else rw.ALiBi([slope, 0.5])
+
+
+def changed(formula: str, *captured: Tensor) -> Callable[..., Any]:
+    """Return what makes a function that is no term, of a formula of the score s, of h and of captured tensors t0 and t1."""
+    names = {f"t{i}": x for i, x in enumerate(captured)}
+    score_mod = eval(f"lambda s, b, h, q, k: {formula}", {"torch": torch, **names})
+    return lambda _: score_mod
 
 
 # arguments of the first rank, of the others, and the error's name for the difference
@@ -297,6 +314,34 @@ TOLD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"precision": rw.Precision(compute=torch.float64)}, {}, "dtype float64 here and float32 on rank 1"),
     ({"precision": rw.Precision(compute=torch.float32)}, {}, "arguments precision=Precision(compute=torch.float32"),
     ({"on_oom": "raise"}, {}, "arguments on_oom='raise' here and none on rank 1"),
+    ({"terms": changed("s + s * s")}, {}, "arguments terms=ComparedFunction(formula='score + score * score', "),
+    ({"terms": changed("s + s * s")}, {"terms": changed("s - s * s")}, "arguments terms=ComparedFunction(formula='"),
+    ({"terms": changed("s + s * s")}, {"terms": changed("torch.add(s, s * s, alpha=2)")}, "arguments terms="),
+    ({"terms": changed("s + s * s * 0.5")}, {"terms": changed("s + s * s * 0.25")}, "arguments terms="),
+    ({"terms": changed("s * h")}, {"terms": changed("s * q")}, "arguments terms="),
+    # terms on one rank, and tiles on another
+    ({"terms": changed("s * 0.5")}, {"terms": changed("s * 0.5 + s * s")}, "scale 0.17"),
+    (
+        {"terms": changed("s * t0[h]", torch.ones(2))}, {"terms": changed("s * t0[h]", torch.zeros(2))},
+        "arguments terms=ComparedFunction(formula='score * t0[h]', dtype=torch.float32, captured=((2,))) here and another",
+    ),
+    ({"terms": changed("s * t0[h]", torch.ones(2))}, {"terms": changed("s * t0[h]", torch.ones(3))}, "arguments terms="),
+    (
+        {"terms": changed("s * t0[h]", torch.ones(2))}, {"terms": changed("s * t0[h]", torch.ones(2).double())},
+        "arguments terms=",
+    ),
+    (
+        {"terms": changed("s * t0[h] + t1[h]", torch.ones(2), torch.zeros(2))},
+        {"terms": changed("s * t1[h] + t0[h]", torch.ones(2), torch.zeros(2))},
+        "arguments terms=",
+    ),
+    # the second kind of rank would leave its share out of the gradient
+    (
+        {"q": lambda x: x.requires_grad_(), "terms": changed("s * t0[h]", torch.ones(2, requires_grad=True))},
+        {"q": lambda x: x.requires_grad_(), "terms": changed("s * t0[h]", torch.ones(2))},
+        "arguments terms=ComparedFunction(formula='score * t0[h]', dtype=torch.float32, captured=(learned (2,)))",
+    ),
+    ({"terms": changed("s + s * s"), "dropout": 0.25}, {"terms": changed("s + s * s")}, "terms dropout 0.25 here and none"),
 ]  # fmt: skip
 
 

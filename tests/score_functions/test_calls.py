@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 import ringweave as rw
 from ringweave.backends import BACKENDS
@@ -115,6 +116,11 @@ CASES: dict[str, Case] = {
     "two functions": Case(
         lambda w: [lambda s, b, h, q, k: s * w[b], lambda s, b, h, q, k: s + 0.3 * torch.cos((q - 2 * k) / 10)],
         lambda b, h, n, m: {"w": (b,)},
+    ),
+    # also rows without a pair
+    "holes": Case(
+        lambda w: lambda s, b, h, q, k: torch.where(((q * 7 + k * k) % 5 > 1) & (q % 11 > 0), s * w[h], -INF),
+        lambda b, h, n, m: {"w": (h,)},
     ),
     "unread": Case(lambda w: unread(lambda s, b, h, q, k: s * w[h] + k / 50), lambda b, h, n, m: {"w": (h,)}),
 }
@@ -353,7 +359,6 @@ def test_options_have_the_effect_that_they_have_with_terms(option: str, function
         ({"precision": rw.Precision(kv=torch.int8)}, "precision.kv"),
         ({"precision": rw.Precision(table=torch.bfloat16)}, "precision.table"),
         ({"precision": rw.Precision(summation_order="fast")}, "precision.summation_order"),
-        ({"context": rw.ContextParallel(None, rw.Causal(), 40, heads=(HEADS, HEADS))}, "context"),
     ],
     ids=str,
 )
@@ -510,6 +515,19 @@ def test_compiled_code_breaks_its_graph(name: str) -> None:
     torch.compiler.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="Pass score terms"):
         torch.compile(call, backend="eager", fullgraph=True)(*x.leaves())
+
+
+@pytest.mark.parametrize("name", ["distances", "pairs", "rows", "square", "unread"])
+def test_checkpoints(name: str) -> None:
+    """The first call of a function, in which it is compared, and the repeated one save the same tensors."""
+    x, case = Inputs.random(40, batch=2, heads=HEADS), CASES[name]
+    leaves, tables = x.leaves(), case.tables(2, HEADS, 40, 40)
+    call = functools.partial(rw.attention, *leaves, rw.Causal(), terms=case.make(**tables))
+    rw.memory.trim()
+    saved = checkpoint(call, use_reentrant=False)
+    inputs = [*leaves, *tables.values()]
+    found, want = (torch.autograd.grad(out, inputs, x.dout) for out in (saved, call()))
+    assert all(map(torch.equal, found, want))
 
 
 def test_transforms() -> None:

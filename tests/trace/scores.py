@@ -311,8 +311,15 @@ GENERAL: dict[str, Score] = {
     "position of a group": plain(lambda s, b, h, q, k: s - (q // 4 - k // 4).abs() * 0.1, NEITHER),
     "rounded": plain(lambda s, b, h, q, k: s + ((q + 0.3) - k) * 0.01, NEITHER),
     "distance by batch": plain(lambda s, b, h, q, k: s + (b + 1) * (q - k) * 0.01, NEITHER),
-    "next query": Score(lambda t: lambda s, b, h, q, k: s + t[h, q + 1, k], NEITHER, ((H, Q + 1, K),)),
-    "row, then the next key": Score(lambda t: lambda s, b, h, q, k: s + t[h, q, :][k + 1], NEITHER, ((H, Q, K + 1),)),
+    "next query": Score(lambda t: lambda s, b, h, q, k: s + t[h, q + 1, k], "Bias", ((H, Q + 1, K),)),
+    "query before the first": Score(lambda t: lambda s, b, h, q, k: s + t[h, q - 1, k], NEITHER, ((H, Q, K),)),
+    "queries before the end": Score(lambda t: lambda s, b, h, q, k: s + t[h, q - Q, k], NEITHER, ((H, Q, K),)),
+    "query and half": Score(lambda t: lambda s, b, h, q, k: s + t[h, (q * 2 + 1) // 2, k], NEITHER, ((H, Q, K),)),
+    "query by a tensor": Score(
+        lambda t, one=torch.tensor(1): lambda s, b, h, q, k: s + t[h, q + one, k], NEITHER, ((H, Q + 1, K),)
+    ),
+    "row, then the next key": Score(lambda t: lambda s, b, h, q, k: s + t[h, q, :][k + 1], "Bias", ((H, Q, K + 1),)),
+    "head after two": Score(lambda t: lambda s, b, h, q, k: s + t[2 + h, q, k], "Bias", ((H + 2, Q, K),)),
     "difference of one value": plain(
         lambda s, b, h, q, k: s + ((d := q * 0.1 + k) - d), "general: subtracts a value from itself"
     ),

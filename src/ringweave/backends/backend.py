@@ -44,6 +44,11 @@ class Upstream(NamedTuple):
     out: Tensor | None = None
     dlse: Tensor | None = None
 
+    @property
+    def of_whole_rows(self) -> bool:
+        """Whether the branch is the whole call, so that its rows are whole."""
+        return self.out is not None or self.dlse is not None
+
 
 class Backward(Protocol):
     """A function that computes the gradients of one branch's view.

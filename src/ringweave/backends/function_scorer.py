@@ -50,7 +50,7 @@ class FunctionScorer(Scorer):
         acc: Dtype of the scores.
     """
 
-    chooses = threads = alone = True
+    chooses = threads = sums_rows = True
 
     def __init__(self, terms: TermOperands, function: Pass, acc: torch.dtype):
         super().__init__()

@@ -71,15 +71,14 @@ class Scorer:
         chooses: Whether scores of -inf mask pairs that the pattern allows. Backward then asks which pairs are attended.
         threads: Whether threads compute the batches. Each thread computes alone.
         pair: Bytes of a pair's values; 0 if they are those of its score.
-        alone: Whether lse is that of these scores alone, and not of other branches too. In backward, the weights of a
-            whole row are then divided by their sum, since lse is rounded as a large number is, and the mean of their
-            gradients is computed from them.
+        sums_rows: Whether backward divides the weights of a whole row by their sum, since lse is rounded as a large
+            number is, and computes the mean of their gradients from them.
     """
 
     chooses = False
     threads = False
     pair = 0
-    alone = False
+    sums_rows = False
 
     def __init__(self, terms: TermOperands | None = None):
         self.terms = terms
@@ -256,7 +255,8 @@ class _Backward(Generic[AnyBatch]):
     """The gradients of batches; arguments as in :func:`backward`."""
 
     def __init__(self, tiles: Tiles[AnyBatch], scorer: Scorer, upstream: Upstream):
-        self.tiles, self.scorer, self.whole_rows = tiles, scorer, scorer.alone and not tiles.pieced
+        self.tiles, self.scorer = tiles, scorer
+        self.whole_rows = scorer.sums_rows and upstream.of_whole_rows and not tiles.pieced
         dout, lse, delta, _, dlse = upstream
         if self.whole_rows:
             delta = torch.zeros_like(lse) if dlse is None else -dlse.masked_fill(torch.isneginf(lse), 0.0)

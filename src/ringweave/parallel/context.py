@@ -46,6 +46,7 @@ from .transport.protocol import Communicator
 from .transport.transport import Transport
 
 if TYPE_CHECKING:
+    from ..terms.function import ScoreFunction
     from .transport.mesh import DeviceMesh, ProcessGroup
 
 
@@ -320,7 +321,12 @@ class ContextParallel:
     # ---- attention ---------------------------------------------------------------------------------------------------
 
     def attend(
-        self, call: Call, inputs: tuple[Tensor, Tensor, Tensor], tensors: Sequence[Tensor], given: Arguments
+        self,
+        call: Call,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        tensors: Sequence[Tensor],
+        given: Arguments,
+        function: ScoreFunction | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute (out, lse) of the shard; ``rw.attention(..., context=)`` has checked the arguments.
 
@@ -329,8 +335,9 @@ class ContextParallel:
             inputs: q, k and v of the shard.
             tensors: The other tensors of the call, in the order of ``call.pack``.
             given: The arguments of the call; the ranks compare all that differ from their defaults.
+            function: The score function of a call that has one; ``given.terms`` is then a record of it.
         """
-        return attend(self._session, self._tag, call, inputs, tensors, given)
+        return attend(self._session, self._tag, call, inputs, tensors, given, function)
 
     def check(self, call: Call, q: Tensor, k: Tensor) -> None:
         """Raise a typed error unless a call on these shards fits this context."""

@@ -1,8 +1,12 @@
-"""The two ``torch.library`` operators of a call with a context; ``torch.compile`` does not trace into the exchange."""
+"""The two ``torch.library`` operators of a call with a context; ``torch.compile`` does not trace into the exchange.
+
+A score function cannot cross an operator. A call with one has an autograd function.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import re
@@ -17,8 +21,10 @@ from torch import Tensor
 from ..backends.backend import readable
 from ..call import Arguments, Call, Operands, term_operands
 from ..errors import UnsupportedError
+from ..precision import NATIVE
 from ..terms import Term
 from ..terms.dropout import DROPOUT_LEVELS
+from ..terms.function import ScoreFunction
 from ..torch_compat import transforming, untraced
 from ..torch_ops import (
     differentiate,
@@ -82,6 +88,8 @@ _COMPARED = frozenset({"q", "k", "v", "pattern", "scale", "backend", "context", 
 
 def other_arguments(given: Arguments) -> Iterator[tuple[str, object]]:
     """Yield (name, value) of the remaining arguments that differ from their defaults; the ranks compare them too."""
+    if given.precision == NATIVE:
+        given = given._replace(precision=None)
     for name, value in given._asdict().items():
         if name not in _COMPARED and (isinstance(value, Tensor) or value != given._field_defaults[name]):
             yield name, value
@@ -94,18 +102,26 @@ def attend(
     inputs: tuple[Tensor, Tensor, Tensor],
     tensors: Sequence[Tensor],
     given: Arguments,
+    function: ScoreFunction | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of a shard by the operator; see :meth:`ContextParallel.attend`."""
+    """Compute (out, lse) of a shard by the operator, or with a function; see :meth:`ContextParallel.attend`."""
     refuse_forward_mode()
     if not torch.compiler.is_compiling() and transforming(*inputs):
         remedy = "Differentiate with torch.autograd, and fold a mapped dimension into the batch."
         raise UnsupportedError("context", "a torch.func transform", "a call without one", remedy)
-    grads = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *tensors))
+    learned = tensors if function is None else function.captured
+    grads = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *learned))
     compared: list[Tensor] = []
     written = ", ".join([f"{name}={written_argument(value, compared)}" for name, value in other_arguments(given)])
     fixed = "".join(["0" if x.requires_grad else "1" for x in compared])
+    compared = [x.detach() for x in compared]
+    if function is not None:
+        of_call = Compared(tag, str(int(grads)), fixed, written, compared)
+        of_rank = RankCall(session, call, tensors, function)
+        out, lse, *_ = _OfFunction.apply(*inputs, of_rank, of_call, *learned)  # type: ignore[no-untyped-call]
+        return out, lse
     shared = "\n".join([session.number, str(int(grads)), fixed, written])
-    others = [tag, *[x.detach() for x in compared]]
+    others = [tag, *compared]
     out, lse, *_ = ring_attention_op(*inputs, tensors, call.text, *call.numbers, others, shared)
     return out, lse
 
@@ -129,24 +145,10 @@ def ring_attention(
     1 if gradients are needed, else 0; for each compared tensor 1 if its values are compared, else 0; the compared text.
     """
     number, grads, fixed, written = shared.split("\n", 3)
-    about, session = Call.read(call, q, k, v, tensors, scale, q_offset, dropout), _session(number)
-    q, k, v = map(readable, (q, k, v))
-    fields: dict[str, Value] = {
-        "scale": scale,
-        "backend": about.backend,
-        "device": q.device.type,
-        "requires_grad": grads == "1",
-    }
-    with session.call.call_scope(others[0], **fields) as agreed:
-        schedule, operands = _prepared(session, about, (q, k, v), tensors)
-        also = {"terms": _terms_field(about, tensors), "arguments": _arguments_field(written, others[1:], fixed)}
-        agreed = agreed.with_fields(**also, **schedule.header)
-        agreed.seed = int(about.by_field(tensors).dropout[0]) if about.dropout else 0
-        out, lse, received, forms = executor.forward(schedule, agreed, operands, about.backend)
-    saved = [*received, *(torch.empty(0, dtype=torch.uint8, device=q.device) for _ in range(2 - len(received)))]
-    forms = torch.cat([forms.flatten(), torch.tensor([*agreed.name, agreed.seed], dtype=torch.int64, device="cpu")])
-    # A compiled graph relies on the shapes and strides of the fake operator, which are contiguous.
-    return out.contiguous(), lse.contiguous(), saved[0], saved[1], forms
+    about = Call.read(call, q, k, v, tensors, scale, q_offset, dropout)
+    return RankCall(_session(number), about, tensors).forward(
+        (q, k, v), Compared(others[0], grads, fixed, written, others[1:])
+    )
 
 
 def ring_attention_backward(
@@ -162,33 +164,107 @@ def ring_attention_backward(
     learns: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Compute (dq, dk, dv) of the shard, and gradients of ``tensors`` summed over the pairs that this rank computed."""
-    # A hook on saved tensors may return them in another memory layout.
-    of = Saved(*saved[:3], *map(Tensor.contiguous, saved[3:]))
+    of = Saved(*saved)
     about = Call.read(call, of.q, of.k, of.v, tensors, scale, q_offset, dropout)
-    session = _session(shared.partition("\n")[0])
-    dout, q, k, v = map(readable, (dout, of.q, of.k, of.v))
-    forms, (number, *tag, seed) = of.forms[: -NAME_WORDS - 1], of.forms[-NAME_WORDS - 1 :].tolist()
-    with session.call.call_scope(tag=None, scale=scale, backend=about.backend, device=q.device.type) as agreed:
-        schedule, operands = _prepared(session, about, (q, k, v), tensors, learns)
-        agreed = agreed.with_fields(call=number, tag=tuple(tag), terms=_terms_field(about, tensors), **schedule.header)
-        agreed.seed = seed
-        computed = executor.Computed(of.out, of.lse, (of.received, of.relayed), forms.view(-1, agreed.transport.size))
-        grads = executor.backward(schedule, agreed, operands, computed, (dout, dlse), about.backend)
-    return *grads, table_grads(tensors, learns, operands)
+    return RankCall(_session(shared.partition("\n")[0]), about, tensors).backward(dout, dlse, of, tensors, learns)
 
 
-def _prepared(
-    session: Session,
-    call: Call,
-    inputs: tuple[Tensor, ...],
-    tensors: Sequence[Tensor],
-    learns: Sequence[bool] | None = None,
-) -> tuple[Schedule, Operands]:
-    """Return the schedule of a call, and its operands with terms over positions of the whole sequence."""
-    schedule, tokens = session.schedules.of(call.pattern, call.batch), session.schedules.placement.tokens
-    terms = term_operands(call, (tokens, tokens), inputs[0].device, call.by_field(tensors), learns)
-    q, k, v = inputs
-    return schedule, Operands(q, k, v, call.scale, terms)
+class Compared(NamedTuple):
+    """What the ranks compare of a call besides its sizes, its pattern and its terms, and the call's tag."""
+
+    tag: Tensor
+    grads: str  # "1" if gradients are needed, else "0"
+    fixed: str  # for each tensor "1" if its values are compared, else "0"
+    written: str  # the other arguments as text
+    tensors: Sequence[Tensor]  # the tensors in these arguments
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RankCall:
+    """A rank's part of a call.
+
+    Attributes:
+        session: The session of the context.
+        call: The call.
+        tensors: Its tensors besides q, k and v, in the order of ``call.pack``.
+        function: Its score function, or None.
+    """
+
+    session: Session
+    call: Call
+    tensors: Sequence[Tensor]
+    function: ScoreFunction | None = None
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        """The schedule, which an object that lives until backward holds until then."""
+        return self.session.schedules.of(self.call.pattern, self.call.batch)
+
+    def forward(
+        self, inputs: tuple[Tensor, Tensor, Tensor], compared: Compared
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Compute (out, lse) of the shard, and the other tensors that backward needs."""
+        call, (q, k, v) = self.call, map(readable, inputs)
+        fields: dict[str, Value] = {
+            "scale": call.scale,
+            "backend": call.backend,
+            "device": q.device.type,
+            "requires_grad": compared.grads == "1",
+        }
+        with self.session.call.call_scope(compared.tag, **fields) as agreed:
+            operands = self._operands((q, k, v))
+            arguments = _arguments_field(compared.written, compared.tensors, compared.fixed)
+            also = {"terms": _terms_field(call, self.tensors), "arguments": arguments}
+            agreed = agreed.with_fields(**also, **self.schedule.header)
+            agreed.seed = int(call.by_field(self.tensors).dropout[0]) if call.dropout else 0
+            out, lse, received, forms = executor.forward(self.schedule, agreed, operands, call.backend)
+        saved = [*received, *(torch.empty(0, dtype=torch.uint8, device=q.device) for _ in range(2 - len(received)))]
+        forms = torch.cat([forms.flatten(), torch.tensor([*agreed.name, agreed.seed], dtype=torch.int64, device="cpu")])
+        # A compiled graph relies on the shapes and strides of the fake operator, which are contiguous.
+        return out.contiguous(), lse.contiguous(), saved[0], saved[1], forms
+
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, tensors: Sequence[Tensor], learns: Sequence[bool]
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """Compute (dq, dk, dv) of the shard, and this rank's part of the gradients of ``tensors``.
+
+        Args:
+            dout: Gradient of out.
+            dlse: Gradient of lse, or None.
+            saved: The tensors of forward.
+            tensors: Those of the call, or those that its function captures.
+            learns: Whether each of them needs a gradient.
+        """
+        # A hook on saved tensors may return them in another memory layout.
+        of, call = Saved(*saved[:3], *map(Tensor.contiguous, saved[3:])), self.call
+        dout, q, k, v = map(readable, (dout, of.q, of.k, of.v))
+        forms, (number, *tag, seed) = of.forms[: -NAME_WORDS - 1], of.forms[-NAME_WORDS - 1 :].tolist()
+        fields: dict[str, Value] = {"scale": call.scale, "backend": call.backend, "device": q.device.type}
+        with self.session.call.call_scope(tag=None, **fields) as agreed:
+            operands = self._operands((q, k, v), tensors, learns)
+            terms = _terms_field(call, self.tensors)
+            agreed = agreed.with_fields(call=number, tag=tuple(tag), terms=terms, **self.schedule.header)
+            agreed.seed = seed
+            forms = forms.view(-1, agreed.transport.size)
+            computed = executor.Computed(of.out, of.lse, (of.received, of.relayed), forms)
+            grads = executor.backward(self.schedule, agreed, operands, computed, (dout, dlse), call.backend)
+        return *grads, table_grads(tensors, learns, operands)
+
+    def _operands(
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        tensors: Sequence[Tensor] | None = None,
+        learns: Sequence[bool] | None = None,
+    ) -> Operands:
+        """Return the operands, with terms or a function over positions of the whole sequence."""
+        q, k, v = inputs
+        call, tokens = self.call, self.session.schedules.placement.tokens
+        function = None
+        if self.function is not None:
+            function, learns = self.function.begin(tensors, learns), None
+        by_field = call.by_field(self.tensors)
+        terms = term_operands(call, (tokens, tokens), q.device, by_field, learns, function=function)
+        return Operands(q, k, v, call.scale, terms)
 
 
 def _terms_field(call: Call, tensors: Sequence[Tensor]) -> Digest | None:
@@ -294,3 +370,49 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> t
 # The graph does not know the sizes of the operator's outputs, so it breaks there unless compiled with fullgraph=True.
 differentiate(ring_attention_op, untraced(_setup), untraced(_backward))
 differentiate(ring_attention_backward_op, None, refuse_twice)
+
+
+class _OfFunction(torch.autograd.Function):
+    """A rank's call with a score function, differentiable in q, k, v and the tensors that the function captures."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: RankCall, compared: Compared, *captured: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Compute (out, lse) and the other tensors that backward needs."""
+        # the caller's autocast does not last until backward
+        with torch.autocast(q.device.type, enabled=False):
+            found = call.forward((q, k, v), compared)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*found[2:])
+        ctx.save_for_backward(q, k, v, *found, *savable(captured))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
+        """Compute (dq, dk, dv) and this rank's part of the gradients of the captured tensors."""
+        # Read once: under checkpointing each access of saved_tensors may compute forward again.
+        every, learns = ctx.saved_tensors, list(ctx.needs_input_grad[5:])
+        # Other ranks need this rank's part of their gradients even if its output does not contribute to the loss.
+        dout = torch.zeros_like(every[3]) if dout is None else dout
+        dq, dk, dv, *sums = _backward_of_function(ctx.call, learns, dout, dlse, *every)
+        return dq, dk, dv, None, None, *[grad if one else None for grad, one in zip(sums, learns, strict=True)]
+
+
+class _BackwardOfFunction(torch.autograd.Function):
+    backward = staticmethod(refuse_twice)
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: RankCall, learns: list[bool], dout: Tensor, dlse: Tensor | None, *saved: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Compute the gradients of all tensors as separate outputs."""
+        count = len(Saved._fields)
+        with torch.autocast(dout.device.type, enabled=False):
+            *grads, sums = call.backward(dout, dlse, Saved(*saved[:count]), saved[count:], learns)
+        return *grads, *sums
+
+
+# compiled autograd would trace the tiles
+_backward_of_function = untraced(lambda *args: _BackwardOfFunction.apply(*args))  # type: ignore[no-untyped-call]

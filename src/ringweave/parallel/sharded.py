@@ -19,7 +19,7 @@ from ..errors import PatternError, ShapeError, UnsupportedError
 from ..patterns import Pattern
 from ..patterns.fitting import refuse
 from ..terms import Term
-from ..terms.term import as_terms
+from ..terms.term import ScoreMod, as_listed
 from ..validate import check_sinks, check_tensors
 
 BATCH, HEADS = 0, 1
@@ -34,7 +34,7 @@ def attend_sharded(attend: Callable[[Arguments], tuple[Tensor, Any]], given: Arg
         UnsupportedError: Tokens or channels are sharded, or dropout is used on several ranks.
     """
     q, k, v, pattern = given[:4]
-    terms = as_terms(given.terms)
+    terms = as_listed(given.terms)
     if not isinstance(pattern, Pattern):
         refuse(pattern)
     inputs: list[DTensor] = []
@@ -51,7 +51,8 @@ def attend_sharded(attend: Callable[[Arguments], tuple[Tensor, Any]], given: Arg
     context = given.context
     nq, nk = (q.shape[2], k.shape[2]) if context is None else (context.seq_len, context.seq_len)
     for term in terms:
-        term.check(q.shape[0], q.shape[1], nq, nk, q.device)
+        if isinstance(term, Term):
+            term.check(q.shape[0], q.shape[1], nq, nk, q.device)
     if given.sink_logits is not None:
         check_sinks(given.sink_logits, q)
     pattern = pattern.bound(q.shape[1], k.shape[1])
@@ -80,7 +81,8 @@ def attend_sharded(attend: Callable[[Arguments], tuple[Tensor, Any]], given: Arg
         value = getattr(given, name)
         mine[name] = None if value is None else parts.of(value, {HEADS: 0})
     of_heads = pattern.shard(parts.rank(HEADS), parts.count(HEADS), q.shape[1])
-    local = given._replace(**mine, pattern=of_heads, terms=[parts.of_term(term) for term in terms])
+    own = [parts.of_term(x) if isinstance(x, Term) else parts.of_function(x, mine["q"]) for x in terms]
+    local = given._replace(**mine, pattern=of_heads, terms=own)
     out, lse = attend(local)
     whole = [DTensor.from_local(x, mesh, placements, run_check=False) for x in (out, lse)]
     return whole[0], whole[1]
@@ -127,6 +129,13 @@ class _Parts:
             dims = {dim: along.index(name) for dim, name in ((BATCH, "batch"), (HEADS, "heads")) if name in along}
             tables.append(self.of(table, dims))
         return term.over(*tables) if tables else term
+
+    def of_function(self, function: ScoreMod, q: Tensor) -> ScoreMod:
+        """Return a function of this rank's batch elements and heads, for its queries, from one of the whole call's."""
+        first_b, first_h = (self.rank(dim) * q.shape[dim] for dim in (BATCH, HEADS))
+        if not (first_b or first_h):
+            return function
+        return lambda score, b, h, i, j: function(score, b + first_b, h + first_h, i, j)
 
     def of(self, x: Tensor, dims: dict[int, int]) -> Tensor:
         """Return this rank's slice of x; ``dims`` maps BATCH and HEADS to dimensions of x. A size of 1 broadcasts."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..cache import PATTERNS
@@ -13,13 +14,13 @@ from ..errors import UnsupportedError
 from ..patterns import Full, Pattern
 from ..precision import as_precision
 from ..terms import Term
-from ..terms.dropout import Dropout
 from ..terms.term import as_listed
-from ..trace.graph import K, Q, deps_of
+from ..trace.graph import Graph, K, Q, deps_of
+from ..trace.text import text_of
 from ..types import FIRST_POSITION, acc_dtype
 from ..validate import check_distances, check_tensors, checked, checked_scale, lengths, positions
 from .reading import Positions, Read, check_device, read
-from .scored_program import ScoredProgram
+from .scored_program import ScoredProgram, scored_call
 
 # estimated size of a pattern without its tables
 _BYTES = 2**10
@@ -57,11 +58,7 @@ def scored(given: Arguments) -> Scored:
 
 
 def by_terms(call: Scored) -> Arguments:
-    """Return the arguments of the same call with score terms, and with the pairs at which its functions are not -inf.
-
-    Raises:
-        UnsupportedError: A function masks pairs, and ranks share the call.
-    """
+    """Return the arguments of the same call with score terms, and the pairs at which its functions are not -inf."""
     given, score = call.given, call.found.score
     assert score is not None
     if given.pattern.tables and any(term.distances for term in score.terms):
@@ -69,9 +66,6 @@ def by_terms(call: Scored) -> Arguments:
     changed = given._replace(terms=score.terms, scale=call.found.scale)
     if isinstance(score.pattern, Full):
         return changed
-    if given.context is not None:
-        remedy = "Add the mask to the pattern of the context and of the call."
-        raise UnsupportedError("terms", "a function that masks pairs, with a context", "one that masks none", remedy)
     # a number, since "end" counts the keys that a pattern leaves
     first = given.q_offset if given.q_offset is FIRST_POSITION else call.at.place.q0
     pattern = _both(given.pattern, score.pattern)
@@ -89,22 +83,63 @@ def _both(pattern: Pattern, mask: Pattern) -> Pattern:
 
 
 def attend(call: Scored) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of the call by a program with its function, without learned sinks.
+    """Compute (out, lse) of the call with its function, without learned sinks.
 
     Raises:
-        UnsupportedError: An option needs a kernel, or the function cannot be differentiated as the call asks.
+        UnsupportedError: An option needs a kernel, the function cannot be differentiated as the call asks, or ranks
+            share the call and cannot compare the function.
         PatternError: The pattern does not fit the call.
     """
     given, (scale, function, _, graph, _) = call.given, call.found
-    call.found.check_option("context", given.context, None)
-    precision = as_precision(given.precision)
+    context, precision = given.context, as_precision(given.precision)
+    taken = ("compute",) if context is None else ("compute", "wire")
     for field in fields(precision):
-        # the other fields are about kernels, storage and messages
-        if field.name != "compute":
+        # the other fields are about kernels and storage
+        if field.name not in taken:
             call.found.check_option(f"precision.{field.name}", getattr(precision, field.name), field.default)
     terms = [term for term in as_listed(given.terms) if isinstance(term, Term)]
     known, q, k, v, tensors, _ = checked(given._replace(terms=terms))
     if known.pattern.tables and (graph is None or deps_of(graph.result) & (Q | K)):
         check_distances("a function of q and k", known.pattern, by_index=True)
-    dropout = Dropout(known.dropout, int(known.by_field(tensors).dropout[0])) if known.dropout else None
-    return ScoredProgram.of(replace(known, scale=scale), function, graph, q, k, dropout).attend(q, k, v)
+    others = known.by_field(tensors)
+    known, formula = scored_call(replace(known, scale=scale), function, graph, q, k)
+    if context is None:
+        return ScoredProgram(known, formula, others.dropout).attend(q, k, v)
+    context.check(known, q, k)
+    if graph is None:
+        # a function that fails at the last pair, as one with a table of a shard's length, says so itself
+        last = {name: values[-1:].view(1, 1, 1) for name, values in call.at.place.lengths().items()}
+        formula.begin()(torch.zeros(1, 1, 1, dtype=acc_dtype(q.dtype), device=q.device), last)
+    # ranks compare a record of the function in its place
+    shared = given._replace(terms=_compared(graph, call.found.why))  # type: ignore[arg-type]
+    return context.attend(known, (q, k, v), [*others.pattern, *others.dropout], shared, formula)
+
+
+@dataclass(frozen=True, eq=False)
+class ComparedFunction:
+    """A score function as ranks compare it: everything that its graph is made of.
+
+    Attributes:
+        formula: Text of the graph.
+        dtype: torch's default dtype, which operations on numbers depend on.
+        captured: The tensors that the graph reads.
+    """
+
+    formula: str
+    dtype: torch.dtype
+    captured: tuple[Tensor, ...]
+
+
+def _compared(graph: Graph | None, why: str) -> ComparedFunction:
+    """Return a function as ranks compare it.
+
+    Raises:
+        UnsupportedError: It has no graph, or one that has no text.
+    """
+    text = None if graph is None else text_of(graph)
+    if graph is None or text is None:
+        got = "a function that ranks cannot compare, with a context: "
+        got += why if graph is None else "it has an operation or a constant that no text names"
+        remedy = "Compute it with operations of torch on the arguments and on captured tensors, or pass score terms."
+        raise UnsupportedError("terms", got, "one with a graph of named operations", remedy)
+    return ComparedFunction(text, torch.get_default_dtype(), tuple(graph.tensors))

@@ -16,13 +16,10 @@ from ..backends import tile_attention
 from ..backends.function_scorer import FunctionScorer
 from ..backends.list_tiles import ListTiles
 from ..backends.plan_tiles import PlanTiles
-from ..call import Call, Operands
-from ..errors import UnsupportedError
-from ..patterns.shifted import first_positions
+from ..call import ByField, Call, Operands, term_operands
+from ..errors import PatternError, UnsupportedError
 from ..program import Program, Returned, Step, with_plan
-from ..terms.dropout import Dropout
 from ..terms.function import FUNCTION, ScoreFunction
-from ..terms.operands import TermOperands
 from ..terms.term import ScoreMod
 from ..torch_compat import before_compiling, forward_mode, transforming, without_values
 from ..torch_ops import run
@@ -56,10 +53,32 @@ def _is_number(graph: Graph) -> bool:
 
 
 def with_function(call: Call, function: ScoreFunction) -> Call:
-    """Return a call with a score function in place of its terms."""
+    """Return a call with a score function in place of its terms.
+
+    Raises:
+        PatternError: The pattern is a mixture.
+    """
+    if not call.pattern.combinable:
+        raise PatternError("pattern", repr(call.pattern), "a relation", "Call longnet_attention for a mixture.")
     learned = sum(x.numel() for x in function.captured if call.needs_grad and x.requires_grad)
     features = call.features & {"dropout"} | {FUNCTION}
     return replace(call, terms="", features=features, learned=learned, pair_bytes=function.nbytes)
+
+
+def scored_call(
+    call: Call, score_mod: ScoreMod, graph: Graph | None, q: Tensor, k: Tensor
+) -> tuple[Call, ScoreFunction]:
+    """Return a call on these tensors with a function in place of its terms, and the function.
+
+    Raises:
+        ShapeError: As in :func:`function_of`.
+        UnsupportedError: As in :func:`function_of`; or a transform, forward-mode differentiation or a trace is active.
+        PatternError: The pattern is a mixture.
+    """
+    _check_values(q, k)
+    function = function_of(score_mod, graph, q.dtype, q.device)
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in function.captured)
+    return with_function(replace(call, needs_grad=call.needs_grad or learns), function), function
 
 
 class ScoredProgram(Program):
@@ -68,36 +87,23 @@ class ScoredProgram(Program):
     Args:
         call: A call with a function.
         function: The function.
-        dropout: Dropout of the weights, or None.
+        seed: The seed of the dropout, or none.
     """
 
     direct = True
 
-    def __init__(self, call: Call, function: ScoreFunction, dropout: Dropout | None = None):
+    def __init__(self, call: Call, function: ScoreFunction, seed: Sequence[Tensor] = ()):
         super().__init__(call, constant=True)
-        self.function, self.dropout = function, dropout
+        self.function, self.seed = function, seed
 
     def for_call(self, call: Call) -> ScoredProgram:
         """Return the program of a piece of the call."""
-        return ScoredProgram(call, self.function, self.dropout)
+        return ScoredProgram(call, self.function, self.seed)
 
     @staticmethod
-    def of(
-        call: Call, score_mod: ScoreMod, graph: Graph | None, q: Tensor, k: Tensor, dropout: Dropout | None = None
-    ) -> ScoredProgram:
-        """Return the program of a call on these tensors with a function in place of its terms.
-
-        Raises:
-            ShapeError: As in :func:`function_of`.
-            UnsupportedError: As in :func:`function_of`; or a transform, forward-mode differentiation or a trace is
-                active.
-        """
-        _check_values(q, k)
-        function = function_of(score_mod, graph, q.dtype, q.device)
-        learns = torch.is_grad_enabled() and any(x.requires_grad for x in function.captured)
-        return ScoredProgram(
-            with_function(replace(call, needs_grad=call.needs_grad or learns), function), function, dropout
-        )
+    def of(call: Call, score_mod: ScoreMod, graph: Graph | None, q: Tensor, k: Tensor) -> ScoredProgram:
+        """Return the program of a :func:`scored_call` without dropout."""
+        return ScoredProgram(*scored_call(call, score_mod, graph, q, k))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Compute (out, lse), differentiable in q, k, v and each tensor that the function captures."""
@@ -120,12 +126,10 @@ class ScoredProgram(Program):
         self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], learns: Sequence[bool] | None = None
     ) -> Operands:
         """Build the operands; ``tensors`` are the captured ones."""
-        call = self.call
-        heads, rows, columns = (torch.arange(n, device=q.device) for n in (q.shape[1], q.shape[2], k.shape[2]))
-        first = first_positions(call.pattern, call.q_offset, call.batch, q.device)
+        call, others = self.call, ByField[Tensor]((), (), self.seed, (), ())
         with _without_autocast(call):
             function = self.function.begin(None if learns is None else tensors, learns)
-        terms = TermOperands((), self.dropout, heads, rows, columns, first, (), function)
+        terms = term_operands(call, (call.nq, call.nk), q.device, others, function=function)
         return Operands(q, k, v, call.scale, terms)
 
     def forward(self, operands: Operands) -> tuple[Tensor, Tensor]:

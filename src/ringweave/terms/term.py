@@ -286,8 +286,8 @@ def as_terms(terms: object) -> tuple[Term, ...]:
     for term in members:
         if not isinstance(term, Term):
             remedy = (
-                "Pass the terms that it is, or call attention() on tensors of one process; rw.explain(terms=function) "
-                "names them."
+                "Pass the terms that it is, which rw.explain(terms=function) names, or call attention() on keys and "
+                "values without pages."
             )
             raise UnsupportedError("terms", f"the function {_name(term)}", _kinds(), remedy)
     return members  # type: ignore[return-value]

@@ -249,11 +249,12 @@ class _Formula:
                     table = table.select(dim, each)
                     del axes[dim]
                     dim -= 1
-                elif type(each) is Node and each.name == "argument":
-                    name = each.args[0]
-                    if name in axes or table.shape[dim] < firsts[name] + sizes[name]:
+                elif (shifted := _shifted(each)) is not None:
+                    name, first = shifted
+                    first += firsts[name]
+                    if name in axes or not 0 <= first <= table.shape[dim] - sizes[name]:
                         return None
-                    table, axes[dim] = table.narrow(dim, firsts[name], sizes[name]), name
+                    table, axes[dim] = table.narrow(dim, first, sizes[name]), name
                 elif each != slice(None):
                     return None
         if None in axes or not {"q", "k"} <= set(axes):
@@ -321,6 +322,22 @@ def _factored(x: Node) -> tuple[Any, Any]:
     """Return the operands of a product or quotient, that with the score first if it may be."""
     left, right = x.args
     return (left, right) if x.name == "div" or _of_score(left) else (right, left)
+
+
+def _shifted(x: Any) -> tuple[str, int] | None:
+    """Return the name of an argument and the whole number that is added to it, or None for another index."""
+    if type(x) is not Node:
+        return None
+    if x.name == "argument":
+        return x.args[0], 0
+    if x.name not in ("add", "sub") or x.kwargs:
+        return None
+    base, number = x.args
+    if type(base) is int and x.name == "add":
+        base, number = number, base
+    if type(base) is not Node or base.name != "argument" or type(number) is not int:
+        return None
+    return base.args[0], number if x.name == "add" else -number
 
 
 def _constant(x: Any) -> float | None:
