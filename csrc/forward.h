@@ -532,6 +532,7 @@ inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes
   pairs.head = lanes.head, pairs.heads = lanes.heads;
   if (Scored) pairs.set_lanes(lanes.first, lanes.rows, lanes.count);
   const int64_t nk = keys_of(pb, u.batch);
+  const bool values_in_keys = begins_with(pb.k, pb.d, pb.v, pb.dv_dim);
   Places of_entries[2];  // of even and of odd entries
   const auto places_of = [&](int64_t e) {
     return entry_places<Op>(pb, u.batch, e, lanes.rows, false, of_entries[e & 1]);
@@ -569,9 +570,12 @@ inline Running many_entries(const Problem &pb, const Unit &u, const Lanes &lanes
         tile_rows<Op>(pb.k, u.batch, u.kv_head, start, live.count(), pb.d, nullptr, m.k, places).from(live.first);
     const bool apart = pb.spacing.apart();
     if (pb.selects && !dead) dead = (Dead)memset(m.dead, 0, (size_t)live.count());  // so that the values are copied
-    Tile v = tile_columns<Op>(pb.v, u.batch, u.kv_head, start, live.count(), pb.dv_dim, dead, m.v, apart, places);
-    if (pb.selects) keep_finite(m.v, column_elements<Op>(live.count(), pb.dv_dim, apart), Op());
-    v = v.from(live.first / (apart ? 1 : Op::step));
+    Tile v = k;
+    if (Op::depth == 2 || dead || !values_in_keys) {
+      v = tile_columns<Op>(pb.v, u.batch, u.kv_head, start, live.count(), pb.dv_dim, dead, m.v, apart, places);
+      if (pb.selects) keep_finite(m.v, column_elements<Op>(live.count(), pb.dv_dim, apart), Op());
+      v = v.from(live.first / (apart ? 1 : Op::step));
+    }
     for (int from = 0, to; from < keys; from = to) {
       uint32_t full[kMostLanes / 32];
       bool any = false;

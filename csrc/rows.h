@@ -231,6 +231,12 @@ struct Tile {
   Tile from(int row) const { return {data - row * ld, ld}; }
 };
 
+// Whether the rows of y are the first channels of the rows of x, as the values of latent attention are of its keys.
+inline bool begins_with(const View &x, int x_width, const View &y, int y_width) {
+  const bool same = x.data == y.data && x.dtype == y.dtype && x.pages == y.pages;
+  return same && x.batch == y.batch && x.head == y.head && x.token == y.token && y_width <= x_width;
+}
+
 // Which rows of a tile no query may attend; null if there are none. They are read as 0, so that a NaN does not spread.
 typedef const uint8_t *Dead;
 

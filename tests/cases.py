@@ -13,7 +13,7 @@ from ringweave.patterns import Pattern
 from ringweave.patterns.declared import DECLARED
 from ringweave.patterns.traced import of_graph
 from ringweave.trace.symbols import trace
-from ringweave.trace.values import Place
+from ringweave.types import Place
 
 
 def _not_future(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ringweave as rw
-from ringweave.backends import BACKENDS, tile_batches
+from ringweave.backends import BACKENDS
 from ringweave.call import Call
 from ringweave.errors import UnsupportedError
 from ringweave.torch_ops import attention_op
@@ -72,6 +72,25 @@ def test_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert rw.attention(q, k.bfloat16(), v, rw.Causal()).dtype == torch.bfloat16
     assert rw.attention(q, k, v, rw.Causal()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", ["cpu", "sdpa", "dense_batched", "gather", "torch_sparse", "reference"])
+def test_backends_compute_without_autocast(backend: str, dtype: torch.dtype) -> None:
+    """Autocast converts the inputs of a call and rounds nothing else, also where scores are looked at again for NaN."""
+    lists = rw.Selected((torch.arange(40)[:, None] - torch.arange(5)).clamp(min=-1))
+    pattern = lists if backend == "gather" else rw.Causal()
+    results, given = [], tensors((1, 2, 40, 8), (1, 2, 40, 8), (1, 2, 40, 8))
+    for cast in (False, True):
+        q, k, v = (x.to(dtype).requires_grad_() for x in given)
+        broken = k.clone()
+        broken.data[:, :, 30] = torch.nan
+        with torch.autocast("cpu", dtype, enabled=cast):
+            out, lse = rw.attention_with_lse(q, broken, v, pattern, backend=backend)
+            out.nan_to_num().float().sum().backward()
+        results.append((out, lse, q.grad, k.grad, v.grad))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def test_composes_with_gradient_checkpointing() -> None:
@@ -401,7 +420,7 @@ def test_weights_of_rows_longer_than_a_batch(monkeypatch: pytest.MonkeyPatch) ->
     results = []
     for budget in (None, 1):
         if budget is not None:
-            monkeypatch.setattr(tile_batches, "_BUDGET", budget)
+            monkeypatch.setattr("ringweave.chunks._BUDGET", budget)
         q, k = x.q.clone().requires_grad_(), x.k.clone().requires_grad_()
         values = rw.attention_weights(q, k, rw.Causal()).values
         results.append((values, *torch.autograd.grad(values.square().sum(), (q, k))))

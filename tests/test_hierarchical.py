@@ -63,7 +63,7 @@ def spelled(
 def test_the_definition_and_its_gradients(case: tuple[Any, ...], pieces: str, monkeypatch: pytest.MonkeyPatch) -> None:
     causal, nq, nk, q_offset, pool, top_k, window = case
     if pieces == "many":
-        monkeypatch.setattr(hierarchical, "_AT_ONCE", 1)
+        monkeypatch.setattr("ringweave.chunks._BUDGET", 1)
     options: dict[str, Any] = {"pool": pool, "top_k": top_k, "window": window, "causal": causal, "q_offset": q_offset}
     leaves = [x.requires_grad_() for x in tensors(nq, nk)]
     got, want = rw.hierarchical_attention(*leaves, **options), spelled(*leaves, **options)

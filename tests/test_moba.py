@@ -140,7 +140,7 @@ def test_no_row_depends_on_later_tokens() -> None:
 def test_chunks_do_not_change_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = made(num_kv_heads=2), drawn(60)
     out = layer(x)
-    monkeypatch.setattr("ringweave.nn.moba._AT_ONCE", 100)
+    monkeypatch.setattr("ringweave.chunks._BUDGET", 800)
     torch.testing.assert_close(layer(x), out, rtol=1e-9, atol=1e-9)
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import ringweave as rw
-from ringweave.backends import tile_batches
 from ringweave.integrations.flash_attn import flash_attn_varlen_func
 from ringweave.integrations.flex_attention import flex_attention
 from ringweave.patterns import Pattern
@@ -231,7 +230,7 @@ def test_long_rows(backend: str) -> None:
 
 def test_pieces_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A piece of which a row attends nothing adds nothing to it, whatever its values are."""
-    monkeypatch.setattr(tile_batches, "_BUDGET", 1)
+    monkeypatch.setattr("ringweave.chunks._BUDGET", 1)
     n, pattern = 150, EVERYTHING["causal_documents"](150)
     pattern = rw.patterns.rebuild(pattern.spec, pattern.tables)
     x = Inputs.random(n, heads=HEADS, kv_heads=KV_HEADS, dim=8)

@@ -70,9 +70,9 @@ class LRUCache(Generic[V]):
         self.front: dict[int, Any] = {}
         register_store(self)
 
-    def with_bounds(self, max_bytes: int, most: int | None = None) -> LRUCache[V]:
-        """Make an empty cache for the same kind of values with other bounds; ``most`` is the same unless given."""
-        return LRUCache(max_bytes, self.most if most is None else most)
+    def with_bounds(self, max_bytes: int) -> LRUCache[V]:
+        """Make an empty cache for the same kind and number of values with another bound on their bytes."""
+        return LRUCache(max_bytes, self.most)
 
     def get(self, key: Hashable) -> V | None:
         """Return the value of a key, or None if there is none."""

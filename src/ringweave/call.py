@@ -16,6 +16,7 @@ from .patterns.shifted import first_positions
 from .plan import pattern_of
 from .precision import Precision, Scales, dequantize_rows
 from .terms import Term
+from .terms.dropout import Dropout
 from .terms.term import ScoreMod, tables_in, terms_of, written
 from .torch_compat import require
 from .types import DTYPES, Context, Pages, acc_dtype
@@ -357,7 +358,6 @@ def term_operands(
     """
     if not call.terms and not call.dropout and function is None:
         return None
-    from .terms.dropout import Dropout
     from .terms.operands import TermOperands
 
     flags = itertools.repeat(False) if learns is None else iter(call.by_field(learns).terms)

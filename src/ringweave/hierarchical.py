@@ -27,8 +27,6 @@ from .validate import autocast, checked
 
 _GATES = Axes("gates: floating[B Hq Nq 3]")
 COMBINATIONS = ("exact_cover", "gates")
-# maximum number of scores of a choice in memory together
-_AT_ONCE = 2**21
 
 
 def hierarchical_attention(
@@ -202,9 +200,9 @@ def _choose(q: Tensor, k: Tensor, geometry: _Geometry, scale: float) -> ListedBl
         mass = weights.new_zeros(*q.shape[:2], len(tile), len(block)).index_add(2, row, weights)
         return Scored(mass, allowed, near, near.sum(-1) + geometry.top_k)
 
-    step = max(1, _AT_ONCE // (q.shape[0] * q.shape[1] * geometry.pool * blocks))
+    scores = q.shape[0] * q.shape[1] * geometry.pool * blocks
     most = min(geometry.most_near + geometry.top_k, blocks)
-    listed = choose(scored, most, rows=geometry.last + 1 - geometry.first, step=step)
+    listed = choose(scored, most, rows=geometry.last + 1 - geometry.first, scores=scores, device=device)
     listed = pad(listed.masked_fill(listed < 0, blocks), (0, 0, geometry.first, 0), value=blocks)
     return ListedBlocks(listed, blocks)
 

@@ -501,10 +501,6 @@ class Program:
         one = self.single_step(steps)
         return None if one is None or one.backend.prepare is None else _small_plan(one.branch)
 
-    def describe(self) -> list[tuple[int, str]]:
-        """Count branches by backend: [(branches, backend), ...] in order of first use."""
-        return describe(self.steps)
-
 
 def is_whole(branch: Branch, call: Call) -> bool:
     """Whether a branch is the whole call rather than a view of it."""

@@ -31,7 +31,7 @@ from .program import Program, is_whole
 from .terms import Term
 from .terms.dropout import threshold_of
 from .torch_compat import are_plain_cpu, are_plain_gpu, is_plain_cpu, no_interception
-from .types import NotGiven
+from .types import NotGiven, Place
 
 if TYPE_CHECKING:
     from .kv_cache import PagedCache
@@ -230,9 +230,6 @@ def _without_functions(given: Arguments, key: CallKey) -> Pattern | None:
     first = 0 if type(given.q_offset) is NotGiven else given.q_offset
     if type(first) is not int or first < 0 or given.k_offset != 0 or q.ndim != 4 or k.ndim != 4:
         return None
-    # imported with the first function
-    from .trace.values import Place
-
     pattern = given.pattern._for_call()._recognised(Place(q.shape[0], q.shape[1], q.shape[2], k.shape[2], first))
     if pattern.has_function:
         object.__setattr__(given.pattern, "_called", key)

@@ -110,6 +110,12 @@ _keys_of, _included = find("_C._dispatch_keys"), find("_C._dispatch_tls_local_in
 _functions, _transforms = find("_C._len_torch_function_stack"), find("_C._are_functorch_transforms_active")
 _profiled, _has_level = find("_C._autograd._profiler_enabled"), find("autograd.forward_ad._current_level") is not None
 _autocast = torch.is_autocast_enabled
+#: Types of devices with autocast; looked up at import, because torch 2.11 cannot compile is_autocast_available.
+AUTOCAST = frozenset(
+    device
+    for device in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", torch.device("privateuseone").type)
+    if torch.amp.is_autocast_available(device)
+)
 
 
 def _key_sets(*sets: tuple[str, ...]) -> Any:

@@ -26,6 +26,7 @@ from .patterns.base import names_in
 from .plan import pattern_of
 from .program import Program, Returned
 from .torch_compat import (
+    AUTOCAST,
     are_plain_cpu,
     are_plain_gpu,
     batched_gradient,
@@ -61,9 +62,22 @@ def operators(*kernels: tuple[Callable[..., Any], Callable[..., Any]]) -> list[A
 def _operator(kernel: Callable[..., Any], fake: Callable[..., Any], schema: str, overload: str) -> Any:
     name = f"{kernel.__name__}.{overload}"
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, untraced(kernel), "CompositeExplicitAutograd")
+    _library.impl(name, untraced(_without_autocast(kernel)), "CompositeExplicitAutograd")
     torch.library.register_fake(f"ringweave::{name}", fake, lib=_library)
     return getattr(getattr(torch.ops.ringweave, kernel.__name__), overload)
+
+
+def _without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Disable the caller's autocast in a kernel, which chooses the dtypes of its products; it has cast the inputs."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        device = args[0].device.type
+        if device not in AUTOCAST or not torch.is_autocast_enabled(device):
+            return kernel(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return kernel(*args, **kwargs)
+
+    return run
 
 
 _SCHEMA = {

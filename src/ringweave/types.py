@@ -64,6 +64,27 @@ class Pages(NamedTuple):
         return x[self.table[b].long().clamp(0, len(x) - 1), h].flatten(0, 1)
 
 
+class Place(NamedTuple):
+    """The indices of a call: their numbers, the first query, key and head, and the device of computed tables.
+
+    An index with one value is a number, so a function of it may be recognised where one of the index is not.
+    """
+
+    batch: int
+    heads: int
+    nq: int
+    nk: int
+    q0: int = 0
+    k0: int = 0
+    h0: int = 0
+    device: torch.device = torch.device("cpu")
+
+    def lengths(self) -> dict[str, Tensor]:
+        """Return the index vectors of the call."""
+        first = {"b": (0, self.batch), "h": (self.h0, self.heads), "q": (self.q0, self.nq), "k": (self.k0, self.nk)}
+        return {name: torch.arange(start, start + count, device=self.device) for name, (start, count) in first.items()}
+
+
 class Context(Protocol):
     """Ranks that share a sequence, as calls use them: :class:`ringweave.ContextParallel`."""
 

@@ -35,8 +35,9 @@ from .program import check_name, compiled
 from .terms import Term
 from .terms.dropout import threshold_of
 from .terms.term import as_terms, rounded, written
+from .torch_compat import AUTOCAST
 from .torch_ops import refuse_gradient
-from .types import DTYPES, FIRST_POSITION
+from .types import DTYPES, FIRST_POSITION, Place
 
 if TYPE_CHECKING:
     from .kv_cache import PagedCache
@@ -91,20 +92,12 @@ def _check_devices(q: Tensor, k: Tensor, v: Tensor, hosted: bool) -> None:
     host_program()
 
 
-# Looked up at import, because torch 2.11 cannot compile is_autocast_available.
-_AUTOCAST = frozenset(
-    device
-    for device in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", torch.device("privateuseone").type)
-    if torch.amp.is_autocast_available(device)
-)
-
-
 def autocast(*tensors: Tensor) -> list[Tensor]:
     """Cast inputs to autocast's dtype if it is enabled, as PyTorch's own attention does."""
     if not all(isinstance(x, Tensor) for x in tensors):
         return list(tensors)
     device = tensors[0].device.type
-    if device not in _AUTOCAST or not torch.is_autocast_enabled(device):
+    if device not in AUTOCAST or not torch.is_autocast_enabled(device):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
@@ -193,9 +186,6 @@ def positions(given: Arguments) -> tuple[Pattern, Pattern, int]:
 
 
 def _recognised(pattern: Pattern, q: Tensor, nq: int, nk: int, first: int = 0) -> Pattern:
-    # imported with the first function
-    from .trace.values import Place
-
     return pattern._recognised(Place(q.shape[0], q.shape[1], nq, nk, first))
 
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave.adaptive import BlockIndexer, select, tile_mass
-from ringweave.adaptive import selection as module
 from tests.parallel.threads import Threaded, run
 
 from ..oracle import Inputs
@@ -58,7 +57,7 @@ def test_the_divergence_is_that_of_dense_arithmetic(monkeypatch: pytest.MonkeyPa
         for chunk in (None, 1):
             with monkeypatch.context() as patch:
                 if chunk is not None:
-                    patch.setattr(module, "_CHUNK", chunk)
+                    patch.setattr("ringweave.chunks._BUDGET", chunk)
                 got = one.loss(x.q, x.k, mass)
                 torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
                 for a, b in zip(torch.autograd.grad(got, list(one.parameters())), grads, strict=True):
@@ -123,7 +122,7 @@ def test_state_and_compilation() -> None:
 def test_autocast_changes_no_choice_and_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward computes the scores of a chunk of rows again, outside of autocast."""
     x, one = inputs(512), indexer()
-    monkeypatch.setattr(module, "_CHUNK", 1)
+    monkeypatch.setattr("ringweave.chunks._BUDGET", 1)
     with torch.no_grad():
         for parameter in one.parameters():
             parameter.add_(torch.randn_like(parameter))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import ringweave as rw
-from ringweave.adaptive import lightning, lightning_indexer, lightning_scores
+from ringweave.adaptive import lightning_indexer, lightning_scores
 from ringweave.backends import BACKENDS, cpu
 from ringweave.environment import CPU_VARIANT
 from ringweave.errors import PatternError, ShapeError, UnsupportedError
@@ -106,8 +106,7 @@ def test_chooses_as_the_definition(name: str, top_k: int, chunk: int | None, mon
     """Every pattern, with exact scores that often tie, and chunks of any size; 400 is more than any row has."""
     pattern, nq, nk, q_offset = PATTERNS[name]
     if chunk is not None:
-        monkeypatch.setattr(lightning, "_CHUNK", chunk)
-        monkeypatch.setattr(lightning, "_BLOCK", chunk)
+        monkeypatch.setattr("ringweave.chunks._BUDGET", chunk)
     x = inputs(nq, nk, whole=True)
     got = lightning_indexer(*x, top_k, pattern, scale=0.5, q_offset=q_offset)
     want = best(dense_scores(x, 0.5), allowed_pairs(x, pattern, q_offset), top_k)
@@ -318,7 +317,7 @@ def chosen_scores(x: Index, indices: Tensor, scale: float | None = None) -> Tens
 def test_scores_and_gradients(dtype: torch.dtype, chunk: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores and gradients are those of the definition, with repeated keys, pads anywhere and chunks of any size."""
     if chunk is not None:
-        monkeypatch.setattr(lightning, "_CHUNK", chunk)
+        monkeypatch.setattr("ringweave.chunks._BUDGET", chunk)
     x = Index(*(each.requires_grad_() for each in inputs(30, 45).to(dtype)))
     indices = torch.randint(-1, 45, (2, 30, 20), generator=torch.Generator().manual_seed(1))
     indices[0, 3] = -1

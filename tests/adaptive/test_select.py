@@ -310,14 +310,12 @@ def test_a_share_of_what_may_be() -> None:
 
 
 def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ringweave.adaptive import selection as module
-
     x = Inputs.random(512, heads=4, kv_heads=2, dim=16)
     for method, pool in (("mean", None), ("mean", 8), ("top_p", 16), ("antidiagonal", None), ("bounds", None)):
         how = {"density": 0.3, "pool": pool} if method != "top_p" else {"mass": 0.7, "pool": pool}
         whole = select(x.q, x.k, method=method, block_size=32, heads="kv", **how)
         with monkeypatch.context() as small:
-            small.setattr(module, "_CHUNK", 1)
+            small.setattr("ringweave.chunks._BUDGET", 1)
             rows = select(x.q, x.k, method=method, block_size=32, heads="kv", **how)
         assert torch.equal(whole.mask, rows.mask)
 
@@ -478,13 +476,11 @@ def test_a_mass_of_pools() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_means_of_16_bits_are_widened_in_parts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Means are computed in float32, for any chunk size and memory layout."""
-    from ringweave.adaptive import pooling
-
     x = torch.randn(2, 200, 3, 16).to(dtype).transpose(1, 2)
     want = torch.stack([x[:, :, a:b].double().mean(2) for a, b in ((0, 8), (8, 40), (40, 72), (72, 104), (104, 136),
                                                                    (136, 168), (168, 200))], 2)  # fmt: skip
-    for numbers in (1, 5000, 2**18):
-        monkeypatch.setattr(pooling, "_AT_ONCE", numbers)
+    for nbytes in (1, 40000, 2**23):
+        monkeypatch.setattr("ringweave.chunks._BUDGET", nbytes)
         got = block_means(x, 32, first=8)
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)

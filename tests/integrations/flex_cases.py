@@ -19,8 +19,7 @@ from ringweave.terms.term import ScoreMod
 from ringweave.torch_compat import before_compiling
 from ringweave.trace.graph import UntraceableError
 from ringweave.trace.symbols import trace
-from ringweave.trace.values import Place
-from ringweave.types import acc_dtype
+from ringweave.types import Place, acc_dtype
 from ringweave.validate import checked
 
 from ..oracle import Inputs, attention, check_errors, errors, results

@@ -18,7 +18,7 @@ from ringweave.integrations.flex_attention import flex_attention
 from ringweave.integrations.flex_attention.attention import pattern_of
 from ringweave.patterns.base import parts_of
 from ringweave.patterns.recorded import Recorded
-from ringweave.trace.values import Place
+from ringweave.types import Place
 
 from ..trace.masks import both, causal, masks, transformers
 from .flex_cases import allowed

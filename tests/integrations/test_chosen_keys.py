@@ -277,8 +277,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "glm5_next"])
 def test_a_patched_model_makes_no_tensor_of_all_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No operation of a patched model returns a score for each query, key (or entry) and head of the indexer."""
-    monkeypatch.setattr("ringweave.integrations.transformers.models.query_chunks._CHUNK", 2**14)
-    monkeypatch.setattr("ringweave.adaptive.lightning._CHUNK", 2**14)
+    monkeypatch.setattr("ringweave.chunks._BUDGET", 2**14)
     monkeypatch.setattr("ringweave.adaptive.lightning._BLOCK", 2**14)
     length = 256
     ids = torch.randint(3, 64, (1, length), generator=torch.Generator().manual_seed(3))
@@ -518,7 +517,7 @@ def test_files_of_models_name_their_version_and_classes_that_it_has() -> None:
     sources = {
         "minimax_m3": "minimax_m3_vl", "qwen4": "qwen4_exp", "deepseek_v4": "deepseek_v4"
     }  # fmt: skip
-    named = [name for _, name, _ in pkgutil.iter_modules(models.__path__) if name != "query_chunks"]
+    named = [name for _, name, _ in pkgutil.iter_modules(models.__path__)]
     assert sorted(named) == sorted(sources)
     for name, family in sources.items():
         ours = importlib.import_module(f"{models.__name__}.{name}")

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex
 from ringweave.errors import RingweaveError, UnsupportedError
 from ringweave.integrations.flex_attention import explain, flex_attention
 from ringweave.integrations.flex_attention.attention import pattern_of
-from ringweave.trace.values import Place
+from ringweave.types import Place
 
 from ..oracle import Inputs, attention
 from ..trace import scores as corpus

@@ -22,7 +22,7 @@ from ringweave.errors import PatternError, RingweaveError, UnsupportedError
 from ringweave.integrations.flex_attention import explain, flex_attention, install
 from ringweave.integrations.flex_attention.attention import pattern_of
 from ringweave.plan import plan_cache
-from ringweave.trace.values import Place
+from ringweave.types import Place
 
 from ..oracle import Inputs, attention
 from ..sampled import is_long

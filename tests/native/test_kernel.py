@@ -10,6 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import ringweave as rw
+from ringweave.environment import CPU_VARIANT
+
 from ..oracle import NAMES
 from .plans import DTYPES, VARIANTS, Case, _cpu, case, plan_of, poison, random_masks, shared_case
 
@@ -67,6 +70,31 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_strides(view: str, dtype: str, variant: str) -> None:
     out = poison(2, 131, 2, 40, dtype=DTYPES[dtype]).transpose(1, 2)
     shared_case(131, 140, (64, 32), dtype=dtype, batch=2, dims=(32, 40), change=VIEWS[view]).check(variant, out=out)
+
+
+#: Values whose memory begins where that of the keys begins: the same rows, or rows of other tokens and heads.
+VALUES_IN_KEYS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "first_channels": lambda x: (x[:, ::2, ::2], x[:, ::2, ::2, :24]),
+    "later_channels": lambda x: (x[:, ::2, ::2], x[:, ::2, ::2, 8:32]),
+    "other_tokens": lambda x: (x[:, ::2, ::2], x[:, ::2, : x.shape[2] // 2, :24]),
+    "other_heads": lambda x: (x[:, ::2, ::2], x[:, :2, ::2, :24]),
+    "more_channels": lambda x: (x[:, ::2, ::2, :24], x[:, ::2, ::2]),
+}
+
+
+@every_variant
+@every_dtype
+@pytest.mark.parametrize("where", list(VALUES_IN_KEYS))
+def test_values_in_keys(where: str, dtype: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values that share memory with the keys, as those of latent attention do, give the bits of a copy."""
+    monkeypatch.setenv(CPU_VARIANT, variant)
+    k, v = VALUES_IN_KEYS[where](torch.randn(1, 4, 300, 40).to(DTYPES[dtype]))
+    q = torch.randn(1, 4, 150, k.shape[-1]).to(DTYPES[dtype])
+    k[:, :, 130:] = torch.nan  # no query attends these
+    pattern = (rw.SlidingWindow(40) | rw.Sinks(3)) & rw.KeyPadding(130)
+    found = rw.attention_with_lse(q, k, v, pattern, backend="cpu")
+    copied = rw.attention_with_lse(q, k, v.clone(), pattern, backend="cpu")
+    assert all(x.isfinite().all() and torch.equal(x, y) for x, y in zip(found, copied, strict=True))
 
 
 @every_variant

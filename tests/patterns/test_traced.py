@@ -22,7 +22,7 @@ from ringweave.patterns.zone_table import ZoneTable
 from ringweave.plan import BlockPlan
 from ringweave.trace.graph import UntraceableError
 from ringweave.trace.symbols import trace
-from ringweave.trace.values import Place
+from ringweave.types import Place
 
 from ..sampled import is_long
 from ..trace import test_relation_fuzz as fuzz

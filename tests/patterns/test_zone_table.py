@@ -20,7 +20,7 @@ from ringweave.patterns.traced import of_graph
 from ringweave.patterns.view import in_view
 from ringweave.patterns.zone_table import ZoneTable
 from ringweave.trace.symbols import trace
-from ringweave.trace.values import Place
+from ringweave.types import Place
 
 N = 90
 VALUE = torch.stack([torch.arange(N) * 5 // 3 % 40, torch.arange(N) // 7, torch.full((N,), 99)])

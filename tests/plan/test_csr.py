@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -137,7 +136,7 @@ def test_runs_of_codes_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs(128 * SIDE) <= 4 * 128
     # a few rows of tiles together
     whole = _new_context("SlidingWindow(90)", NOTHING, Extent(999, 999, 1, 1, (SIDE, SIDE)), ())
-    monkeypatch.setattr(sys.modules[build.__module__], "_TILES_AT_ONCE", 1)
+    monkeypatch.setattr("ringweave.chunks._BUDGET", 1)
     parts = _new_context("SlidingWindow(90)", NOTHING, Extent(999, 999, 1, 1, (SIDE, SIDE)), ())
     place = torch.arange(63 * 63)
     one, two = (each.at(torch.zeros_like(place), place, 63 * 63) for each in (whole, parts))

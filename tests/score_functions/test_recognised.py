@@ -18,7 +18,7 @@ from ringweave.patterns import Causal
 from ringweave.score_functions import recognised
 from ringweave.score_functions.reading import Positions, read
 from ringweave.trace import symbols, values
-from ringweave.trace.values import Place
+from ringweave.types import Place
 
 from ..integrations.flex_cases import scored
 from ..oracle import Inputs

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex
 from torch.overrides import TorchFunctionMode
 
 import ringweave as rw
-from ringweave.backends import plan_tiles, tile_attention, tile_batches
+from ringweave.backends import plan_tiles, tile_attention
 from ringweave.errors import ShapeError, UnsupportedError
 from ringweave.integrations.flex_attention import explain, flex_attention
 from ringweave.patterns import Pattern
@@ -324,7 +324,7 @@ def test_several_pieces_of_a_row(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     """A row with more key tiles than a chunk holds is computed in pieces."""
 
     x = Inputs.random(300, heads=2, dim=8)
-    monkeypatch.setattr(tile_batches, "_BUDGET", 2**16)
+    monkeypatch.setattr("ringweave.chunks._BUDGET", 2**16)
     monkeypatch.setattr(plan_tiles, "_LONG", 1)
     check(CASES[name], x, rw.Causal(), drawn(CASES[name], x, torch.float32))
 
@@ -763,7 +763,7 @@ def test_a_captured_tensor_is_never_written_to(name: str, formula: str, caught: 
 def test_a_local_tensor_is_written_at_each_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor that the function makes has the value of the place in the function, in each batch of tiles."""
 
-    monkeypatch.setattr(tile_batches, "_BUDGET", 2**14)
+    monkeypatch.setattr("ringweave.chunks._BUDGET", 2**14)
     x, weight = Inputs.random(300, heads=2, dim=8), torch.rand(2, requires_grad=True, device=CPU)
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -835,7 +835,7 @@ def test_rows_of_tensors_in_any_spelling(name: str, learns: bool, of_pairs: bool
 @pytest.mark.parametrize("kind", ["no_grad", "enable_grad", "set_grad_enabled", "decorated", "detach"])
 def test_gradients_that_the_function_disables(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the part without gradients has none, in each batch of tiles; a call without gradients is the same."""
-    monkeypatch.setattr(tile_batches, "_BUDGET", 2**14)
+    monkeypatch.setattr("ringweave.chunks._BUDGET", 2**14)
     x = Inputs.random(300, heads=2, dim=8)
     gate, slope = (torch.rand(2, requires_grad=True, device=CPU) for _ in range(2))
 

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_mask
 from ringweave.trace.evaluate import evaluated
 from ringweave.trace.graph import Graph
 from ringweave.trace.relation import And, Distances, Equal, Lookup, Member, Not, Open, Or, Order, Relation, Side
-from ringweave.trace.values import Place
+from ringweave.types import Place
 
 
 def by_pair(function: Callable[..., Any], place: Place) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from ringweave.trace.graph import UntraceableError
 from ringweave.trace.relation import And, Distances, Open, Or, as_relation, joined, leaves, negated
 from ringweave.trace.symbols import trace
-from ringweave.trace.values import Place
+from ringweave.types import Place
 
 from .definitions import by_pair, dense
 from .masks import masks

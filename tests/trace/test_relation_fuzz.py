@@ -11,7 +11,7 @@ import torch
 from ringweave.trace.graph import UntraceableError
 from ringweave.trace.relation import Open, as_relation, leaves
 from ringweave.trace.symbols import trace
-from ringweave.trace.values import Place
+from ringweave.types import Place
 
 from .definitions import by_pair, dense
 from .masks import drawn

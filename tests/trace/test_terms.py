@@ -12,7 +12,7 @@ from ringweave.trace.graph import UntraceableError
 from ringweave.trace.relation import as_relation
 from ringweave.trace.symbols import trace
 from ringweave.trace.terms import Terms, as_terms
-from ringweave.trace.values import Place
+from ringweave.types import Place
 
 from ..oracle import check_errors, errors
 from .definitions import dense

@@ -19,7 +19,7 @@ from ringweave.trace.graph import UntraceableError
 from ringweave.trace.operations import ELEMENTWISE, FUNCTIONS, OPERATORS
 from ringweave.trace.symbols import trace
 from ringweave.trace.text import TextFunction, text_of
-from ringweave.trace.values import Place
+from ringweave.types import Place
 
 from .definitions import by_pair
 from .masks import drawn, masks

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from ..axes import Axes
 from ..checks import flag, number, whole
+from ..chunks import chunks
 from ..errors import ShapeError, shown
 from ..patterns import BlockTable, Causal, Pattern
 from ..patterns.block_sets import ListedBlocks, MaskBlocks
@@ -22,8 +23,6 @@ _INPUTS = Axes("q: [B Hq N D]; k: [B Hkv N D]; lse: [B Hq N]")
 if TYPE_CHECKING:
     from ..parallel import ContextParallel, PendingTable
 
-# most numbers in one chunk of estimates (block rows against all blocks)
-_AT_ONCE = 2**20
 _SIDES = (32, 128)
 _STATE = ("indices", "mass", "trials", "tried", "weight")
 
@@ -298,13 +297,12 @@ class ImportanceTracker:
             (self.tokens - torch.arange(self._rows, device="cpu") * self.block_size).clamp(max=self.block_size).to(q)
         )
         k = k.repeat_interleave(self.heads // k.shape[1], 1)
-        step = max(1, _AT_ONCE // (len(q) * self.heads * self._rows))
         # draw for all rows, so that the result does not depend on which rank holds them
         drawn = torch.rand(self._trials.shape, generator=torch.Generator("cpu").manual_seed(self.version), device="cpu")
-        for begin in range(0, len(rows), step):
-            part = rows[begin : begin + step]
-            scores = (q[:, :, begin : begin + step] @ k.mT + tokens.log()).float().cpu()
-            self._draw(part, scores, drawn[:, part])
+        # an estimate, and its cumulative sum
+        for part in chunks(len(rows), 8 * len(q) * self.heads * self._rows):
+            scores = (q[:, :, part] @ k.mT + tokens.log()).float().cpu()
+            self._draw(rows[part], scores, drawn[:, rows[part]])
 
     def _draw(self, rows: Tensor, scores: Tensor, drawn: Tensor) -> None:
         listed, trials = self._indices[:, rows].long(), self._trials[:, rows].long()

@@ -15,7 +15,8 @@ from ..types import acc_dtype
 from ..validate import check_tensors
 from .mass import TileMass
 from .pooling import by_block, in_cache, largest, least, token_runs
-from .selection import HEADS, BlockGrid, Score, amount_of, chunk_rows, grid_of, products, top_blocks
+from .ranking import rows_at_once
+from .selection import HEADS, BlockGrid, Score, amount_of, grid_of, products, top_blocks
 
 if TYPE_CHECKING:
     from ..parallel import ContextParallel, PendingTable
@@ -140,7 +141,7 @@ class BlockIndexer(nn.Module):
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             score = self._scorer(q, k, grid)
             groups = {"query": 0, "kv": self.kv_heads, "shared": 1}[heads]
-            return top_blocks(score, grid, amount, self._step(q, grid), groups, self.heads, False, q.device)
+            return top_blocks(score, grid, amount, self._width(grid), groups, q, False)
 
     def share(self, context: ContextParallel, q: Tensor, k: Tensor, *, version: int, **options: Any) -> PendingTable:
         """Choose blocks for this rank's queries, and start to combine all ranks' choices into one common table.
@@ -203,7 +204,7 @@ class BlockIndexer(nn.Module):
         values = mass.by_tile().detach()
         # sort the tiles of all heads by block row, so that a chunk of rows is a slice
         order = row.argsort(stable=True)
-        step = self._step(q, grid)
+        step = rows_at_once(len(q) * self.heads * self._width(grid), q.device)
         begins = range(0, grid.rows, step)
         edges = torch.tensor([*begins, grid.rows], device=row.device)
         ends = torch.searchsorted(row[order], edges).tolist()
@@ -250,9 +251,10 @@ class BlockIndexer(nn.Module):
             raise ShapeError("q_offset", q_offset, wanted, "Begin chunks at block boundaries.")
         return grid
 
-    def _step(self, q: Tensor, grid: BlockGrid) -> int:
+    def _width(self, grid: BlockGrid) -> int:
+        # two products of each pair of pools
         pools = self.block_size // self.pool
-        return chunk_rows(q, 2 * pools * pools * grid.columns)
+        return 2 * pools * pools * grid.columns
 
     def _scorer(self, q: Tensor, k: Tensor, grid: BlockGrid) -> Score:
         """Return the function that scores block rows: (B, Hq, rows, columns)."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..axes import Axes
 from ..backends import BACKENDS
 from ..checks import whole
+from ..chunks import at_once, chunks
 from ..errors import PatternError, ShapeError, UnsupportedError
 from ..patterns import Causal, LongNet, Pattern, check_extents
 from ..patterns.alignment import first_query
@@ -28,13 +29,10 @@ from ..torch_compat import mapped
 from ..torch_ops import differentiate, operators, refuse_forward_mode
 from ..types import acc_dtype
 from ..validate import checked_scale
-from .ranking import Scored, best
+from .ranking import Scored, best, rows_at_once
 
 _INPUTS = Axes("q: float[B Nq H D]; k: q[B Nk D]; weights: q[B Nq H]")
 _INDICES = Axes("indices: index[B Nq n]")
-# bytes of one chunk of scores, and of one block of products before the sum over heads
-_CHUNK, _CHUNK_ELSEWHERE = 2**22, 2**28
-_BLOCK, _BLOCK_ELSEWHERE = 2**20, 2**28
 # sides of a tile; with very many keys a tile has fewer queries, so that a chunk of one tile stays bounded
 _TILE, _LEAST_TILE = 128, 16
 _MOST_PAIRS = 2**24
@@ -205,13 +203,12 @@ class _Chunk:
 
 def _chunks(planned: BlockPlan, device: torch.device) -> Iterator[_Chunk]:
     """Cut the plan into chunks with bounded scores; query tiles without keys are left out."""
-    budget = _CHUNK if device.type == "cpu" else _CHUNK_ELSEWHERE
-    one = 4 * planned.q_tile * planned.kv_tile
+    one = planned.q_tile * planned.kv_tile
     for g in range(planned.row_ptr.shape[0]):
         every = (planned.row_set[:, 0] == g).nonzero()[:, 0]
         offsets = planned.row_ptr[g].tolist()
         # a wide chunk computes the tiles of all its rows, so it is no taller than an eighth of the tiles
-        step = max(1, min(budget // (one * planned.kv_tiles), planned.q_tiles // 8))
+        step = max(1, min(rows_at_once(one * planned.kv_tiles, device), planned.q_tiles // 8))
         for begin in range(0, planned.q_tiles, step):
             rows = range(begin, min(begin + step, planned.q_tiles))
             entries = slice(offsets[rows.start], offsets[rows.stop])
@@ -222,7 +219,7 @@ def _chunks(planned: BlockPlan, device: torch.device) -> Iterator[_Chunk]:
             row = torch.arange(len(rows), device="cpu").repeat_interleave(counts)
             code = torch.full((len(rows), len(columns)), -2, dtype=torch.int32, device="cpu")
             code[row, place] = planned.mask_id[entries]
-            for members in every.split(max(1, budget // (one * code.numel()))):
+            for members in every.split(rows_at_once(one * code.numel(), device)):
                 yield _Chunk(planned, members, rows, columns, code, device)
 
 
@@ -237,10 +234,8 @@ def _scores(q: Tensor, k: Tensor, weights: Tensor, scale: float, chunk: _Chunk) 
     weight = weights[members, chunk.queries].to(acc) * abs(scale)
     number, rows = queries.shape[:2]
     scores = queries.new_empty(number, rows, chunk.columns.numel() * chunk.plan.kv_tile)
-    budget = _BLOCK if chunk.device.type == "cpu" else _BLOCK_ELSEWHERE
     side = chunk.plan.kv_tile
-    most = max(1, budget // (4 * number * rows * heads * side))
-    for place, keys in chunk.runs(most):
+    for place, keys in chunk.runs(at_once(acc.itemsize * number * rows * heads * side, chunk.device)):
         part = k[members, keys.start : keys.stop].to(acc)
         product = queries.flatten(1, 2) @ part.mT
         product = product.relu_().unflatten(1, (rows, heads))
@@ -332,9 +327,8 @@ class _Pairs:
 def lightning_scores_of_pairs(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, scale: float) -> Tensor:
     """Compute the scores of chosen pairs in chunks of queries."""
     scores = torch.empty(indices.shape, dtype=acc_dtype(q.dtype), device=q.device)
-    with torch.autocast(q.device.type, enabled=False):
-        for b, queries in _cut(q, indices):
-            scores[b, queries] = _Pairs((q, k, weights, indices), scale, b, queries).scores()
+    for b, queries in _cut(q, indices):
+        scores[b, queries] = _Pairs((q, k, weights, indices), scale, b, queries).scores()
     return scores
 
 
@@ -344,21 +338,20 @@ def lightning_scores_backward(
     """Compute (dq, dk, dweights) in the same chunks; the products are computed again."""
     dq, dweights = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, weights))
     dk = torch.zeros(len(k), k.shape[1] + 1, k.shape[2], dtype=acc_dtype(k.dtype), device=k.device)
-    with torch.autocast(q.device.type, enabled=False):
-        for b, queries in _cut(q, indices):
-            pairs = _Pairs((q, k, weights, indices), scale, b, queries)
-            dq[b, queries], dweights[b, queries], dkeys = pairs.gradients(dscores[b, queries])
-            dk[b].index_add_(0, pairs.place, dkeys.flatten(0, 1))
+    for b, queries in _cut(q, indices):
+        pairs = _Pairs((q, k, weights, indices), scale, b, queries)
+        dq[b, queries], dweights[b, queries], dkeys = pairs.gradients(dscores[b, queries])
+        dk[b].index_add_(0, pairs.place, dkeys.flatten(0, 1))
     return dq, dk[:, :-1].to(k.dtype, copy=True), dweights
 
 
 def _cut(q: Tensor, indices: Tensor) -> Iterator[tuple[int, slice]]:
     """Yield batch elements and ranges of queries; the chosen keys and products of a range fit the budget."""
-    budget = _CHUNK if q.device.type == "cpu" else _CHUNK_ELSEWHERE
-    step = max(1, budget // (4 * indices.shape[2] * (q.shape[2] + q.shape[3])))
+    # as many gradients in backward
+    one = 8 * indices.shape[2] * (q.shape[2] + q.shape[3])
     for b in range(len(q)):
-        for begin in range(0, q.shape[1], step):
-            yield b, slice(begin, min(begin + step, q.shape[1]))
+        for queries in chunks(q.shape[1], one, q.device):
+            yield b, queries
 
 
 def _fake_index(q: Tensor, k: Tensor, weights: Tensor, tensors: object, pattern: str, *rest: Any) -> Tensor:

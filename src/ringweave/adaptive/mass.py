@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ..axes import Axes
@@ -141,4 +142,5 @@ def tile_mass(
         raise UnsupportedError("backend", "'cpu'", wanted, "Use backend='auto' or 'dense_batched'.")
     chosen = dense_batched if reason is not None or backend == "dense_batched" else cpu
     assert chosen.mass is not None
-    return TileMass(p, chosen.mass(inputs, lse.detach(), p, per == "row"), p.first_tiles())
+    with torch.autocast(q.device.type, enabled=False):
+        return TileMass(p, chosen.mass(inputs, lse.detach(), p, per == "row"), p.first_tiles())

@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 
 from ..axes import Axes
 from ..checks import whole
+from ..chunks import at_once
 from ..errors import ShapeError
 
 _KEYS = Axes("k: [B Hkv n D]")
-# elements that a CPU reduces in one step
-_AT_ONCE = 2**18
 
 
 def by_block(x: Tensor, side: int, reduce: Callable[[Tensor], Tensor], first: int | None = None) -> Tensor:
@@ -74,7 +73,8 @@ def in_cache(reduce: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     def some(part: Tensor) -> Tensor:
         if part.device.type != "cpu" or torch.compiler.is_compiling():
             return reduce(part)
-        step = max(1, _AT_ONCE * part.shape[-3] // max(1, part.numel()))
+        # an element and its widened copy
+        step = at_once(8 * part.numel() // max(1, part.shape[-3]))
         return torch.cat([reduce(each) for each in part.split(step, -3)], -2)
 
     return some

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..chunks import at_once
 from ..torch_compat import are_plain_cpu
 
 # fills lists until they are sorted: more than any column
@@ -32,17 +33,27 @@ class Scored(NamedTuple):
     columns: Tensor | None = None
 
 
-def choose(score_of_rows: Callable[[range], Scored], most: int, *, rows: int, step: int) -> Tensor:
-    """Choose the best-scored of the allowed columns for each row, exactly, ``step`` rows at a time.
+def rows_at_once(scores: int, device: torch.device) -> int:
+    """Return the number of rows of a chunk, if a row has this number of scores in all batch elements and heads."""
+    # a score, and its integer in the order of scores
+    return at_once(8 * scores, device)
+
+
+def choose(
+    score_of_rows: Callable[[range], Scored], most: int, *, rows: int, scores: int, device: torch.device
+) -> Tensor:
+    """Choose the best-scored of the allowed columns for each row, exactly, a chunk of rows at a time.
 
     Args:
         score_of_rows: Function that scores some rows.
         most: The most columns that a row chooses.
         rows: Number of rows.
-        step: Rows whose scores are in memory together.
+        scores: Number of scores of a row in all batch elements and heads, with those that it is computed from.
+        device: Device of the scores.
     Returns:
         The lists of all rows, (..., rows, most) int32, ascending, with -1 at the end of a row with fewer columns.
     """
+    step = rows_at_once(scores, device)
     chunks = [best(score_of_rows(range(begin, min(begin + step, rows))), most) for begin in range(0, rows, step)]
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks, -2)
 

@@ -28,8 +28,6 @@ METHODS = ("mean", "antidiagonal", "top_p", "bounds")
 # the methods that read an option
 _METHODS_OF = {"stride": ("antidiagonal",), "pool": ("mean", "top_p"), "bounds": ("bounds",)}
 HEADS = ("query", "kv", "shared")
-# bytes of scores in one chunk: fits a CPU's cache, and a bounded part of a GPU's memory
-_CHUNK, _CHUNK_ELSEWHERE = 2**22, 2**28
 
 
 @dataclass(frozen=True)
@@ -296,25 +294,25 @@ class _Choice:
                 score, width = _means(q, k, grid, scale, self.pool)
             groups = {"query": 0, "kv": k.shape[1], "shared": 1}[self.heads]
             is_mass = self.method == "antidiagonal" or self.pool is not None
-            return top_blocks(score, grid, amount, chunk_rows(q, width), groups, q.shape[1], is_mass, q.device)
+            return top_blocks(score, grid, amount, width, groups, q, is_mass)
 
 
 def top_blocks(
     score: Score,
     grid: BlockGrid,
     amount: Amount,
-    step: int,
+    width: int,
     groups: int,
-    heads: int,
+    q: Tensor,
     is_mass: bool,
-    device: torch.device,
 ) -> BlockTable:
-    """Return the table of the best-scored blocks, computed ``step`` block rows at a time.
+    """Return the table of the best-scored blocks for queries ``q``; a block row of a head takes ``width`` numbers.
 
     Each of ``groups`` groups of heads shares a table; 0 gives every query head a separate table. With ``is_mass``, the
     scores are already shares of attention.
     """
-    places, width = min(amount.places(grid), grid.reach(range(grid.rows))), grid.columns
+    places, blocks = min(amount.places(grid), grid.reach(range(grid.rows))), grid.columns
+    (batch, heads), device = q.shape[:2], q.device
 
     def scored(rows: range) -> Scored:
         columns = grid.reach(rows)
@@ -337,27 +335,21 @@ def top_blocks(
             count = torch.maximum((most * amount.density - 1e-9).ceil().long(), fewest)
         return Scored(value.to(acc_dtype(value.dtype)), may, forced, count)
 
-    listed = choose(scored, places, rows=grid.rows, step=step)
+    listed = choose(scored, places, rows=grid.rows, scores=batch * heads * width, device=device)
     # reading a value costs no synchronisation on a CPU, so its lists can be cut to the longest
     if amount.mass is not None and device.type == "cpu" and not torch.compiler.is_compiling():
         listed = listed[..., : int((listed >= 0).sum(-1).max())]
-    listed = listed.masked_fill(listed < 0, width)
+    listed = listed.masked_fill(listed < 0, blocks)
     if grid.front:
-        listed = torch.nn.functional.pad(listed, (0, 0, grid.front, 0), value=width)
+        listed = torch.nn.functional.pad(listed, (0, 0, grid.front, 0), value=blocks)
     group = heads // groups if groups > 1 else 1
-    return BlockTable.of(ListedBlocks(listed.contiguous(), width), grid.sides, group)
+    return BlockTable.of(ListedBlocks(listed.contiguous(), blocks), grid.sides, group)
 
 
 def _cleaned(scores: Tensor) -> Tensor:
     """Make scores finite: infinite values are reserved for blocks that are forced or not allowed."""
     most = torch.finfo(scores.dtype).max
     return scores.nan_to_num(nan=-most, posinf=most, neginf=-most)
-
-
-def chunk_rows(q: Tensor, width: int) -> int:
-    """Return the number of block rows to score in one chunk, with ``width`` numbers per row and head."""
-    budget = _CHUNK if q.device.type == "cpu" else _CHUNK_ELSEWHERE
-    return max(1, budget // (4 * q.shape[0] * q.shape[1] * width))
 
 
 def grid_of(

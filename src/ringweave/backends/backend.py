@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..call import Call, Operands
+from ..chunks import chunks
 from ..plan import BlockPlan, Branch
 from ..precision import Scales
 from ..terms.function import FUNCTION
@@ -218,18 +219,14 @@ def with_sign(operands: Operands) -> tuple[Operands, int]:
     return operands._replace(q=operands.q * sign, scale=abs(operands.scale) or 1.0), sign
 
 
-_CHUNK = 2**20
-
-
 def delta_in_chunks(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """Compute delta with PyTorch, a chunk of rows at a time.
 
     The widened product of all rows would need more memory than the gradients.
     """
     delta = torch.empty_like(lse)
-    rows = max(1, _CHUNK // (out[:, :, 0].numel()))
-    for first in range(0, out.shape[2], rows):
-        part = slice(first, first + rows)
+    # a widened factor and the product
+    for part in chunks(out.shape[2], 8 * out[:, :, 0].numel(), out.device):
         delta[:, :, part] = (dout[:, :, part].to(lse.dtype) * out[:, :, part].to(lse.dtype)).sum(-1)
     if dlse is not None:
         delta.sub_(dlse)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..cache import COMPILED, derived_values, process_cache
 from ..call import Call, Operands
+from ..chunks import at_once
 from ..errors import warn_once
 from ..plan import BlockPlan, Branch, unpack_masks
 from ..plan.cuda_sync import record_stream, require_no_capture, wait_for_stream
@@ -37,7 +38,6 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TILE = 128
 # limit of a BlockMask's size, which has an entry for every tile, empty or not
 _MASK_BYTES = 2**32
-_MASKS_AT_ONCE = 1024
 #: Up to this many queries count as a decoding step, which has another number of keys each time.
 FEW = 16
 
@@ -123,7 +123,9 @@ def _dead(plan: BlockPlan, kv_heads: int) -> Tensor | None:
     """Return the keys that no query attends: FlexAttention multiplies their values, and NaN, by weights of 0."""
     row, col, code = plan.listed()
     side, masks = plan.kv_tile, plan.mask_words
-    parts = [unpack_masks(part, side).any(1) for part in masks.split(_MASKS_AT_ONCE) if len(part)]
+    # bits are unpacked as int32, twice
+    some = at_once(8 * plan.q_tile * side, plan.device)
+    parts = [unpack_masks(part, side).any(1) for part in masks.split(some) if len(part)]
     living = torch.cat([torch.ones(1, side, dtype=torch.bool, device=plan.device), *parts]).int()
     # each kind of tile of a column once
     found = (((row // plan.q_tiles) * plan.kv_tiles + col) * (len(masks) + 1) + code + 1).unique()

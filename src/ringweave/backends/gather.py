@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ..call import Call, Operands
+from ..chunks import budget
 from ..plan import Branch
 from . import tile_attention
 from .backend import Backend, Upstream, by_formula
 from .function_scorer import scorer_of, threads_of
 from .list_tiles import ListTiles, unsupported_reason
 from .overflow import may_overflow, nan_rows_out_of_range, sums_in_range
-from .tile_batches import budget
 
 
 def forward(operands: Operands, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

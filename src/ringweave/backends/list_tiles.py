@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from ..call import Call, Operands
+from ..chunks import chunks
 from ..patterns.within import by_head
 from ..plan import Branch
 from ..plan.block_plan import Extent
 from ..plan.from_lists import filters, listed_keys
 from ..plan.subplan import CutBranch
-from .tile_batches import Batch, Tiles, budget
+from .tile_batches import Batch, Tiles
 
 
 class ChosenKeys:
@@ -107,10 +108,8 @@ class ListTiles(Tiles[ListBatch]):
         lists, most = self.chosen.split[0], self.chosen.most
         token = (self.k_tiles.shape[1] + self.v_tiles.shape[1]) * 4 + self.pair * self.chosen.split[1]
         row = self.batch * self.kv_heads * lists * most * token
-        step = max(1, budget(self.device) // row)
         head = torch.arange(self.batch * self.kv_heads, device=self.device) * self.nk
-        for first in range(0, self.nq, step):
-            rows = slice(first, min(first + step, self.nq))
+        for rows in chunks(self.nq, row, self.device):
             keys, allowed = self.chosen.at(rows)
             keys = head.view(self.batch, self.kv_heads, 1, 1, 1) + keys
             shape = self.batch, self.kv_heads, lists, *keys.shape[3:]

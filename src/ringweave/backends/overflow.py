@@ -26,14 +26,12 @@ import torch
 from torch import Tensor
 
 from ..call import Operands
+from ..chunks import at_once
 from ..plan import Branch, unpack_masks
 from ..precision import STORED, dequantize_rows
 from ..types import Pages, acc_dtype
 from .backend import Backward, Upstream, readable, tiled
 
-# number of scores computed at a time
-_AT_ONCE = 2**22
-_PAGES_AT_ONCE = 64
 # With a scale of at least this, a sum leaves the range before the gradient only if the gradient is within this factor
 # of the end of the range. Scales of models are larger: 1 / sqrt(D), or 1 / D.
 _SMALL = 2.0**-10
@@ -132,7 +130,7 @@ def _touched(k: Tensor, pages: Pages, branch: Branch) -> Iterator[Tensor]:
     touched = tiles[plan.row_set.long()].any(1).repeat_interleave(max(1, plan.kv_tile // pages.size), 1)
     touched = tiled(touched[..., None], parts).any(2)[:, :columns, 0]
     used = touched & (torch.arange(columns, device=k.device) * pages.size < pages.lengths[:, None])
-    for some in pages.table[used].long().unique().split(_PAGES_AT_ONCE):
+    for some in pages.table[used].long().unique().split(at_once(k[:1].nbytes, k.device)):
         # splitting an empty tensor gives one empty part
         if len(some):
             yield k[some]
@@ -164,7 +162,8 @@ def _largest_scores(operands: Operands, branch: Branch) -> Iterator[tuple[int, i
             real = tiled(torch.ones(len(own), 1, device=q.device), plan.kv_tile)[..., 0] > 0
             top = torch.full(queries.shape[:2], -torch.inf, dtype=acc, device=q.device)
             mine = (line // plan.q_tiles == plan.row_set[b, h]).nonzero()[:, 0]
-            for some in mine.split(max(1, _AT_ONCE // (plan.q_tile * plan.kv_tile))):
+            # a score and the sum of its absolute products
+            for some in mine.split(at_once(2 * acc.itemsize * plan.q_tile * plan.kv_tile, q.device)):
                 row, column = line[some] % plan.q_tiles, col[some]
                 allowed = masks[mask_id[some]] & real[column][:, None]
                 scores = _scores(queries[row], keys[column], operands.scale).masked_fill(~allowed, -torch.inf)

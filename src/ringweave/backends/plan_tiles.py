@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ..call import Operands
+from ..chunks import at_once
 from ..plan import BlockPlan, unpack_masks
 from .backend import tiled
-from .tile_batches import Batch, Tiles, budget
+from .tile_batches import Batch, Tiles
 
 
 @dataclass(eq=False, repr=False)
@@ -193,6 +194,6 @@ def most_tiles(plan: BlockPlan, device: torch.device | str, pair: int = 0) -> in
 
     With ``pair`` bytes of a score function's values, a row that nearly fits the budget is not cut into pieces.
     """
-    most = max(1, budget(device) // (plan.q_tile * plan.kv_tile * (pair or 4)))
+    most = at_once(plan.q_tile * plan.kv_tile * (pair or 4), device)
     longest = int(plan.row_ptr.diff(dim=1).max()) if pair else 0
     return max(most, longest) if longest <= _LONG * most else most

@@ -16,28 +16,19 @@ import torch
 from torch import Tensor
 
 from ..call import Operands
+from ..chunks import budget
 from ..types import acc_dtype
 from .overflow import sides
 
 if TYPE_CHECKING:
     from ..memory import Workspace
 
-# Bytes of a batch. Measured: on a CPU a batch should fit the second-level cache and still be large enough to amortise
-# about ten operator calls. Elsewhere it is a bounded part of the memory.
-_BUDGET, _BUDGET_ELSEWHERE = 2**23, 2**28
-
-
-def budget(device: torch.device | str) -> int:
-    """Return the bytes of a batch on a device."""
-    return _BUDGET if torch.device(device).type == "cpu" else _BUDGET_ELSEWHERE
-
-
 # Sides of the smallest tile.
 _LEAST = 16
 
 
 def tile_within(tile: tuple[int, int], nbytes: int, device: torch.device | str) -> tuple[int, int]:
-    """Return a tile with fewer queries if ``nbytes`` for each of its pairs exceed the budget of a batch twice."""
+    """Return a tile with fewer queries if ``nbytes`` for each of its pairs exceed the budget of a chunk twice."""
     q_tile, kv_tile = tile
     while q_tile > _LEAST and q_tile * kv_tile * nbytes > 2 * budget(device):
         q_tile //= 2

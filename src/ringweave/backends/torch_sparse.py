@@ -19,7 +19,8 @@ from ..types import acc_dtype
 from .backend import Backend, Upstream
 from .overflow import may_overflow, nan_rows_out_of_range, sides, sums_in_range
 
-# number of (query, key) pairs in the tiles that are listed together; one query tile may exceed it
+# Number of (query, key) pairs in the tiles that are listed together; one query tile may exceed it. Not the budget of
+# chunks, since gradients of keys are added up strip by strip, and their bits depend on it.
 _PAIRS = 2**20
 _BYTES = 32  # per entry: index, value and intermediate results
 

@@ -22,9 +22,6 @@ from .self_attention import ChoosingAttention
 if TYPE_CHECKING:
     from ..parallel import ContextParallel
 
-# scores in memory together: a chunk fits a CPU's cache
-_AT_ONCE = 2**20
-
 
 class MixtureOfBlockAttention(ChoosingAttention):
     """Causal self-attention in which each query head chooses, for each query, the blocks of keys with the best means.
@@ -179,9 +176,9 @@ class MixtureOfBlockAttention(ChoosingAttention):
             scores = (grouped.flatten(2, 3) @ keys).view(*part.shape[:3], -1)
             return Scored(scores, blocks < own[rows.start : rows.stop, None])
 
-        most, step = min(self.top_k - 1, len(blocks)), max(1, _AT_ONCE // (q.shape[0] * q.shape[1] * len(blocks)))
+        most, scores = min(self.top_k - 1, len(blocks)), q.shape[0] * q.shape[1] * len(blocks)
         with torch.autocast(q.device.type, enabled=False):
-            return torch.cat([choose(scored, most, rows=q.shape[2], step=step), listed], -1)
+            return torch.cat([choose(scored, most, rows=q.shape[2], scores=scores, device=q.device), listed], -1)
 
     def extra_repr(self) -> str:
         """Return the sizes and the blocks for the module's repr."""

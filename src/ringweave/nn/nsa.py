@@ -23,9 +23,6 @@ from .self_attention import ChoosingAttention
 if TYPE_CHECKING:
     from ..parallel import ContextParallel
 
-# scores against compressed keys in memory together
-_AT_ONCE = 2**22
-
 
 class BlockCompression(nn.Module):
     """Map each block of tokens of a key head to one row: ``W2 gelu(W1 vec(block + P))``.
@@ -310,14 +307,14 @@ class NativeSparseAttention(ChoosingAttention):
         blocks = int(own.max()) - self.local_blocks + 1
         if not more or blocks <= self.initial_blocks:
             return fixed
-        step = max(1, _AT_ONCE // (batch * q.shape[1] * max(1, keys.shape[2])))
+        scores = batch * q.shape[1] * keys.shape[2]
 
         def scored(rows: range) -> Scored:
             some = slice(rows.start, rows.stop)
             return self._scored(q[:, :, some], keys, positions[some])
 
         with torch.autocast(q.device.type, enabled=False):
-            return torch.cat([fixed, choose(scored, more, rows=q.shape[2], step=step)], -1)
+            return torch.cat([fixed, choose(scored, more, rows=q.shape[2], scores=scores, device=q.device)], -1)
 
     def _scored(self, q: Tensor, keys: Tensor, positions: Tensor) -> Scored:
         """Return the importance of blocks for a few queries, which choose between the initial and the local ones."""

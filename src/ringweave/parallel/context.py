@@ -19,7 +19,7 @@ from ..patterns import Pattern
 from ..patterns.fitting import refuse
 from ..precision import Precision, as_precision
 from ..program import Program
-from ..trace.values import Place
+from ..types import Place
 from ..validate import check_tensors
 from .context_checks import (
     ContextOptions,

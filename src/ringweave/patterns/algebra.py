@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 from ..checks import whole
 from ..errors import PatternError, shown
 from ..relation import node as relation
 from ..relation.node import Node
+from ..types import Place
 from .base import Composite, Pattern, agree
 from .declared import declare
 from .fitting import called, nest, refuse
-
-if TYPE_CHECKING:
-    from ..trace.values import Place
 
 # most operands in a row in a text
 _GROUP = 256

@@ -9,6 +9,7 @@ from ..checks import check_sizes
 from ..errors import ShapeError, shown
 from .algebra import And, Or, PerHead
 from .base import Pattern
+from .dilated import LongNet
 from .fitting import refuse
 from .key_padding import KeyPadding
 from .local import Causal, SlidingWindow
@@ -132,8 +133,6 @@ def ends_at_query(pattern: Pattern) -> bool:
     if isinstance(pattern, SlidingWindow):
         return pattern.right == 0
     if not pattern.combinable:
-        from .dilated import LongNet
-
         return isinstance(pattern, LongNet) and pattern.causal
     if isinstance(pattern, Within):
         # queries that are packed apart from keys are the last tokens of their sequences already

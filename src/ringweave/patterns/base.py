@@ -27,13 +27,12 @@ from ..checks import check_dense
 from ..errors import PatternError
 from ..relation.node import Node
 from ..relation.zones import Zones
-from ..types import Causality
+from ..types import Causality, Place
 from .cache_key import CacheKey, TableId
 from .declared import declare
 
 if TYPE_CHECKING:
     from ..plan.block_plan import BlockPlan
-    from ..trace.values import Place
 
 P = TypeVar("P", bound="Pattern")
 # attributes that a pattern derives from the others; they are not pickled

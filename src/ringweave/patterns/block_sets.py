@@ -15,11 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..chunks import chunks
 from ..torch_compat import outside_transforms, version, wrapped
 
 T = TypeVar("T")
-# places of a mask that are listed together, as int64
-_PLACES_AT_ONCE = 2**14
+# Places of a mask that are listed together, as int64: less than the budget of a chunk, because page faults of larger
+# arrays take half of the time of a first plan.
+_PLACES = 2**14
 
 
 class BlockSet(ABC):
@@ -116,7 +118,7 @@ class MaskBlocks(BlockSet):
         if flat.device.type != "cpu":
             return flat.sum(1), flat.nonzero()[:, 1].int()
         # numpy takes a fraction of torch's time, and a tenth of it on one axis
-        mask, step = flat.numpy(), max(1, _PLACES_AT_ONCE // self.key_blocks)
+        mask, step = flat.numpy(), max(1, _PLACES // self.key_blocks)
         counts = mask.sum(1)
         ends = [0, *np.cumsum(counts)[step - 1 :: step].tolist(), int(counts.sum())]
         col = np.empty(ends[-1], np.int32)
@@ -230,7 +232,6 @@ def ascending(indices: Tensor, counts: Tensor, key_blocks: int) -> Tensor:
 
 # from this density on a number is drawn for every block of the table: at most eight numbers per set block
 _DENSE = 1 / 8
-_DRAWN_AT_ONCE = 2**20
 
 
 def draw(lead: tuple[int, ...], side: int, total: int, *, seed: int, diagonal: bool) -> BlockSet:
@@ -263,15 +264,15 @@ def _masked(lead: tuple[int, ...], side: int, total: int, generator: torch.Gener
     mask = torch.zeros(*lead, side, side, dtype=torch.bool, device="cpu")
     flat, least = mask.view(-1, side), total // side
     following = torch.empty(len(flat), dtype=torch.int64, device="cpu")
-    step = max(1, _DRAWN_AT_ONCE // side)
-    for begin in range(0, len(flat), step):
-        part = flat[begin : begin + step]
+    # the order of a row's numbers, as int64
+    for rows in chunks(len(flat), 8 * side):
+        part = flat[rows]
         score = torch.rand(part.shape, generator=generator, device="cpu")
         if diagonal:
-            score.scatter_(1, torch.arange(begin, begin + len(part), device="cpu")[:, None] % side, 2.0)
+            score.scatter_(1, torch.arange(rows.start, rows.stop, device="cpu")[:, None] % side, 2.0)
         order = score.argsort(-1, descending=True)
         part.scatter_(1, order[:, :least], True)
-        following[begin : begin + step] = order[:, least % side]
+        following[rows] = order[:, least % side]
     longer = _longer(side, total, generator) + torch.arange(math.prod(lead), device="cpu")[:, None] * side
     flat[longer, following[longer]] = True
     return mask

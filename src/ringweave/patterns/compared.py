@@ -14,7 +14,7 @@ from ..relation.arrays import distinct, number_rows
 from ..relation.comparisons import AtMost, Comparison, Listed, Rectangles, Runs
 from ..relation.shapes import MOST_ZONES
 from ..trace.relation import Equal, Lookup, Member, Not, Order, Relation, Side
-from ..trace.values import Place
+from ..types import Place
 from .zone_table import ZoneTable
 
 Compared = Order | Equal | Lookup | Member | Side | Not

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..checks import INTEGERS, LONGEST, integers, whole
 from ..errors import PatternError, shown
-from ..relation.arrays import Int64, combine_ids, listed
+from ..relation.arrays import Int64, combine_ids, listed, number_rows
 from ..relation.node import ELEMENT, Node
 from ..relation.opaque import Opaque
 from ..relation.shapes import MOST_ZONES
@@ -145,8 +145,7 @@ class Documents(Packing):
         return _Packed(_of_bounds({name: rows_of(table, 1) for name, table in self._tables.items()}), None)
 
     def bound_ids(self) -> tuple[Int64, ...]:
-        known: dict[bytes, int] = {}
-        return (np.array([known.setdefault(row.tobytes(), len(known)) for row in self._now.ids]),)
+        return (number_rows(self._now.ids),)
 
     def fits(self, nq: int, nk: int, q_offset: int) -> None:
         packed: _Packed = self._now

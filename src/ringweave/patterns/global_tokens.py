@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..checks import integers, whole, whole_fields
 from ..errors import PatternError, shown
-from ..relation.arrays import Int64
+from ..relation.arrays import Int64, number_rows
 from ..relation.node import ELEMENT, FAR, Node, Or
 from ..relation.zones import K, Residue, Zones
 from .base import Composite, Pattern
@@ -125,8 +125,7 @@ class Sinks(Bounds):
         return None if self._mask is None else np.atleast_2d(self._mask.cpu().numpy()).copy()
 
     def bound_ids(self) -> tuple[Int64, ...]:
-        known: dict[bytes, int] = {}
-        return (np.array([known.setdefault(row.tobytes(), len(known)) for row in self._now]),)
+        return (number_rows(self._now),)
 
     def fits(self, nq: int, nk: int, q_offset: int) -> None:
         if self._mask is not None and self._mask.shape[-1] != nk:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from ..checks import whole, whole_fields
 from ..errors import PatternError, shown
-from ..relation.arrays import Int64
 from ..relation.node import ELEMENT, FAR, Node
 from ..relation.opaque import Opaque
 from ..relation.shapes import MOST_ZONES, neighborhood, segments
 from ..relation.zones import Zones
 from .base import Derived, Pattern
 from .declared import declare
+from .global_tokens import Sinks
 
 _NO_LIMIT = (
     "For flash-attn's window_size, where -1 means no limit, write Causal() for (-1, 0), Full() for (-1, -1), and the "
@@ -149,11 +147,6 @@ class Neighborhood(Pattern):
     def zones(self, n: int | None) -> Node:
         return neighborhood(self.window, self.dilation, self.tokens, queries=(-FAR, FAR))
 
-    def _bound(self, q: Int64) -> Int64:
-        """Return b(q): the first key of a query p is at least b(q) for p >= q, and below b(q) + dilation for p <= q."""
-        before, reach = self.window // 2 * self.dilation, self.window * self.dilation
-        return np.clip(q - before, 0, max(self.tokens - reach, 0))
-
     @property
     def residue_rate(self) -> int:
         return self.dilation
@@ -186,6 +179,4 @@ class PrefixLM(Derived):
 
     @property
     def definition(self) -> Pattern:
-        from .global_tokens import Sinks
-
         return Sinks(self.n) | Causal()

@@ -22,8 +22,8 @@ from ..trace.evaluate import Formula
 from ..trace.graph import Graph, Node
 from ..trace.symbols import trace
 from ..trace.text import text_of
-from ..trace.values import Place
 from ..trace.vmapped import over_indices
+from ..types import Place
 from .cache_key import changed
 
 #: Numbers of functions, and of patterns of functions in compiled code.

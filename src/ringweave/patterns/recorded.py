@@ -25,7 +25,7 @@ from ..torch_compat import outside_transforms, wrapped
 from ..trace.graph import B, Graph, H, UntraceableError, deps_of
 from ..trace.symbols import trace
 from ..trace.text import TextFunction
-from ..trace.values import Place
+from ..types import Place
 from . import traced
 from .algebra import PerHead
 from .base import Pattern, parts_of

@@ -31,7 +31,7 @@ from ..trace.relation import (
     joined,
     negated,
 )  # fmt: skip
-from ..trace.values import Place
+from ..types import Place
 from . import algebra
 from .algebra import PerHead, join
 from .base import Full, Pattern, parts_of

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..checks import INTEGERS, LONGEST, integers
 from ..errors import PatternError, shown
-from ..relation.arrays import Bool, Int64
+from ..relation.arrays import Bool, Int64, number_rows
 from ..relation.node import ELEMENT, Node, Or
 from ..relation.placed import Documents
 from ..relation.shapes import MOST_ZONES
@@ -202,9 +202,7 @@ class Tree(Packing):
 
     def bound_ids(self) -> tuple[Int64, ...]:
         read: _Read = self._now
-        known: dict[bytes, int] = {}
-        rows = np.concatenate([read.parents, read.lengths], 1)
-        return (np.array([known.setdefault(row.tobytes(), len(known)) for row in rows]),)
+        return (number_rows(np.concatenate([read.parents, read.lengths], 1)),)
 
     def fits(self, nq: int, nk: int, q_offset: int) -> None:
         read: _Read = self._now

@@ -9,6 +9,7 @@ from ..relation.transforms import first_equal, simplified, view
 from ..relation.zones import Zones
 from .algebra import Combined, Not, PerHead
 from .base import Composite, Derived, Full, Pattern
+from .key_padding import KeyPadding
 from .local import Causal, SlidingWindow
 
 
@@ -90,7 +91,6 @@ def _named(node: Node) -> Pattern | None:
 
 def _with_tensors(pattern: Pattern, rate: int, offset: int) -> Pattern | None:
     # imported with the first view of a pattern with tensors
-    from .key_padding import KeyPadding
     from .reader import rebuild
     from .selected import Selected
     from .table import BlockTable

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PatternError
-from ..relation.arrays import Int64, padded
+from ..relation.arrays import Int64, number_rows, padded
 from ..relation.node import ELEMENT, Node
 from ..relation.zones import Zones
 from .base import Pattern
@@ -70,8 +70,7 @@ class ZoneTable(Bounds):
         return rows_of(self.table, 3)
 
     def bound_ids(self) -> tuple[Int64, ...]:
-        known: dict[bytes, int] = {}
-        return (np.array([known.setdefault(row.tobytes(), len(known)) for row in self._now]),)
+        return (number_rows(self._now.reshape(len(self._now), -1)),)
 
     def fits(self, nq: int, nk: int, q_offset: int) -> None:
         first, stop = self.queries

@@ -16,14 +16,14 @@ import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..cache import PROGRAMS
 from ..errors import PatternError
 from ..patterns import And, Causal, Full, Or, Pattern
-from ..patterns.dilated import StridedView
+from ..patterns.dilated import LongNet, StridedView
 from ..patterns.lists import Lists, lists_of
 from ..patterns.shifted import Shifted
 from ..patterns.view import in_view
@@ -31,9 +31,6 @@ from ..patterns.within import Within
 from .block_plan import BlockPlan, Extent
 from .cached_plans import plan_cache
 from .tile_size import default_tile_size, tile_size_of
-
-if TYPE_CHECKING:
-    from ..patterns import LongNet
 
 # Cost of starting another branch, and of merging one of its row tiles, in computed tiles of 128 x 128.
 _BRANCH_COST = 16
@@ -260,7 +257,10 @@ def _views(pattern: Pattern, size: Sizes) -> tuple[Branch, ...]:
     key = "branches", made_of.value, size
     found: tuple[Branch, ...] | None = PROGRAMS.get(key)
     if found is None:
-        found = _exact(_split(pattern, size, whole), whole) if pattern.combinable else _mixed(pattern, size)
+        if isinstance(pattern, LongNet):
+            found = tuple(mixture(pattern, size))
+        else:
+            found = _exact(_split(pattern, size, whole), whole)
         if not pattern.has_function:
             # they would keep the tensors that it reads
             PROGRAMS.put(key, found, _BRANCH_BYTES * len(found) + made_of.nbytes)
@@ -278,13 +278,6 @@ def _settled(pattern: Pattern) -> int | None:
     heads = range(pattern.extents()[1] or 1)
     found = [place for h in heads if (place := settled(pattern.select(0, h).zones(None))) is not None]
     return max(found) if len(found) == len(heads) else None
-
-
-def _mixed(pattern: Pattern, size: Sizes) -> tuple[Branch, ...]:
-    from ..patterns import LongNet
-
-    assert isinstance(pattern, LongNet)
-    return tuple(mixture(pattern, size))
 
 
 def _exact(views: tuple[Branch, ...], whole: Branch) -> tuple[Branch, ...]:

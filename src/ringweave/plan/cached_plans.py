@@ -14,6 +14,7 @@ from ..patterns import Pattern
 from ..patterns.cache_key import CacheKey
 from ..patterns.fitting import refuse
 from ..patterns.lists import Lists
+from ..types import Place
 from .block_plan import BlockPlan, Extent
 from .cuda_sync import record_stream, wait_for_stream
 from .tile_size import check_tile_size
@@ -80,9 +81,6 @@ class PlanCache:
         nq, nk, heads, batch, q_offset = check_sizes(nq, nk, heads, batch, q_offset)
         pattern = pattern.bound(heads)._for_call()
         if pattern.has_function:
-            # imported with the first function
-            from ..trace.values import Place
-
             pattern = pattern._recognised(Place(batch, heads, nq, nk, q_offset))
         made_of, device, tile = pattern.key(), _place(device), check_tile_size(tile)
         cache, sizes = self._decode_plans if nq <= tile[0] else self._plans, (nq, nk, heads, batch, q_offset, *tile)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..cache import process_cache
+from ..chunks import chunks
 from ..patterns import Full
 from ..patterns.lists import Lists
 from ..patterns.located import Located, located
@@ -28,11 +29,6 @@ from .block_plan import BlockPlan, Extent, PackedPlan, pack_masks
 from .csr import RowSet, assemble
 from .from_pattern import distinct
 from .from_table import of_sets
-
-# bools of the union of lists that are made together
-_BOOLS_AT_ONCE = 2**23
-# pairs of a query and a listed key that are looked at together
-_PAIRS_AT_ONCE = 2**21
 
 
 def from_lists(lists: Lists, extent: Extent) -> BlockPlan:
@@ -137,11 +133,10 @@ def _prefixes(side: int) -> Tensor:
 
 def _every_pair(each: _Set, lists: Lists, extent: Extent) -> tuple[Int64, Int64]:
     """Return all allowed pairs of a set as (query, key), by query and then by key."""
-    step = max(1, _PAIRS_AT_ONCE // (each.blocks.shape[1] * lists.block))
     parts = []
-    for first in range(0, extent.nq, step):
-        row, key = _pairs(each, lists, extent, range(first, min(first + step, extent.nq)))
-        parts.append((row + first, key))
+    for part in chunks(extent.nq, 8 * each.blocks.shape[1] * lists.block):
+        row, key = _pairs(each, lists, extent, range(part.start, part.stop))
+        parts.append((row + part.start, key))
     rows, keys = zip(*parts, strict=True)
     return np.concatenate(rows), np.concatenate(keys)
 
@@ -245,12 +240,11 @@ def _unions(each: _Set, lists: Lists, extent: Extent) -> Iterator[tuple[int, NDA
     q_tile, kv_tile = extent.tile
     rows, columns = extent.tiles
     width = -(-kv_tile // 32) * 32
-    step = max(1, _BOOLS_AT_ONCE // (q_tile * columns * width))
-    for first in range(0, rows, step):
-        queries = range(first * q_tile, min((first + step) * q_tile, extent.nq))
-        tiles = -(-len(queries) // q_tile)
+    for part in chunks(rows, q_tile * columns * width):
+        queries = range(part.start * q_tile, min(part.stop * q_tile, extent.nq))
+        tiles = part.stop - part.start
         dense = np.zeros((tiles * q_tile, columns * width), np.bool_)
         row, key = _pairs(each, lists, extent, queries)
         dense[row, key if width == kv_tile else key // kv_tile * width + key % kv_tile] = True
         bits = np.packbits(dense, axis=1, bitorder="little").view("<i4")
-        yield first, bits.reshape(tiles, q_tile, columns, width // 32).transpose(0, 2, 1, 3)
+        yield part.start, bits.reshape(tiles, q_tile, columns, width // 32).transpose(0, 2, 1, 3)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ..cache import PATTERNS
 from ..checks import check_device
+from ..chunks import at_once, chunks
 from ..errors import PatternError, ShapeError
 from ..patterns import Pattern
 from ..patterns.fitting import check_extents
@@ -25,7 +26,7 @@ from ..patterns.located import located
 from ..patterns.within import batched, by_head, check_bounds, elements
 from ..relation.arrays import Int64
 from ..relation.node import ELEMENT_BITS
-from ..relation.tiles import Masks, estimated, tiling
+from ..relation.tiles import TILE_BYTES, Masks, estimated, tiling
 from .block_plan import BlockPlan, Extent
 from .csr import RowSet, assemble
 from .cuda_sync import record_stream, require_no_capture, wait_for_stream
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from ..patterns.table import BlockTable
     from .from_table import CodeList, TableContext
 
-_TILES_AT_ONCE = 2**18
 _TILES_SAMPLED = 2**22
 # most tiles in a row or in a column
 _MOST_IN_A_LINE = 2**24
@@ -160,14 +160,13 @@ def _new_context(every: str, none: str, extent: Extent, table: tuple[int, ...], 
     nq, nk, heads, batch, tile, q_offset, device = extent
     require_no_capture(device)
     q_tiles, kv_tiles = extent.tiles
-    step = max(1, _TILES_AT_ONCE // kv_tiles)
     masks = Masks(tile)
 
     def listed(each: Pattern, starts: Int64) -> Iterator[CodeList]:
         # some rows at a time: adjacent tiles become runs, which are few even if the tiles are many
-        for first in range(0, q_tiles, step):
-            tiles = _rows(each, starts, nq, nk, q_offset, tile, masks, slice(first, first + step))
-            yield (first + tiles.row) * kv_tiles + tiles.col, tiles.mask_id
+        for part in chunks(q_tiles, TILE_BYTES * kv_tiles):
+            tiles = _rows(each, starts, nq, nk, q_offset, tile, masks, part)
+            yield (part.start + tiles.row) * kv_tiles + tiles.col, tiles.mask_id
 
     full, of_full = distinct(rebuild(every, ()), extent)
     inside = [[runs_of(*part) for part in listed(*each)] for each in full]
@@ -185,7 +184,7 @@ def _by_context(table: BlockTable, tiles: int) -> bool:
     from ..patterns.block_sets import ListedBlocks
 
     # On the host, planning the whole pattern finds equal rows of a mask, and computes only the set tiles of many.
-    return tiles <= _TILES_AT_ONCE and (isinstance(table.blocks, ListedBlocks) or table.blocks.shape[-2] == 1)
+    return tiles <= at_once(TILE_BYTES) and (isinstance(table.blocks, ListedBlocks) or table.blocks.shape[-2] == 1)
 
 
 def _check(

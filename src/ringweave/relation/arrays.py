@@ -57,11 +57,11 @@ def distinct(numbers: Int64) -> tuple[Int64, Int64]:
     return first, place[numbers - low]
 
 
-def number_rows(rows: Int64) -> Int64:
+def number_rows(rows: NDArray[Any]) -> Int64:
     """Number the distinct rows of an array from 0."""
     if not rows.shape[1]:
         return np.zeros(len(rows), np.int64)
-    each = np.ascontiguousarray(rows).view(f"V{8 * rows.shape[1]}").ravel()
+    each = np.ascontiguousarray(rows).view(f"V{rows.itemsize * rows.shape[1]}").ravel()
     known: dict[Any, int] = {}
     return np.fromiter((known.setdefault(row, len(known)) for row in each.tolist()), np.int64, len(each))
 

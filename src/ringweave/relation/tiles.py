@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..chunks import chunks
 from ..errors import PatternError
 from .arrays import Int64, Words, distinct, packed
 from .lines import Line, complement, meet
@@ -15,10 +16,9 @@ from .rows import Painted, painted
 
 #: Mask numbers of tiles without a mask.
 FULL_TILE, EMPTY_TILE = -1, -2
-_TILES_AT_ONCE = 2**20
+#: Bytes of a listed tile: its place, row, column and mask.
+TILE_BYTES = 4 * 8
 _ZERO = np.zeros(1, np.int64)
-# a function of positions may take eight bytes for each bit
-_MASK_BITS_AT_ONCE = 2**24
 
 
 def strips(
@@ -82,10 +82,10 @@ class Tiling(NamedTuple):
 class Masks:
     """Distinct masks of tiles, numbered in the order in which they are added."""
 
-    def __init__(self, tile: tuple[int, int], index: dict[bytes, int] | None = None):
+    def __init__(self, tile: tuple[int, int]):
         self.tile = tile
         self.words = tile[0], -(-tile[1] // 32)
-        self.index = {} if index is None else index
+        self.index: dict[bytes, int] = {}
 
     def numbers(self, masks: NDArray[Any]) -> list[int]:
         """Return the numbers of masks in words, (n, ...)."""
@@ -100,9 +100,8 @@ class Masks:
         """Evaluate tiles by token; return the number of each tile's mask, FULL_TILE or EMPTY_TILE."""
         high, wide = (tiles.q.hi - tiles.q.lo)[tiles.qi], (tiles.k.hi - tiles.k.lo)[tiles.ki]
         found = np.empty(len(tiles.qi), np.int64)
-        step = max(1, _MASK_BITS_AT_ONCE // (self.tile[0] * self.tile[1]))
-        for begin in range(0, len(found), step):
-            part = slice(begin, begin + step)
+        # a function of positions may take eight bytes for each bit
+        for part in chunks(len(found), 8 * self.tile[0] * self.tile[1]):
             # only the rows that exist, since a decoding step has one query
             rows = int(high[part].max())
             words = node.words(tiles.some(part), (rows, self.tile[1]))
@@ -180,8 +179,7 @@ def tiling(node: Node, frame: Frame, masks: Masks) -> Tiling:
     limit(sum(int((line.stop - line.start).sum()) for line in (every, undecided)))
     open_ = undecided.places()
     mask = np.empty(len(open_), np.int64)
-    for begin in range(0, len(open_), _TILES_AT_ONCE):
-        part = slice(begin, begin + _TILES_AT_ONCE)
+    for part in chunks(len(open_), TILE_BYTES):
         mask[part] = numbered(node, frame.tiles(open_[part]), masks)
     kept = mask != EMPTY_TILE
     if not kept.all():

@@ -370,7 +370,7 @@ class Zones(Node):
         if self.each:
             q, k = q + origin.element * ELEMENT, k + origin.element * ELEMENT
         if self.single is not None:
-            return self._allowed(q, k, *self.single)
+            return self._allowed(q, k, self.single)
         if not self.groups or not len(self.k0):
             return torch.zeros(torch.broadcast_shapes(q.shape, k.shape), dtype=torch.bool, device=q.device)
 
@@ -386,25 +386,15 @@ class Zones(Node):
             run = torch.searchsorted(stop, at, right=True).clamp_(max=len(self.k0) - 1)
         q0, q1, d0, d1, phase = (on_device(side)[group] for side in (self.q0, self.q1, self.d0, self.d1, self.phase))
         k0, k1 = (on_device(side)[run] for side in (self.k0, self.k1))
-        allowed = self._allowed(q, k, q0, q1, k0, k1, d0, d1, phase)
+        allowed = self._allowed(q, k, (q0, q1, k0, k1, d0, d1, phase))
         if self.ptr is None:
             return allowed
         first = on_device(self.ptr)
         return allowed & (run >= first[group]) & (run < first[group + 1])
 
-    def _allowed(
-        self,
-        q: Tensor,
-        k: Tensor,
-        q0: int | Tensor,
-        q1: int | Tensor,
-        k0: int | Tensor,
-        k1: int | Tensor,
-        d0: int | Tensor,
-        d1: int | Tensor,
-        phase: int | Tensor,
-    ) -> Tensor:
-        """Evaluate pairs by the bounds of their zones."""
+    def _allowed(self, q: Tensor, k: Tensor, zone: tuple[int | Tensor, ...]) -> Tensor:
+        """Evaluate pairs by the bounds and the phases of their zones, in the order of :attr:`single`."""
+        q0, q1, k0, k1, d0, d1, phase = zone
         distance = k - q
         # A bound of the first or last position of an only element says nothing, and compiled code for int32 positions
         # cannot hold it.

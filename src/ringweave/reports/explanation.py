@@ -31,8 +31,7 @@ from ..score_functions.reading import Positions, check_device, read
 from ..score_functions.scored_program import function_of, with_function
 from ..terms import Term
 from ..terms.term import ScoreMod, as_listed, is_function, written
-from ..trace.values import Place
-from ..types import DTYPES, Causality, acc_dtype
+from ..types import DTYPES, Causality, Place, acc_dtype
 from ..units import count, flops, nbytes, percent
 from ..validate import checked_dropout, checked_scale
 

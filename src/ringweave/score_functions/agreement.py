@@ -18,7 +18,7 @@ from ..torch_compat import dispatched, transforming
 from ..trace.comparison import agrees, codes
 from ..trace.evaluate import Arguments
 from ..trace.graph import Graph
-from ..trace.values import Place
+from ..types import Place
 
 _SCORES = 0.0, 0.5, -0.5, 3.0, -3.0, 40.0, -40.0
 # about the size of a key

@@ -17,7 +17,7 @@ from ..terms.term import Pairs, ScoreMod
 from ..torch_compat import before_compiling, outside_transforms
 from ..trace.graph import Graph, UntraceableError
 from ..trace.symbols import trace
-from ..trace.values import Place
+from ..types import Place
 from ..validate import checked_scale
 from .agreement import agreed
 from .recognised import Score, score_of

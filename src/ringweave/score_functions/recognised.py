@@ -24,7 +24,7 @@ from ..torch_compat import dispatched, outside_transforms, transforming, wrapped
 from ..trace.evaluate import Arguments
 from ..trace.graph import MASK_ARGUMENTS, Graph, UntraceableError
 from ..trace.terms import as_terms
-from ..trace.values import Place
+from ..types import Place
 
 # Bytes of captured tensors, and of the tables made of them, up to which terms are kept: larger ones take longer to
 # compare than to tabulate again.

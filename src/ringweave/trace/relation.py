@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from ..types import Place
 from .evaluate import elementwise
 from .graph import B, Graph, H, Node, Q, UntraceableError, nodes_in
 from .values import (
@@ -30,7 +31,6 @@ from .values import (
     RANGE,
     DependsOnCallError,
     Linear,
-    Place,
     Values,
     ValuesOfAnyCall,
     is_argument,

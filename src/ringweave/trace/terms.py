@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ..torch_compat import wrapped
+from ..types import Place
 from .graph import MASK_ARGUMENTS, SCORE, B, Graph, H, K, Node, Q, UntraceableError, deps_of
 from .operations import name_of
-from .values import Place, Values
+from .values import Values
 
 #: Name of a kind of ``ringweave.terms``, and its number or table.
 Term = tuple[str, float | Tensor]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..types import Place
 from .evaluate import evaluated
 from .graph import MASK_ARGUMENTS, B, Graph, H, K, Node, Q, UntraceableError, deps_of, nodes_in
 
@@ -22,30 +23,8 @@ _EXACT = 2**23
 INTEGERS = frozenset([torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
 #: Comparisons with their opposites.
 OPPOSITE = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
-_CPU = torch.device("cpu")
 _MAXIMA = ("abs", "maximum", "minimum")
 _SAME_VALUE = ("to", "long", "int", "clone", "contiguous")
-
-
-class Place(NamedTuple):
-    """The indices of a call: their numbers, the first query, key and head, and the device of computed tables.
-
-    An index with one value is a number, so a function of it may be recognised where one of the index is not.
-    """
-
-    batch: int
-    heads: int
-    nq: int
-    nk: int
-    q0: int = 0
-    k0: int = 0
-    h0: int = 0
-    device: torch.device = _CPU
-
-    def lengths(self) -> dict[str, Tensor]:
-        """Return the index vectors of the call."""
-        first = {"b": (0, self.batch), "h": (self.h0, self.heads), "q": (self.q0, self.nq), "k": (self.k0, self.nk)}
-        return {name: torch.arange(start, start + count, device=self.device) for name, (start, count) in first.items()}
 
 
 class Linear(NamedTuple):

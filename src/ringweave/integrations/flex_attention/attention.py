@@ -29,8 +29,7 @@ from ...score_functions.reading import Positions, read
 from ...score_functions.scored_program import ScoredProgram
 from ...terms.term import ScoreMod
 from ...torch_compat import outside_transforms, uncompiled
-from ...trace.values import Place
-from ...types import acc_dtype
+from ...types import Place, acc_dtype
 from .argument_checks import Call, checked
 
 _TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")

@@ -27,7 +27,8 @@ from ...trace.comparison import Reads, agrees, codes, reads
 from ...trace.graph import Graph, H, Node, UntraceableError, deps_of, filled_in
 from ...trace.relation import Runs, as_relation, distances_of, operands
 from ...trace.symbols import trace
-from ...trace.values import Place, Values
+from ...trace.values import Values
+from ...types import Place
 from .positions import Chunks, MisreadError, Positions
 
 MaskFunction = Callable[..., Any]

@@ -17,7 +17,7 @@ from ...patterns.recorded import unrecorded
 from ...patterns.traced import of_distances, of_documents, of_keys
 from ...trace.graph import UntraceableError
 from ...trace.relation import ALL, Runs
-from ...trace.values import Place
+from ...types import Place
 
 # estimated size of a pattern of segments
 _BYTES = 2**10

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....chunks import chunks
 from ....errors import UnsupportedError
 from ....patterns import KeyPadding, Pattern, Selected, Sinks
 from ....patterns.algebra import And
-from .query_chunks import chunks
 
 
 class Entries:
@@ -127,7 +127,8 @@ def score_in_chunks(scorer: nn.Module, forward: Any, q: Tensor, entries: Tensor,
         The scores, (B, queries, entries).
     """
     one = len(q) * q.shape[2] * entries.shape[1] * 4
-    return torch.cat([forward(q[:, part], entries, hidden[:, part]) for part in chunks(q.shape[1], one)], 1)
+    parts = chunks(q.shape[1], one, q.device)
+    return torch.cat([forward(q[:, part], entries, hidden[:, part]) for part in parts], 1)
 
 
 #: Functions that run in place of a module's forward, by the name of its class.

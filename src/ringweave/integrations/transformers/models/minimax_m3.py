@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .query_chunks import chunks
+from ....chunks import chunks
 
 
 class _KeysReady(Exception):  # noqa: N818  (no error: it ends a forward that has done enough)
@@ -64,7 +64,7 @@ def choose_blocks(
     assert held.keys is not None
     one = len(hidden) * indexer.num_heads * held.keys.shape[2] * 4
     found = []
-    for part in chunks(hidden.shape[1], one):
+    for part in chunks(hidden.shape[1], one, hidden.device):
         rotations = tuple(x[:, part] for x in embeddings)
         found.append(forward(hidden[:, part], rotations, held, positions[:, part]))
     return torch.cat(found, 2)

@@ -16,7 +16,6 @@ from ....adaptive.ranking import Scored, choose
 from ....patterns import Causal, Full, KeyPadding, Selected
 from ....patterns.algebra import And
 from ..masks import PatternMask
-from .query_chunks import at_once
 
 
 def choose_tokens(
@@ -58,8 +57,8 @@ def choose_tokens(
             scores = torch.matmul(q[:, part], pooled.mT[:, None]).relu().sum(2) / math.sqrt(q.shape[3])
             return Scored(scores, number < whole[:, part, None])
 
-        step = at_once(batch * q.shape[2] * blocks * 4)
-        chosen = choose(scored, min(indexer.block_topk, blocks), rows=nq, step=step)
+        sizes = {"rows": nq, "scores": batch * q.shape[2] * blocks, "device": hidden.device}
+        chosen = choose(scored, min(indexer.block_topk, blocks), **sizes)
         tokens = _tokens(indexer, chosen, first[:, None, None], seen[..., None])
     return Selected(tokens[:, None])
 
