@@ -5,8 +5,9 @@ with a typed error, or the signature must allow it, and the answer must equal th
 the dense relation. A new public name, method or argument fails until it has a row. errors.txt has the words of every
 refusal: the argument, the kind of the error, what it wants with the remedy, and the functions that say so.
 
-The second part lists probable mistakes with their errors. ``python -m tests.test_contract`` writes them to docs/errors.md,
-and the refusals to errors.txt.
+The second part lists probable mistakes with their errors, and wrong calls with the words that each raises: a line of
+wrong_calls.txt for each. ``python -m tests.test_contract`` writes the mistakes to docs/errors.md, the words to the lines of
+wrong_calls.txt, and the refusals to errors.txt.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from ringweave.patterns.declared import DECLARED
 from ringweave.patterns.shifted import with_offsets
 from ringweave.terms import KINDS, Term
 from ringweave.terms.term import terms_of, written
+
+from .test_options import MODULES
 
 N = 48
 SECONDS = 3.0  # CPU seconds for one call
@@ -506,6 +509,39 @@ ROWS: dict[str, Row] = {
 }  # fmt: skip
 
 
+def module_row(name: str) -> Row:
+    """Return the row of a module, which a function of all arguments makes and calls.
+
+    A module that takes the options of another has its own arguments only: the others are in the other's row.
+    """
+    kind, usual_call = getattr(rw.nn, name), MODULES[name]()
+    made, of_call = (dict(inspect.signature(each).parameters) for each in (kind, kind.forward))
+    signature = made if made.pop("options", None) is not None else made | of_call
+    signature.pop("self", None)
+
+    def call(**arguments: Any) -> Any:
+        given = usual_call | {
+            each: x for each, x in arguments.items() if each in usual_call or x is not signature[each].default
+        }
+        torch.manual_seed(0)
+        layer = kind(**{each: x for each, x in given.items() if each not in of_call})
+        if any(each.is_meta for each in layer.parameters()):
+            return None
+        with torch.no_grad():
+            return layer(**{each: x for each, x in given.items() if each in of_call})
+
+    def is_module(arguments: dict[str, Any], answer: Any) -> None:
+        if isinstance(arguments.get("q_offset"), list):
+            arguments |= {"q_offset": torch.tensor(arguments["q_offset"])}
+        out, wanted = answer, call(**arguments | {"backend": "reference"} if "backend" in signature else arguments)
+        torch.testing.assert_close(*(x[0] if isinstance(x, tuple) else x for x in (out, wanted)))
+
+    call.__signature__ = inspect.Signature([each.replace(kind=each.KEYWORD_ONLY) for each in signature.values()])  # type: ignore[attr-defined]
+    return Row(
+        lambda: usual(call) | {each: x for each, x in usual_call.items() if each in signature}, is_module, of=call
+    )
+
+
 def arguments_of(name: str) -> dict[str, Any]:
     """Return the arguments of a pattern's declared example."""
     made_by = {each: known.make for each, known in DECLARED.items()} | {"Grid": rw.Grid, "torch": torch}
@@ -518,6 +554,7 @@ def arguments_of(name: str) -> dict[str, Any]:
 #: Patterns that users construct by name; a pattern without a row above uses its example.
 PATTERNS = [name for name, known in DECLARED.items() if known.section is not None]
 ROWS |= {name: made(**arguments_of(name)) for name in PATTERNS if name not in ROWS}
+ROWS |= {f"nn.{name}": module_row(name) for name in rw.nn.__all__}
 EVERY = sorted({*rw.__all__, *rw._UNLISTED, *PATTERNS, *KINDS})
 
 
@@ -553,6 +590,7 @@ def test_every_public_name_has_a_row() -> None:
         if callable(public(name)) and not inspect.isabstract(public(name))
         and not (inspect.isclass(public(name)) and issubclass(public(name), Exception))
     }  # fmt: skip
+    callables |= {f"nn.{name}" for name in rw.nn.__all__}
     assert callables | methods() == {name for name in ROWS if " " not in name} | RECORDS | CLASSES_ELSEWHERE
 
 
@@ -785,7 +823,55 @@ def test_the_page_of_errors_is_current() -> None:
     assert ERRORS.read_text("utf-8").partition(BEGIN)[2].partition(END)[0] == mistakes()
 
 
+# ---- wrong calls -----------------------------------------------------------------------------------------------------
+
+WRONG_CALLS, RAISES = Path(__file__).with_name("wrong_calls.txt"), "  ->  "
+
+
+def names_of_wrong_calls() -> dict[str, Any]:
+    """Return the names that the lines of wrong_calls.txt use, new for each."""
+    cache = rw.PagedCache.empty(2, 80, 2, 24, value_dim=40, page=16, pages=6)
+    for row, n in enumerate((40, 3)):
+        cache.append(torch.zeros(1, 2, n, 24), torch.zeros(1, 2, n, 40), rows=[row])
+
+    def pages(**changed: Any) -> rw.PagedCache:
+        return rw.PagedCache(**{name: getattr(cache, name) for name in ("k", "v", "table", "lengths")} | changed)
+
+    def moba(context: Any = None) -> torch.nn.Module:
+        return rw.nn.MixtureOfBlockAttention(32, 4, block_size=8, top_k=3, context=context)
+
+    context = rw.ContextParallel(None, rw.Causal(), 20, heads=(4, 4), placement="contiguous")
+    return {
+        "rw": rw, "torch": torch, "np": np, "q": torch.zeros(1, 4, 10, 8), "k": torch.zeros(1, 2, 12, 8), "v": torch.zeros(1, 2, 12, 8),
+        "x": torch.zeros(2, 20, 32), "grid": torch.zeros(2, 2, 12, 9, 8), "step": torch.zeros(2, 4, 1, 24), "cache": cache,
+        "pages": pages, "moba": moba(), "shared": moba(context), "lists": torch.zeros(8, 3, dtype=torch.int64),
+    }  # fmt: skip
+
+
+def said_by(code: str) -> str:
+    """Return the kind and the words of the error of a wrong call."""
+    try:
+        eval(code, names_of_wrong_calls())
+    except RingweaveError as error:
+        return f"{type(error).__name__}: {error}"
+    pytest.fail(f"{code} raises nothing")
+
+
+@pytest.mark.parametrize("line", [each for each in WRONG_CALLS.read_text("utf-8").splitlines() if each[0] != "#"])
+def test_a_wrong_call_raises_these_words(line: str) -> None:
+    code, _, words = line.partition(RAISES)
+    assert said_by(code) == words
+    assert WANTED in words
+
+
+def wrong_calls() -> str:
+    """Return wrong_calls.txt with the words that its calls raise now."""
+    lines = (each.partition(RAISES)[0] for each in WRONG_CALLS.read_text("utf-8").splitlines())
+    return "".join(f"{each if each[0] == '#' else each + RAISES + said_by(each)}\n" for each in lines)
+
+
 if __name__ == "__main__":
+    WRONG_CALLS.write_text(wrong_calls(), "utf-8")
     before, _, rest = ERRORS.read_text("utf-8").partition(BEGIN)
     ERRORS.write_text(before + BEGIN + mistakes() + END + rest.partition(END)[2], "utf-8")
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):

@@ -268,22 +268,6 @@ def test_compiled() -> None:
     torch.testing.assert_close(compiled(q, k, v), call(q, k, v))
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"combine": "gates"}, "gates: got None; wanted gates with combine"),
-        ({"gates": torch.ones(2, 4, 20, 3)}, "Pass both or neither"),
-        ({"combine": "gates", "gates": torch.ones(2, 4, 20)}, r"gates: got shape \(2, 4, 20\); wanted"),
-        ({"backend": "abacus"}, "abacus"),
-        ({"q_offset": -1}, "q_offset"),
-    ],
-)
-def test_errors(changes: dict[str, Any], said: str) -> None:
-    options: dict[str, Any] = {"pool": 8, "top_k": 1, "window": 8} | changes
-    with pytest.raises(rw.RingweaveError, match=said):
-        rw.hierarchical_attention(*tensors(20, 20), **options)
-
-
 @pytest.mark.parametrize("combine", hierarchical.COMBINATIONS)
 def test_the_module(combine: str) -> None:
     x = torch.randn(2, 70, 32)
@@ -308,9 +292,3 @@ def test_the_module(combine: str) -> None:
     layer.batch_first = False
     torch.testing.assert_close(layer(*[x.transpose(0, 1)] * 3)[0].transpose(0, 1), out)
     layer.batch_first = True
-    with pytest.raises(rw.UnsupportedError, match="need_weights: got True"):
-        layer(x, x, x, need_weights=True)
-    with pytest.raises(rw.UnsupportedError, match="attn_mask: got"):
-        layer(x, x, x, attn_mask=rw.Sinks(4))
-    with pytest.raises(rw.UnsupportedError, match=r"sink_logits: got .*, with HierarchicalAttention"):
-        rw.nn.HierarchicalAttention(32, 4, pool=16, top_k=1, window=16, sink_logits=True)

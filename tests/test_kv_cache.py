@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -424,76 +424,6 @@ def test_growing_lengths_compile_nothing_anew() -> None:
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
-
-
-def refusals() -> Iterator[tuple[type[Exception], str, Callable[[Tensor, rw.PagedCache], object]]]:
-    def other(cache: rw.PagedCache, **changed: Any) -> rw.PagedCache:
-        parts = {name: getattr(cache, name) for name in ("k", "v", "table", "lengths")} | changed
-        return rw.PagedCache(**parts)
-
-    attend = rw.paged_attention
-    unsupported, shape = rw.UnsupportedError, rw.ShapeError
-    yield unsupported, "requires gradients; wanted none.*no_grad", lambda q, c: attend(q.requires_grad_(), c)
-    yield unsupported, "it reads no pages", lambda q, c: attend(q, c, backend="sdpa")
-    yield shape, "q: got 5 queries of row 1, which has 3 tokens", lambda q, c: attend(q.expand(-1, -1, 5, -1), c)
-    yield (
-        shape,
-        r"q: got shape .*; wanted \(B, Hq, Nq, D\) with B = 2, the batch size\. Pass queries for every",
-        lambda q, c: attend(q[:1], c),
-    )
-    yield shape, r"q\.dtype: got torch\.float16; wanted torch\.float32", lambda q, c: attend(q.half(), c)
-    yield rw.PatternError, "LongNet.*wanted a relation", lambda q, c: attend(q, c, rw.LongNet([16], [2]))
-    yield (
-        shape,
-        "table: got page 99 in row 0, column 1",
-        lambda q, c: attend(q, other(c, table=c.table.index_fill(1, torch.tensor([1]), 99))),
-    )
-    yield shape, "table: got page -1", lambda q, c: attend(q, other(c, table=c.table * 0 - 1))
-    yield (
-        shape,
-        "lengths: got 81 tokens in row 1.*0 to 80",
-        lambda q, c: attend(q, other(c, lengths=torch.tensor([1, 81]).int())),
-    )
-    yield (
-        shape,
-        "lengths: got -1 tokens in row 0",
-        lambda q, c: attend(q, other(c, lengths=torch.tensor([-1, 8]).int())),
-    )
-    yield (
-        shape,
-        "page: got 24",
-        lambda q, c: other(c, k=c.k.repeat(1, 1, 2, 1)[:, :, :24], v=c.v.repeat(1, 1, 2, 1)[:, :, :24]),
-    )
-    yield shape, "table.dtype: got torch.int64", lambda q, c: other(c, table=c.table.long())
-    yield shape, "lengths: got", lambda q, c: other(c, lengths=c.lengths[:1])
-    yield shape, "v: got", lambda q, c: other(c, v=c.v[1:])
-    yield shape, "k: got a stride of", lambda q, c: other(c, k=c.k.mT.contiguous().mT)
-    yield (
-        shape,
-        "append: got 80 tokens for row 0, which has 40; wanted at most 80",
-        lambda q, c: c.append(*(x[:1].flatten(0, 0).repeat(1, 1, 5, 1) for x in (c.k, c.v)), rows=[0]),
-    )
-    yield shape, "k: got", lambda q, c: c.append(c.k[:1, :1], c.v[:1, :1], rows=[0])
-    yield shape, "rows: got.*each row once", lambda q, c: c.free([0, 0])
-    yield shape, "rows: got 2; wanted at most 1", lambda q, c: c.free([2])
-    yield shape, "target: got 1 rows for 2 sources", lambda q, c: c.fork([0, 1], [1])
-    yield shape, "length: got 4; wanted at most 3", lambda q, c: c.fork(1, 0, 4)
-    yield (
-        rw.PageError,
-        "append: got 3 pages to take; wanted at most the 2 free",
-        lambda q, c: c.append(*(x[:1].repeat(1, 1, 3, 1) for x in (c.k, c.v)), rows=[1]),
-    )
-
-
-@pytest.mark.parametrize("number", range(len(list(refusals()))))
-def test_refusals_say_what_to_do(number: int) -> None:
-    kind, said, call = list(refusals())[number]
-    rows = drawn([40, 3], 1)
-    cache = rw.PagedCache.empty(2, 80, KV_HEADS, DIM, value_dim=VALUE_DIM, page=16, pages=6)
-    for b, x in enumerate(rows):
-        cache.append(x.k, x.v, rows=[b])
-    with pytest.raises(kind, match=said):
-        call(queries(rows), cache)
 
 
 def test_a_gradient_of_the_operator_is_refused() -> None:

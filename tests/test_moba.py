@@ -225,32 +225,3 @@ def test_a_cache_holds_no_gradients_and_one_batch() -> None:
         layer(x, cache=cache)
         with pytest.raises(rw.ShapeError, match="those of the cache"):
             layer(x[:1], cache=cache)
-
-
-@pytest.mark.parametrize(
-    ("call", "kind", "text"),
-    [
-        (lambda m, x: made(top_k=0), rw.ShapeError, "top_k: got 0; wanted at least 1"),
-        (lambda m, x: made(block_size=0), rw.ShapeError, "block_size: got 0; wanted at least 1"),
-        (lambda m, x: made(num_kv_heads=3), rw.ShapeError, "num_kv_heads: got 3; wanted a divisor of num_heads, 4"),
-        (lambda m, x: nn.MixtureOfBlockAttention(12, 4, block_size=8, top_k=3, rotary_base=1e4), rw.ShapeError, "head dim: got 3; wanted an even"),
-        (lambda m, x: m(x[0]), rw.ShapeError, r"x: got Tensor of torch.float64 \(20, 32\); wanted \(batch, tokens, 32\)"),
-        (lambda m, x: m(x, documents=rw.Documents([5])), rw.PatternError, "Documents: got documents of 5 tokens"),
-        (lambda m, x: m(x, documents=rw.Causal()), rw.PatternError, r"documents: got Causal.*; wanted rw.Documents with"),
-        (lambda m, x: m(x, documents=rw.Documents(cu_seqlens_q=[0, 20], cu_seqlens_k=[0, 20])), rw.PatternError, "documents: got Docum"),
-        (lambda m, x: m(x, documents=rw.Documents(ids=[0] * 9 + [1] * 2 + [0] * 9)), rw.PatternError, "documents: got one in several"),
-        (lambda m, x: m(x, documents=rw.Documents(ids=torch.zeros(3, 20, dtype=torch.long))), rw.PatternError, "batch"),
-        (lambda m, x: m(x, cache={}), rw.ShapeError, "cache: got .*; wanted a cache that empty_cache"),
-        (lambda m, x: m(x, cache=m.empty_cache(), documents=rw.Documents([20])), rw.UnsupportedError, "cache: got a cache and documents"),
-        (lambda m, x: shared()(x, documents=rw.Documents([20])), rw.UnsupportedError, "documents: got .*; wanted None with a context"),
-        (lambda m, x: shared()(x, cache=m.empty_cache()), rw.UnsupportedError, "cache: got a cache and context; wanted one of"),
-        (lambda m, x: shared()(x[:, :9]), rw.ShapeError, r"x.shape\[2\]: got 9; wanted 32, this rank's share of 20"),
-    ],
-)  # fmt: skip
-def test_refusals(call: Any, kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind, match=text):
-        call(made(), drawn(20))
-
-
-def shared() -> nn.MixtureOfBlockAttention:
-    return made(context=rw.ContextParallel(None, rw.Causal(), 20, heads=(H, H), placement="contiguous"))

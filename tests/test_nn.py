@@ -235,35 +235,3 @@ def test_compiles_without_breaks() -> None:
         lambda x: module(x, x, x, attn_mask=rw.SlidingWindow(4))[0], fullgraph=True, backend="aot_eager"
     )
     torch.testing.assert_close(call(x), module(x, x, x, attn_mask=rw.SlidingWindow(4))[0])
-
-
-def rounding() -> rw.nn.MultiheadAttention:
-    return rw.nn.MultiheadAttention(E, H, batch_first=True, precision=rw.Precision(compute=torch.bfloat16))
-
-
-@pytest.mark.parametrize(
-    ("call", "kind", "text"),
-    [
-        (lambda m, x: rw.nn.MultiheadAttention(30, 4), rw.ShapeError, "num_heads: got 4; wanted a divisor of embed_dim, 30"),
-        (lambda m, x: rw.nn.MultiheadAttention(32, 4, num_kv_heads=3), rw.ShapeError, "num_kv_heads: got 3; wanted a divisor"),
-        (lambda m, x: rw.nn.MultiheadAttention(32, 4, add_bias_kv=True), rw.UnsupportedError, "add_bias_kv: got True; wanted F"),
-        (lambda m, x: rw.nn.MultiheadAttention(32, 4, pattern=None), rw.PatternError, "pattern: got None"),
-        (lambda m, x: rw.nn.MultiheadAttention(32, 4, dropout=1.0), rw.ShapeError, "dropout: got 1.0; wanted a number of at"),
-        (lambda m, x: rw.nn.MultiheadAttention(12, 4, rotary_base=10.0), rw.ShapeError, "head dim: got 3; wanted an even num"),
-        (lambda m, x: m(x, x, x[..., :3]), rw.ShapeError, "value: got Tensor of torch.float32 (3, 40, 3); wanted 2 dimensions, or 3"),
-        (lambda m, x: m(x, x, x, attn_mask=torch.ones(3, 3)), rw.ShapeError, "attn_mask: got Tensor of torch.float32 (3, 3)"),
-        (lambda m, x: m(x, x, x, key_padding_mask=torch.ones(3, 3)), rw.ShapeError, "key_padding_mask: got Tensor of torch."),
-        (lambda m, x: m(*[torch.nested.nested_tensor([*x], layout=torch.jagged)] * 3), rw.UnsupportedError, "query: got a nested tensor"),
-        (lambda m, x: rw.nn.LongNetAttention(32, 4, segments=[8], rates=[2], pattern=rw.Full()), rw.UnsupportedError, "pattern"),
-        (lambda m, x: rw.nn.LongNetAttention(32, 4, segments=[8], rates=[3]), rw.PatternError, "rates"),
-        (lambda m, x: m(x, x, x, positions=torch.arange(N)), rw.ShapeError, "positions: got Tensor of torch.int64 (40,); wanted None"),
-        (lambda m, x: rounding()(x, x, x, need_weights=True), rw.UnsupportedError, "precision: got Precision; wanted None, the default, with need_w"),
-        (lambda m, x: rw.nn.HierarchicalAttention(32, 4, pool=8, top_k=1, window=8, terms=rw.Softcap(2.0)), rw.UnsupportedError,
-         "terms: got (Softcap); wanted (), the default, with HierarchicalAttention. Leave out the option that sets it."),
-    ],
-)  # fmt: skip
-def test_refusals(call: Any, kind: type[Exception], text: str) -> None:
-    _, module = pair(batch_first=True)
-    with pytest.raises(kind) as caught:
-        call(module, torch.randn(B, N, E))
-    assert text in str(caught.value)

@@ -316,23 +316,3 @@ def test_the_state_of_one_loads_into_another() -> None:
     again = copy.deepcopy(one)
     again.reset_parameters()
     assert all(not torch.equal(a, b) for a, b in zip(again.parameters(), one.parameters(), strict=True))
-
-
-@pytest.mark.parametrize(
-    ("call", "kind", "text"),
-    [
-        (lambda m, x: made(compress_block=6), rw.ShapeError, "compress_block: got 6; wanted a multiple of compress_stride, 4"),
-        (lambda m, x: made(block_size=18), rw.ShapeError, "block_size: got 18; wanted a multiple of compress_stride, 4"),
-        (lambda m, x: made(top_k=2), rw.ShapeError, "top_k: got 2; wanted at least 3. Raise top_k to 3 or more: the initial"),
-        (lambda m, x: made(local_blocks=0), rw.ShapeError, "local_blocks: got 0; wanted at least 1"),
-        (lambda m, x: made(window=0), rw.ShapeError, "window: got 0; wanted at least 1"),
-        (lambda m, x: made(separate_kv=1), rw.ShapeError, "separate_kv: got 1; wanted True or False"),
-        (lambda m, x: made(num_kv_heads=3), rw.ShapeError, "num_kv_heads: got 3; wanted a divisor of num_heads, 4"),
-        (lambda m, x: m(x[0]), rw.ShapeError, r"x: got Tensor of torch.float64 \(20, 32\); wanted \(batch, tokens, 32\)"),
-        (lambda m, x: m(x, cache=m.empty_cache()), rw.UnsupportedError, "cache: got a call with gradients"),
-        (lambda m, x: m(x, documents=rw.Documents([5])), rw.PatternError, "Documents: got documents of 5 tokens"),
-    ],
-)  # fmt: skip
-def test_refusals(call: Any, kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind, match=text):
-        call(made(), drawn(20))

@@ -229,8 +229,7 @@ def penalised(terms: list[Term], queries: list[int], keys: list[int]) -> Callabl
     return scored
 
 
-@pytest.mark.parametrize("name", OF_DISTANCE)
-@pytest.mark.parametrize("backend", [*BACKENDS, "compiled"])
+@pytest.mark.parametrize(("backend", "name"), [*itertools.product(BACKENDS, OF_DISTANCE), ("compiled", "several")])
 def test_terms_of_distance_where_lengths_differ(backend: str, name: str) -> None:
     """One call has the output, lse and gradients of each sequence, or refuses the backend."""
     call = rw.attention_with_lse

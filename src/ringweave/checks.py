@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .errors import PatternError, RingweaveError, ShapeError, UnsupportedError, shown
+from .types import DTYPES
 
 #: Largest position, length or width; sums and products of two fit into int64.
 LONGEST = 2**31 - 1
@@ -172,6 +173,28 @@ def check_device(device: object) -> torch.device:
         wanted = "a device of this machine that holds values"
         raise ShapeError("device", shown(device), wanted, "Pass 'cpu', or 'cuda' where there is a GPU.")
     return place
+
+
+def check_dtype(dtype: object) -> torch.dtype | None:
+    """Check that a dtype is one that attention computes, or None.
+
+    Raises:
+        ShapeError: The value is another one.
+    """
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in DTYPES):
+        raise ShapeError("dtype", shown(dtype), "a floating type", "Use float32, float16 or bfloat16.")
+    return dtype
+
+
+def check_context(context: object) -> None:
+    """Check that an object is a context, or None.
+
+    Raises:
+        UnsupportedError: It is another object.
+    """
+    if context is not None and not callable(getattr(context, "attend", None)):
+        got = type(context).__name__
+        raise UnsupportedError("context", got, "a ContextParallel or None", "Construct one from the device mesh.")
 
 
 def check_dense(nq: int, nk: int, heads: int, batch: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .axes import Axes
 from .cache import PATTERNS
-from .checks import check_device, whole
+from .checks import check_device, check_dtype, whole
 from .errors import PageError, PatternError, ShapeError, UnsupportedError, shown
 from .patterns import KeyPadding, Pattern
 from .patterns.alignment import ends_at_query
@@ -105,8 +105,7 @@ class PagedCache:
         batch, page = sizes["batch"], sizes["page"]
         columns = -(-sizes["length"] // page)
         count = batch * columns if pages is None else whole("pages", pages, 1, error=ShapeError)
-        if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in DTYPES):
-            raise ShapeError("dtype", shown(dtype), "a floating type", "Use float32, float16 or bfloat16.")
+        check_dtype(dtype)
         stored = as_precision(precision).kv
         if stored is not None and dtype is not None:
             raise UnsupportedError("dtype", dtype, f"None with precision.kv={stored}", "Leave it out.")

@@ -20,6 +20,7 @@ from torch import Tensor
 from .axes import Axes
 from .cache import process_cache
 from .call import Arguments, Call, pack
+from .checks import check_context
 from .errors import ShapeError, UnsupportedError, shown
 from .patterns import Pattern, check_extents
 from .patterns.alignment import END, ends_at_query, first_query, padded_keys
@@ -206,9 +207,7 @@ def lengths(given: Arguments) -> tuple[int, int]:
     context = given.context
     if context is None:
         return given.q.shape[2], given.k.shape[2]
-    if not callable(getattr(context, "attend", None)):
-        got = type(context).__name__
-        raise UnsupportedError("context", got, "a ContextParallel or None", "Construct one from the device mesh.")
+    check_context(context)
     return context.seq_len, context.seq_len
 
 

@@ -114,24 +114,6 @@ def test_a_step_at_the_end_of_a_cache() -> None:
     torch.testing.assert_close(step, weights @ values)
 
 
-def test_keys_that_no_query_chose_are_not_read() -> None:
-    """A NaN in a key or value that a query does not attend reaches neither its output nor a gradient."""
-    x = Inputs.random(N, batch=2, heads=HEADS, kv_heads=KV_HEADS)
-    indices = torch.arange(N)[:, None] - torch.tensor([0, 2])
-    pattern = rw.Selected(indices.clamp(min=-1)) & rw.Full()
-    for t in (x.k, x.v):
-        t[:, :, 40] = torch.nan
-    leaves = x.leaves()
-    out = rw.attention(*leaves, pattern=pattern, backend="gather")
-    alive = torch.ones(N, dtype=torch.bool)
-    alive[[40, 42]] = False
-    assert out[:, :, alive].isfinite().all()
-    assert out[:, :, ~alive].isnan().all()
-    dq, dk, _ = torch.autograd.grad(out[:, :, alive].sum(), leaves)
-    assert dq[:, :, alive].isfinite().all()
-    assert dk[:, :, [0, 20, 60]].isfinite().all()
-
-
 @pytest.mark.parametrize(
     ("pattern", "options", "reason"),
     [

@@ -122,28 +122,6 @@ def test_combinations(name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("block_size", [1, 16, 20])
-@pytest.mark.parametrize("heads", [(2, 2), (8, 2)], ids=str)
-def test_keys_that_no_query_chose_may_be_nan(heads: tuple[int, int], block_size: int, backend: str) -> None:
-    nq, nk = 60, 160
-    indices = torch.div(chosen(nq, 4, nk=nk, block_size=block_size), 2, rounding_mode="floor") * 2
-    indices[indices < 0] = -1
-    used = (torch.arange(nk) // block_size)[:, None].eq(indices.flatten()).any(1)
-    assert 0 < int(used.sum()) < nk
-    x = Inputs.random(nq, nk, heads=heads[0], kv_heads=heads[1], dim=16)
-    pattern = rw.Selected(indices, block_size)
-    want = run(x, pattern, backend)
-    x.k[:, :, ~used] = x.v[:, :, ~used] = torch.nan
-    got = run(x, pattern, backend)
-    for name, each in got.items():
-        assert torch.equal(each, want[name]), name
-    assert torch.isneginf(got["lse"][:, :, ::7]).all()
-    assert not got["out"][:, :, ::7].any()
-    for name in ("dk", "dv"):
-        assert not got[name][:, :, ~used].any()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_one_key(backend: str) -> None:
     x = Inputs.random(5, 1, heads=4, kv_heads=1, dim=16)
     for indices in (torch.zeros(5, 3, dtype=torch.int64), torch.tensor([[0], [-1], [0], [-1], [-1]])):

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for calls, and random numbers that Hypothesis chooses for draws that take a ``Random``."""
+"""Hypothesis strategies for calls and relations, and random numbers of Hypothesis for draws that take a ``Random``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from . import trees
 from .calls import Call, draw
+from .sizes import Sizes
 
 _FINE = 2**12
 
@@ -35,3 +37,13 @@ class Choices(Random):
 def calls(drawn: Any, backend: str) -> Call:
     """Draw a call of a backend."""
     return draw(Choices(drawn), backend)
+
+
+@st.composite
+def relations(drawn: Any) -> tuple[trees.Tree, Sizes]:
+    """Draw a relation, and sizes that it fits."""
+    r = Choices(drawn)
+    nk = r.randint(1, 200)
+    nq = r.choice([nk, r.randint(1, nk)])
+    sizes = Sizes(r.choice([1, 1, 2]), r.choice([1, 2, 4]), nq, nk, r.randint(0, nk - nq))
+    return trees.draw(r, sizes, r.choice([0, 1, 1, 2, 3])), sizes

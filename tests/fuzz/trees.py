@@ -10,7 +10,11 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import torch.nn.attention.flex_attention
 from numpy.typing import NDArray
+
+import ringweave as rw
+from ringweave.patterns import Pattern
 
 from .kinds import KINDS
 from .ragged import ANYWHERE, on_paths, places
@@ -62,6 +66,12 @@ def source(tree: Tree, s: Sizes) -> str:
         bounds, *args = tree.args
         return f"({parts[0]}).within({KINDS[bounds].source(s, *args)})"
     return KINDS[tree.kind].source(s, *tree.args)
+
+
+def made(tree: Tree, s: Sizes) -> Pattern:
+    """Return the pattern."""
+    pattern: Pattern = eval(source(tree, s), {"torch": torch, "rw": rw})
+    return pattern
 
 
 def longnet_arguments(tree: Tree) -> str:

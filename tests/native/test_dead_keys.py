@@ -62,39 +62,6 @@ def test_the_bits_of_a_tile_without_dead_keys(
     assert torch.equal(lse, whole_lse[:, :, :nq])
 
 
-@every_variant
-@every_dtype
-@pytest.mark.parametrize("heads", [(2, 2), (4, 1)], ids=str)
-@pytest.mark.parametrize("kv_tile", [48, 128, 256])
-def test_keys_that_no_query_attends(kv_tile: int, heads: tuple[int, int], dtype: str, variant: str) -> None:
-    """NaN in a key that no query attends reaches no result, and the key's own gradients are 0."""
-    masks = chosen_masks(1, 330, 64, 0.03)
-    each = case(330, KEYS, (64, kv_tile), dtype=dtype, heads=heads[0], kv_heads=heads[1], dims=(72, 24), masks=masks)
-    unread = ~masks[0].any(0)
-    clean = each.run(variant)
-    k, v = each.x.k.clone(), each.x.v.clone()
-    k[:, :, unread], v[:, :, unread] = torch.nan, torch.nan
-    dirty = replace(each, x=replace(each.x, k=k, v=v)).run(variant)
-    for name, value in clean.items():
-        assert torch.equal(value, dirty[name]), name
-    assert unread.any()
-    assert not any(clean[name][:, :, unread].any() for name in ("dk", "dv"))
-
-
-@every_variant
-@every_dtype
-def test_a_key_that_is_not_finite_and_is_attended(dtype: str, variant: str) -> None:
-    """An infinite key that the first queries attend reaches no gradient of the other queries of the tile."""
-    masks = chosen_masks(1, 64, 64, 0.05)
-    key = int(masks[0].any(0).nonzero()[0, 0])
-    masks[0, :, key] = torch.arange(64) < 2
-    each = case(64, KEYS, (64, 128), dtype=dtype, heads=2, kv_heads=2, dims=(72, 24), masks=masks)
-    k = each.x.k.clone()
-    k[:, :, key] = torch.inf
-    clean, dirty = each.run(variant), replace(each, x=replace(each.x, k=k)).run(variant)
-    assert torch.equal(clean["dq"][:, :, 2:], dirty["dq"][:, :, 2:])
-
-
 @every_dtype
 def test_any_number_of_threads(dtype: str) -> None:
     """Gradients over few keys of each tile have equal bits on any number of threads."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 
-import numpy as np
 import pytest
 import torch
 
@@ -80,43 +79,6 @@ def test_mixtures_take_no_part_in_algebra(name: str) -> None:
 def test_density_of_a_mixture_counts_branches() -> None:
     mixture = rw.LongNet([32, 128], [1, 4])
     assert mixture.density(256, heads=4) == pytest.approx(mixture.to_dense(256, heads=4).double().mean().item())
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: rw.Documents(cu_seqlens=[1, 3]), r"cu_seqlens: got \[1, 3\]; wanted bounds that increase from 0"),
-        (lambda: rw.Documents(), "lengths, cu_seqlens: got neither; wanted exactly one"),
-        (lambda: rw.Documents([10]).plan(11), "lengths that sum to the number of keys"),
-        (lambda: rw.BlockTable(torch.ones(3, 3), 16), "mask.dtype: got torch.float32; wanted torch.bool"),
-        (lambda: rw.BlockTable(torch.ones(3, 3).bool(), 16).plan(64), r"BlockTable: got a table of \(3, 3\) blocks"),
-        (lambda: rw.BlockTable(torch.ones(2, 3, 3).bool(), 16).plan(48, heads=3), "heads = 2, which the pattern is made"),
-        (lambda: rw.PerHead([rw.Causal()] * 2).plan(64, heads=3), "Pass tensors with 2 query heads"),
-        (lambda: rw.PerHead([rw.PerHead([rw.Causal()]), rw.Causal()]).plan(64, heads=2), "parts made for heads = 2 and 1; wanted one number"),
-        (lambda: rw.PerHead([rw.Sinks(torch.ones(b, 4).bool()) for b in (2, 3)]).plan(4, heads=2, batch=2), "parts made for batch = 2 and 3"),
-        (lambda: rw.LongNet([8, 9], [1, 2]), "segment 9 with rate 2; wanted segments divisible by their rates. Use segment 8 or 10"),
-        (lambda: rw.LongNet([8], [1, 2]), "got 1 segments and 2 rates"),
-        (lambda: rw.LongNet([8], [1], offset="odd"), "offset: got 'odd'"),
-        (lambda: rw.LongNet([8], [1], heads="some"), "heads: got 'some'"),
-        (lambda: rw.LongNet([8, 16], [1, 2], heads="partitioned").density(64), "at least one head per branch"),
-        (lambda: rw.from_mask_mod(lambda b, h, q, k: q + k), "mask_mod: got a function that returns torch.int64; wanted one that returns bool"),
-        (lambda: rw.Causal() | 3, "operand: got 3; wanted a ringweave pattern"),
-        (lambda: rw.patterns.random_blocks(1024, 0.0), "density: got 0.0"),
-        (lambda: rw.patterns.natten_1d(3, tokens=9).plan(10), "Build it with tokens=10"),
-        (lambda: rw.patterns.sparse_transformer_fixed(4, 5), "summary: got 5; wanted at most block = 4"),
-        (lambda: rw.BlockTable(torch.ones(3, 3).bool(), 16, key_blocks=3), "counts, key_blocks: got a mask beside them"),
-        (lambda: rw.Dilated(2**20, 2**20), "window . rate: got 1099511627776; wanted at most 2147483647"),
-        (lambda: rw.patterns.random_blocks(1024, 0.5, batch=2), "batch: got 2; wanted heads beside it"),
-        (lambda: rw.patterns.random_blocks(2**30, 0.5), "wanted at most 268435456"),
-        (lambda: 3 & rw.Strided(3), "operand: got 3; wanted a ringweave pattern"),
-        (lambda: np.ones(3) | rw.Strided(3), r"operand: got ndarray of float64 \(3,\); wanted a ringweave pattern"),
-        (lambda: rw.BlockTable(torch.ones(4, 4, device="meta").bool(), 16).plan(64), "got a table on the meta device; wanted values"),
-        (lambda: rw.BlockTable(indices=torch.tensor([[5]]), counts=torch.tensor([1]), key_blocks=2), r"indices: got 5..5; wanted 0..1"),
-    ],
-)  # fmt: skip
-def test_errors(make, text: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(PatternError, match=text):
-        make()
 
 
 def test_table_from_indices() -> None:

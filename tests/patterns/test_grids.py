@@ -261,23 +261,6 @@ def test_chosen_boxes(shape: tuple[int, ...], box: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: rw.Grid((2, 2, 2, 2)), "wanted one to three sizes"),
-        (lambda: rw.Grid((2**20, 2**20)), "shape: got 1099511627776; wanted at most 2147483647"),
-        (lambda: rw.GridNeighborhood(rw.Grid((8, 8)), 9), r"window, dilation: got \(9, 9\) times \(1, 1\) on a grid of \(8, 8\); wanted at most the grid's size along each axis"),
-        (lambda: rw.GridNeighborhood(rw.Grid((8, 12)), 5, (1, 3)), r"got \(5, 5\) times \(1, 3\) on a grid of \(8, 12\)"),
-        (lambda: rw.GridNeighborhood(rw.Grid((8, 8)), 3).plan(65), r"GridNeighborhood: got a grid of \(8, 8\), 64 tokens, for 65 keys and queries up to 65; wanted 64 keys, and every query among them. Build the grid for these tokens, and order them with grid.flatten."),
-        (lambda: rw.GridNeighborhood(rw.Grid((8, 8)), 3).plan(8, 64, q_offset=60), "for 64 keys and queries up to 68"),
-        (lambda: rw.patterns.parse("Grid((2, 2))"), "got Grid, at column 1; wanted a pattern"),
-    ],
-)  # fmt: skip
-def test_errors(make: object, text: str) -> None:
-    with pytest.raises(PatternError, match=text):
-        make()  # type: ignore[operator]
-
-
-@pytest.mark.parametrize(
     ("call", "text"),
     [
         (lambda g: g.flatten(torch.zeros(8, 9), 0), r"x: got \(8, 9\), from axis 0 on; wanted axes of \(8, 8\) there"),

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import ringweave as rw
 from ringweave.errors import PatternError
-from ringweave.patterns import parse
 
 B, HEADS, N = 2, 3, 32
 CAUSAL = torch.ones(N, N).tril()
@@ -185,128 +184,6 @@ def test_a_remedy_attends_the_meant_pairs(text: str, name: str) -> None:
     meant = CAUSAL.bool() if text in PAIRS_BY else keys
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=meant)
     torch.testing.assert_close(rw.attention(q, k, v, **given), wanted)
-
-
-# ---- text ------------------------------------------------------------------------------------------------------------
-
-
-SIGNATURE = "wanted SlidingWindow(left, right=0). Correct its arguments."
-WORDS = "wanted & | ~. Write & for `and`, | for `or`, ~ for `not`."
-IN_PYTHON = "wanted a pattern that has a text. It takes {}, and exists in Python only: build this pattern there."
-UNKNOWN = "wanted the name of a pattern or preset. {}"
-VALUE = "wanted a pattern or another value. Write a value before {0!r}, or remove it."
-PLAIN = "wanted patterns with numbers and lists, and & | ~. "
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("Causal() & (SlidingWindow(3)", "got ( without ')', at column 12; wanted ')'. Add a ')'."),
-        ("Full() | SlidingWindow(3", "got SlidingWindow( without ')', at column 10; wanted ')'. Add a ')'."),
-        ("PerHead([Causal()", "got [ without ']', at column 9; wanted ']'. Add a ']'."),
-        ("Causal()\n & (Full()\n", "got ( without ')', at column 4 of line 2; wanted ')'. Add a ')'."),
-        ("Causal())", "got ')' that closes no bracket, at column 9; wanted an open bracket before it. Remove it."),
-        ("PerHead([Causal())", "got ')' for the '[' of column 9, at column 18; wanted ']'. Write ']'."),
-        ("Sinks((1, 2]", "got ']' for the '(' of column 7, at column 12; wanted ')'. Write ')'."),
-        ("Causal", "got Causal without arguments, at column 1; wanted Causal(...). Write Causal()."),
-        ("Sinks(2) & SlidingWindow", "got SlidingWindow without arguments, at column 12; wanted SlidingWindow(...). Write SlidingWindow(192, 64), for example."),
-        ("GridNeighborhood(Grid, 3)", "got Grid without arguments, at column 18; wanted Grid(...). Write Grid((32, 32)), for example."),
-        ("SlidingWindow(1, 2, 3)", f"got SlidingWindow with too many positional arguments, at column 1; {SIGNATURE}"),
-        ("Full() & SlidingWindow()", f"got SlidingWindow with no argument 'left', at column 10; {SIGNATURE}"),
-        ("SlidingWindow(1, rigth=2)", f"got SlidingWindow with an unexpected keyword argument 'rigth', at column 1; {SIGNATURE}"),
-        ("SlidingWindow(1, left=2)", f"got SlidingWindow with multiple values for argument 'left', at column 1; {SIGNATURE}"),
-        ("Causal(1)", "got Causal with too many positional arguments, at column 1; wanted Causal(). Correct its arguments."),
-        ("natten_1d(3)", "got natten_1d with no argument 'tokens', at column 1; wanted natten_1d(window, dilation=1, *, tokens). Correct its arguments."),
-        ("TokenMask(3)", f"got TokenMask, at column 1; {IN_PYTHON.format('a function')}"),
-        ("Causal() & BlockTable(3)", f"got BlockTable, at column 12; {IN_PYTHON.format('a tensor')}"),
-        ("from_mask_mod(f)", f"got from_mask_mod, at column 1; {IN_PYTHON.format('a function')}"),
-        ("from_block_mask(m)", f"got from_block_mask, at column 1; {IN_PYTHON.format('a BlockMask')}"),
-        ("lambda b, h, q, k: q >= k", f"got lambda, at column 1; {IN_PYTHON.format('a function')}"),
-        ("KeyPadding(_)", "got '_', which stands for a tensor, at column 12; wanted a value. A text holds no tensors: build this pattern in Python."),
-        ("sliding_window(3)", f"got the unknown name 'sliding_window', at column 1; {UNKNOWN.format('Did you mean SlidingWindow?')}"),
-        ("Sinks(3) | causal()", f"got the unknown name 'causal', at column 12; {UNKNOWN.format('Did you mean Causal?')}"),
-        ("SlidinWindow(3)", f"got the unknown name 'SlidinWindow', at column 1; {UNKNOWN.format('Did you mean SlidingWindow?')}"),
-        ("Big_Bird(1024)", f"got the unknown name 'Big_Bird', at column 1; {UNKNOWN.format('Did you mean bigbird?')}"),
-        ("Unheard(3)", f"got the unknown name 'Unheard', at column 1; {UNKNOWN.format('dir(ringweave.patterns) lists the patterns.')}"),
-        ("rw.Causal()", "got 'rw' and a dot, at column 1; wanted names without a module. Write Causal() in place of rw.Causal()."),
-        ("Causal() and Full()", f"got the word 'and', at column 10; {WORDS}"),
-        ("Causal() or Full()", f"got the word 'or', at column 10; {WORDS}"),
-        ("not Causal()", f"got the word 'not', at column 1; {WORDS}"),
-        ("Sinks(None)", "got None, at column 7; wanted a value. Leave the argument out."),
-        ("Sinks(1) & 3", "got & | ~ on 3, at column 12; wanted patterns under & | ~. Write a pattern such as Causal()."),
-        ("Sinks(-'a')", "got - before 'a', at column 8; wanted - before a number. Remove the sign."),
-        ("3", "got 3, at column 1; wanted a pattern. Write a pattern such as Causal() or SlidingWindow(1024)."),
-        ("", "got no pattern, at column 1; wanted a pattern. Write a pattern there, such as Causal()."),
-        ("Causal() &", "got the end after an operator, at column 11; wanted a pattern. Write a pattern there, such as Causal()."),
-        ("Sinks(, 1)", f"got ',' where a value begins, at column 7; {VALUE.format(',')}"),
-        ("| Causal()", f"got '|' where a value begins, at column 1; {VALUE.format('|')}"),
-        ("Sinks(tokens=)", f"got ')' where a value begins, at column 14; {VALUE.format(')')}"),
-        ("Sinks(tokens=1, 1)", "got an argument without a name after one with a name, at column 18; wanted arguments with names last. Give its name, or write it first."),
-        ("Sinks(tokens=1, tokens=2)", f"got 'tokens' twice, at column 17; {PLAIN}Pass it once."),
-        ("Causal() Full()", "got 'Full' after a value, at column 10; wanted an operator, or the end. Write & or | before 'Full', or remove it."),
-        ("Causal() + Full()", f"got '+ Full()', at column 10; {PLAIN}Combine patterns with & | ~, and remove other signs."),
-        (
-            "Causal().spec",
-            "got '.spec' after a value, at column 10; wanted .within(...). Call other methods in Python.",
-        ),
-        ("~" * 65 + "Full()", f"got more than 64 signs in a row, at column 65; {PLAIN}Remove signs."),
-        ("(" * 256, f"got too many nested brackets, at column 201; {PLAIN}Remove brackets."),
-        ("Sinks([1 2])", "got '1 2', two values in a row, at column 8; wanted a comma, & or | between them. Write one, or remove a value."),
-        ("Causal() if 1 else Full()", "got 'if' after a value, at column 10; wanted an operator, or the end. Write & or | before 'if', or remove it."),
-        ("(Causal()) < Full()", f"got '< Full()', at column 12; {PLAIN}Combine patterns with & | ~, and remove other signs."),
-        (" \n Causal() # all", f"got '# all', at column 11 of line 2; {PLAIN}Combine patterns with & | ~, and remove other signs."),
-        ("Causal().within(KeyPadding(3)) & Cäusal()", f"got 'äusal()', at column 35; {PLAIN}Combine patterns with & | ~, and remove other signs."),
-        ("~" * 10**5 + "Full()", "got values or operators that are nested too deeply, at column 1; wanted fewer levels. Write a long chain of operators in brackets of 256 operands."),
-        ("Sinks(" + "9" * 5000 + ")", f"got a number of 5000 digits, at column 7; {PLAIN}Write fewer digits."),
-    ],
-    ids=lambda each: each[:40],
-)  # fmt: skip
-def test_a_mistake_in_a_text(text: str, said: str) -> None:
-    shown = text if len(text) <= 120 else f"{text[:120]}..."
-    assert raised(lambda: parse(text)) == f"pattern {shown!r}: {said}"
-
-
-# ---- arguments -------------------------------------------------------------------------------------------------------
-
-
-BLOCKS = "wanted (4, 4) blocks for queries up to position 256 and 256 keys. "
-NO_LIMIT = (
-    "For flash-attn's window_size, where -1 means no limit, write Causal() for (-1, 0), Full() for (-1, -1), and the "
-    "sequence length in place of another -1."
-)
-TWO = "They count keys before and after the query, as flash-attn's window_size=(left, right) does."
-LENGTHS_SUM = "wanted lengths that sum to the number of keys, and every query inside. "
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: rw.Documents([0, 3, 7]), "lengths: got [0, 3, 7], which are cumulative bounds; wanted the tokens of each document. Name them: Documents(cu_seqlens=cu)."),
-        (lambda: rw.Documents(np.array([0, 5])), "lengths: got [0, 5], which are cumulative bounds; wanted the tokens of each document. Name them: Documents(cu_seqlens=cu)."),
-        (lambda: rw.Documents([0, 3, 3]), "lengths: got [0, 3, 3]; wanted documents of at least one token. Drop empty documents."),
-        (lambda: rw.Documents(torch.tensor([0, 3, 7])).plan(7), "cu_seqlens: got [0, 0, 3, 10]; wanted bounds that increase from 0. Drop empty documents. If bounds were given as lengths, name them: Documents(cu_seqlens=cu)."),
-        (lambda: rw.Documents(torch.tensor([3, 0, 2])).plan(5), "cu_seqlens: got [0, 3, 3, 5]; wanted bounds that increase from 0. Drop empty documents."),
-        (lambda: rw.Documents(cu_seqlens=[3, 4]), "cu_seqlens: got [3, 4]; wanted bounds that increase from 0. Begin with 0; pass the lengths of documents as Documents(lengths)."),
-        (lambda: rw.SlidingWindow((64, 32)), f"left: got (64, 32); wanted an int. Pass two numbers: SlidingWindow(64, 32). {TWO}"),
-        (lambda: rw.SlidingWindow([64, 32]), f"left: got [64, 32]; wanted an int. Pass two numbers: SlidingWindow(64, 32). {TWO}"),
-        (lambda: rw.SlidingWindow(-1), f"left: got -1; wanted at least 0. {NO_LIMIT}"),
-        (lambda: rw.SlidingWindow(64, -1), f"right: got -1; wanted at least 0. {NO_LIMIT}"),
-        (lambda: rw.SlidingWindow(-3), "left: got -3; wanted at least 0. Raise left to 0 or more."),
-        (lambda: rw.patterns.bigbird(1000).plan(256), f"BlockTable: got a table of (16, 16) blocks of (64, 64) (made by bigbird for 1000 tokens); {BLOCKS}Make it for this length: bigbird(256, ...)."),
-        (lambda: (parse("bigbird(1024) & Causal()")).plan(256), f"BlockTable: got a table of (16, 16) blocks of (64, 64) (made by bigbird for 1024 tokens); {BLOCKS}Make it for this length: bigbird(256, ...)."),
-        (lambda: rw.patterns.random_blocks(1024, 0.25, block_size=64).plan(256), f"BlockTable: got a table of (16, 16) blocks of (64, 64) (made by random_blocks for 1024 tokens); {BLOCKS}Make it for this length: random_blocks(256, ...)."),
-        (lambda: rw.patterns.variable(256, random=1).plan(1024), f"Documents: got documents of 256 tokens in all (made by variable for 256 tokens) for 1024 keys and queries up to position 1024; {LENGTHS_SUM}Make it for this length: variable(1024, ...)."),
-        (lambda: rw.BlockTable(torch.ones(16, 16).bool(), 64).plan(256), f"BlockTable: got a table of (16, 16) blocks of (64, 64); {BLOCKS}Build the table for these lengths, ceil(tokens / block_size) a side."),
-        (lambda: rw.PerHead([rw.Full(), rw.Causal]), "patterns: got [Full, the class Causal]; wanted a list of relations. Call it: Causal()."),
-        (lambda: rw.Sinks(1).within(rw.Documents), "bounds: got the class Documents; wanted Documents, Tree or KeyPadding. Call it: Documents([160, 480, 96, 288]), for example."),
-        (lambda: rw.TokenMask(rw.Causal), "fn: got the class Causal; wanted a function of (b, h, q, k). Pass a mask_mod."),
-        (lambda: rw.Sinks(rw.Causal), "tokens: got the class Causal; wanted a list of ints. Pass tokens as a list."),
-        (lambda: rw.Causal & rw.Sinks(1), "operand: got the class Causal; wanted a ringweave pattern. Call it: Causal()."),
-        (lambda: rw.Causal() | rw.Sinks, "operand: got the class Sinks; wanted a ringweave pattern. Call it: Sinks(64), for example."),
-    ],
-)  # fmt: skip
-def test_a_mistake_in_an_argument(make: Callable[[], object], said: str) -> None:
-    assert raised(make) == said
 
 
 OUTSIDE: dict[str, rw.Pattern] = {

@@ -426,47 +426,6 @@ def test_the_time_to_plan_grows_with_tiles_that_bounds_cross() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: rw.KeyPadding([1, 2], [1, 2, 3]), "stop, start: got 2 and 3 batch elements; wanted one number"),
-        (lambda: rw.KeyPadding([1, 2]).plan(4, batch=3), "batch = 2, which the pattern is made for"),
-        (lambda: rw.KeyPadding([1, 5]).plan(4, batch=2), "KeyPadding: got start 0 and stop 5 in batch element 1; wanted 0 <= start <= stop <= 4"),
-        (lambda: rw.KeyPadding(torch.tensor([3, 1]), 2).to_dense(4, batch=2), "got start 2 and stop 1 in batch element 1"),
-        (lambda: rw.KeyPadding(torch.tensor([3, -1])).density(4, batch=2), "got start 0 and stop -1 in batch element 1"),
-        (lambda: rw.KeyPadding(9).plan(4), "KeyPadding: got start 0 and stop 9; wanted 0 <= start <= stop <= 4, the number of keys"),
-        (lambda: rw.Documents([3], ids=torch.tensor([0, 0, 0])), "got lengths and ids; wanted exactly one of the two"),
-        (lambda: rw.Documents(cu_seqlens_q=[0, 3]), "got cu_seqlens_q; wanted exactly one of the two, or of ids and the pair"),
-        (lambda: rw.Documents(ids=torch.tensor([0, 0, 0])).plan(4), "documents of 3 tokens in all for 4 keys"),
-        (lambda: rw.Documents(ids=torch.zeros(2, 4).long()).plan(4, batch=3), "batch = 2, which the pattern is made for"),
-        (lambda: rw.Documents(torch.tensor([3, 0])).plan(3), r"cu_seqlens: got \[0, 3, 3\]; wanted bounds that increase from 0"),
-        (lambda: rw.Documents(torch.tensor([2**62] * 4 + [3])).plan(3), "cu_seqlens: got .*; wanted bounds that increase from 0"),
-        (lambda: rw.Documents(cu_seqlens=torch.tensor([1, 3])).plan(3), r"cu_seqlens: got \[1, 3\]; wanted bounds that increase"),
-        (lambda: rw.Documents(cu_seqlens_q=[0, 2, 1], cu_seqlens_k=[0, 1, 2]), "wanted bounds that increase from 0. Begin with 0"),
-        (lambda: rw.Documents(cu_seqlens_q=[0, 3], cu_seqlens_k=[0, 1, 2]).plan(3, 2), "got 1 documents of queries and 2 of keys"),
-        (lambda: rw.Documents(cu_seqlens_q=[0, 3], cu_seqlens_k=[0, 5]).plan(4, 5), "documents of 5 tokens in all and 3 queries for 5 keys"),
-        (lambda: rw.Sinks(1).within(rw.Causal()), r"bounds: got Causal\(\); wanted Documents, Tree or KeyPadding. Combine other patterns with &"),
-        (lambda: rw.Sinks(1).within([3, 4]), r"bounds: got \[3, 4\]; wanted Documents, Tree or KeyPadding"),
-        (lambda: rw.LongNet([8], [1]).within(rw.KeyPadding(3)), "wanted a relation. A LongNet selects tokens by their place"),
-        (lambda: (rw.Causal() & rw.BlockTable(torch.ones(2, 2).bool(), 16)).within(rw.KeyPadding(3)), "wanted one without a block table. The blocks"),
-        (lambda: rw.patterns.bigbird(64, block_size=16).within(rw.KeyPadding(3)), "wanted one without a block table"),
-        (lambda: rw.patterns.natten_1d(3, tokens=9).within(rw.Documents([9, 8])).plan(17), "Build it with tokens=8"),
-        (lambda: rw.Causal().within(rw.Documents(ids=torch.tensor([0, 1, 0]))).plan(3), "got one in several pieces; wanted documents of consecutive tokens"),
-        (lambda: rw.Sinks(torch.tensor([True, False])).within(rw.Documents(cu_seqlens_q=[0, 3], cu_seqlens_k=[0, 2])).plan(3, 2), "got document 0 of 3 queries and 2 keys; wanted no more queries than keys: the pattern looks positions up"),
-        (lambda: rw.Global(torch.ones(2, 3, 4).bool()), r"tokens: got Tensor of torch.bool \(2, 3, 4\); wanted a bool tensor \(N,\) or"),
-        (lambda: rw.Global(torch.ones(2, 3).bool()).plan(4, batch=2), "Global: got a mask of 3 tokens for 4 keys"),
-        (lambda: rw.Sinks(torch.ones(2, 3).bool()).plan(9, 4, batch=2), "Sinks: got a mask of 3 tokens for 4 keys"),
-        (lambda: rw.Global(torch.ones(2, 3).bool()).plan(3, batch=4), "batch = 2, which the pattern is made for"),
-        (lambda: rw.Sinks(1).within(rw.Global(torch.ones(3).bool())), "wanted Documents, Tree or KeyPadding"),
-        (lambda: parse("KeyPadding(_)"), "got '_', which stands for a tensor, at column 12"),
-        (lambda: parse("Within(Causal(), Causal())"), "bounds: got Causal"),
-    ],
-)  # fmt: skip
-def test_errors(make: Callable[[], object], text: str) -> None:
-    with pytest.raises(PatternError, match=text):
-        make()
-
-
-@pytest.mark.parametrize(
     "make",
     [
         lambda t: rw.Causal() & rw.KeyPadding(t),

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import ringweave as rw
-from ringweave.errors import PatternError, RingweaveError
+from ringweave.errors import PatternError
 from ringweave.patterns import Pattern, rebuild
 from ringweave.patterns.documents import keys_of
 
@@ -290,46 +290,6 @@ def test_strides(strides: str) -> None:
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 LISTS = torch.zeros(8, 3, dtype=torch.int64)
-
-
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (lambda: rw.Selected(LISTS.float()), r"indices.dtype: got torch.float32; wanted int32 or int64"),
-        (lambda: rw.Selected(LISTS.bool()), r"indices.dtype: got torch.bool; wanted int32 or int64"),
-        (lambda: rw.Selected(LISTS.short()), r"indices.dtype: got torch.int16; wanted int32 or int64"),
-        (lambda: rw.Selected(LISTS[0]), r"indices: got shape \(3,\); wanted"),
-        (lambda: rw.Selected(LISTS[None, None, None]), r"indices: got shape \(1, 1, 1, 8, 3\); wanted"),
-        (lambda: rw.Selected(LISTS[:0]), r"indices: got shape \(0, 3\); wanted"),
-        (lambda: rw.Selected(LISTS.to_sparse()), "indices: got a torch.sparse_coo tensor"),
-        (lambda: rw.Selected(LISTS, (1, 2)), r"block_size: got \(1, 2\); wanted"),
-        (lambda: rw.Selected(LISTS, key_blocks=7).plan(8), "key_blocks: got 7; wanted 8, for 8 keys in blocks of 1"),
-        (lambda: rw.Selected(LISTS, 3, key_blocks=8).plan(8), "key_blocks: got 8; wanted 3, for 8 keys in blocks of 3. Leave it out"),
-        (lambda: rw.Selected(LISTS).plan(7), "Selected: got lists for 8 queries; wanted 7, one for each query. Pass one row for each query of the call: a chunk or a decoding step passes its own rows."),
-        (lambda: rw.Selected(LISTS).plan(9), "Selected: got lists for 8 queries; wanted 9, one for each query"),
-        (lambda: rw.Selected(LISTS).to_dense(1, 8, q_offset=7), "Selected: got lists for 8 queries; wanted 1, one for each query"),
-        (lambda: (rw.Selected(LISTS) & rw.Causal() | rw.Sinks(1)).density(4), "lists for 8 queries; wanted 4"),
-        (lambda: rw.Selected(LISTS - 2).plan(8), "indices: got -2 to -2; wanted -1 or 0 to 7: the call has 8 keys. Correct the indices; -1 is no key."),
-        (lambda: rw.Selected(LISTS + 8).plan(8), "indices: got 8 to 8; wanted -1 or 0 to 7: the call has 8 keys"),
-        (lambda: rw.Selected(LISTS + 3, 3).plan(8), "indices: got 3 to 3; wanted -1 or 0 to 2: the call has 3 blocks of 3 keys"),
-        (lambda: (rw.Selected(LISTS + 8) & rw.Causal()).plan(8), "indices: got 8 to 8; wanted -1 or 0 to 7"),
-        (lambda: rw.Selected(LISTS + 2**40).plan(8), "indices: got .* wanted -1 or 0 to 7"),
-        (lambda: rw.Selected(LISTS - 2**40).plan(8), "indices: got .* wanted -1 or 0 to 7"),
-        (lambda: rw.Selected(LISTS + 2**32).plan(8), "indices: got .* wanted -1 or 0 to 7"),
-        (lambda: rw.Selected(LISTS.expand(3, 8, 3)).plan(8, heads=4), "heads = 3, which the pattern is made"),
-        (lambda: rw.Selected(LISTS.expand(3, 8, 3), heads="kv").plan(8, heads=4), "Selected: got tables of 3 key heads for 4 query heads"),
-        (lambda: rw.Selected(LISTS.expand(3, 1, 8, 3)).plan(8, batch=2), "batch = 3, which the pattern is made"),
-        (lambda: rw.Selected(LISTS).within(rw.KeyPadding(4)), "wanted one without a block table"),
-        (lambda: rw.Selected(LISTS).within(rw.Documents(ids=[0, 0, 1, 1, 0, 0, 1, 1])), "one in several pieces"),
-        (lambda: rw.Selected(LISTS + 4).within(rw.Documents([4, 4])), "indices: got 4, past the end of the query's document; wanted an index of a key in the document. Count keys"),
-        (lambda: rw.Selected(LISTS - 2).within(rw.Documents([4, 4])).plan(8), "indices: got -2 to "),
-        (lambda: rw.Selected(LISTS).within(rw.Documents([4, 5])).plan(8), "documents of 9 tokens"),
-        (lambda: rw.Selected(LISTS).within(rw.Documents(ids=[0, 0, 1])), "lists for 8 queries; wanted 3"),
-    ],
-)  # fmt: skip
-def test_errors(call: Callable[[], object], text: str) -> None:
-    with pytest.raises(RingweaveError, match=text):
-        call()
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference", "dense_batched", "torch_sparse"])

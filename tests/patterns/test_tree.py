@@ -174,30 +174,6 @@ def test_equal_trees_of_batch_elements_share_their_plan() -> None:
     assert plan.row_ptr.shape[0] == 2
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: rw.Tree([0], [5]), "parents: got 0, the parent of node 0; wanted a node before its child, or -1"),
-        (lambda: rw.Tree([-1, 2, 1], [5, 1, 1]), "parents: got 2, the parent of node 1"),
-        (lambda: rw.Tree([-1, -2], [5, 1]), "parents: got -2, the parent of node 1"),
-        (lambda: rw.Tree([-1], [-5]), "lengths: got -5, the length of node 0; wanted 0 to"),
-        (lambda: rw.Tree([-1], [5, 6]), "parents, lengths: got 1 parents and 2 lengths; wanted one of each"),
-        (lambda: rw.Tree(torch.tensor([-1.0]), torch.tensor([5])), "parents: got Tensor of torch.float32"),
-        (lambda: rw.Tree(torch.tensor([-1, 1]), torch.tensor([60, 4])).plan(64), "parents: got 1, the parent of node 1"),
-        (lambda: rw.Tree(torch.tensor([[-1], [0]]), torch.tensor([[4], [4]])).plan(4, batch=2), "of node 0 in batch element 1"),
-        (lambda: rw.Tree(torch.tensor([[-1], [-1]]), torch.tensor([[4], [5]])).plan(4, batch=2), "got 4 tokens in batch element 0 and 5 in batch element 1"),
-        (lambda: rw.Tree([-1, 0], [4, 5]).plan(8), "nodes of 9 tokens in all for 8 keys and queries up to position 8"),
-        (lambda: rw.Tree([-1, 0], [4, 5]).to_dense(2, 9, q_offset=8), "for 9 keys and queries up to position 10"),
-        (lambda: rw.Tree(torch.tensor([[-1], [-1]]), torch.tensor([[4], [4]])).plan(4, batch=3), "batch = 2, which the pattern is made for"),
-        (lambda: rw.Selected(torch.zeros(9, 1).long()).within(rw.Tree([-1, 0], [4, 5])), "wanted one without a block table"),
-        (lambda: rw.patterns.Neighborhood(3, 1, tokens=9).within(rw.Tree([-1, 0, 0], [4, 5, 6])).plan(15), "10"),
-    ],
-)  # fmt: skip
-def test_mistakes(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(rw.PatternError, match=message):
-        make()
-
-
 def test_a_pattern_of_one_length_fits_paths_of_that_length() -> None:
     inner, nodes = rw.patterns.Neighborhood(3, 2, tokens=9), ([-1, 0, 0], [4, 5, 5])
     spells_out(inner.within(rw.Tree(*nodes)), along(inner, nodes)[None, None])

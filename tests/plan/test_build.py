@@ -15,12 +15,15 @@ from torch.utils import _pytree as pytree
 
 import ringweave as rw
 from ringweave.errors import PatternError, ShapeError
-from ringweave.patterns import Pattern
+from ringweave.patterns import Pattern, rebuild
 from ringweave.patterns.shifted import places
 from ringweave.plan import pack_masks, unpack_masks
 from ringweave.plan.from_pattern import build
 
 from ..cases import PATTERNS
+from ..fuzz.sizes import Sizes
+from ..fuzz.strategies import relations
+from ..fuzz.trees import Tree, counts, made
 
 
 def spells_out(
@@ -30,12 +33,16 @@ def spells_out(
     # rows of a pattern that counts by places belong to the queries of a whole call, of which the plan is a piece
     first, rows = (0, nk) if places(pattern) else (q_offset, nq)
     dense = pattern.to_dense(rows, nk, heads, batch=batch, q_offset=first)[:, :, q_offset - first :][:, :, :nq]
+    is_plan_of(plan, dense)
+
+
+def is_plan_of(plan: rw.BlockPlan, dense: torch.Tensor) -> None:
     assert torch.equal(plan.to_dense(), dense)
     assert plan.pairs() == int(dense.sum())
     by_columns_agree(plan)
     # exact: no listed tile is empty, and no partial tile is full
-    padded = torch.nn.functional.pad(dense, (0, -nk % tile[1], 0, -nq % tile[0]))
-    used = padded.unflatten(3, (-1, tile[1])).unflatten(2, (-1, tile[0])).any(5).any(3)
+    padded = torch.nn.functional.pad(dense, (0, -plan.nk % plan.kv_tile, 0, -plan.nq % plan.q_tile))
+    used = padded.unflatten(3, (-1, plan.kv_tile)).unflatten(2, (-1, plan.q_tile)).any(5).any(3)
     assert plan.tiles == int(used.sum())
     if plan.mask_words.shape[0]:
         words = {mask.numpy().tobytes() for mask in plan.mask_words}
@@ -92,82 +99,24 @@ def test_plan_equals_dense_mask_wherever_the_diagonal_crosses_a_tile(name: str) 
         spells_out(pattern, 66, 90, 4, 1, (16, 16), q_offset)
 
 
-@st.composite
-def leaves(draw: st.DrawFn, n: int) -> Pattern:
-    small = st.integers(1, 2 * n)
-    kind = draw(st.sampled_from(range(13)))
-    listed = st.lists(st.integers(0, n), unique=True, max_size=5)
-    match kind:
-        case 0:
-            return rw.Full()
-        case 1:
-            return rw.Causal()
-        case 2:
-            return rw.SlidingWindow(draw(st.integers(0, n)), draw(st.integers(0, n)))
-        case 3:
-            return rw.Global(draw(listed))
-        case 4:
-            return rw.Sinks(draw(st.integers(0, n)))
-        case 5:
-            return rw.Segments(draw(small))
-        case 6:
-            return rw.Dilated(draw(st.integers(0, 20)), draw(st.integers(1, 60)))
-        case 7:
-            return rw.Strided(draw(small))
-        case 8:
-            cuts = sorted({0, n, *draw(st.lists(st.integers(1, n), max_size=6))})
-            return rw.Documents(cu_seqlens=cuts)
-        case 9:
-            return rw.PrefixLM(draw(st.integers(0, n)))
-        case 10:
-            side = draw(st.integers(5, 70))
-            blocks = -(-n // side)
-            return rw.BlockTable(
-                torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(draw(small))) < 0.4, side
-            )
-        case 11:
-            period = draw(st.integers(1, 100))
-            start = draw(st.integers(0, period - 1))
-            return rw.patterns.Periodic(period, start, draw(st.integers(start + 1, period)))
-        case _:
-            return rw.patterns.natten_1d(draw(st.integers(1, 30)), draw(st.integers(1, 9)), tokens=n)
+SIDES = st.sampled_from([16, 32, 48, 128])
 
 
-@st.composite
-def trees(draw: st.DrawFn, n: int) -> Pattern:
-    pattern = draw(leaves(n))
-    for _ in range(draw(st.integers(0, 4))):
-        other = draw(leaves(n))
-        match draw(st.sampled_from("&|~")):
-            case "&":
-                pattern = pattern & other
-            case "|":
-                pattern = pattern | other
-            case _:
-                pattern = ~(pattern | other)
-    return pattern
-
-
-@given(st.data())
-def test_any_tree(data: st.DataObject) -> None:
-    n = data.draw(st.integers(1, 300))
-    tile = (data.draw(st.sampled_from([16, 32, 48, 128])), data.draw(st.sampled_from([16, 32, 48, 128])))
-    pattern = data.draw(trees(n))
-    nq = data.draw(st.integers(1, n))
-    q_offset = data.draw(st.integers(0, n - nq))
-    if any(kind in pattern.spec for kind in ("BlockTable", "Documents", "Neighborhood")):
-        nq, q_offset = n, 0
-    spells_out(pattern, nq, n, 1, 1, tile, q_offset)
-    # a pattern is rebuilt from its text
-    from ringweave.patterns import rebuild
-
-    assert rebuild(pattern.spec, pattern.tables) == pattern
+@settings(max_examples=100)
+@given(relations(), st.tuples(SIDES, SIDES))
+def test_any_relation(drawn: tuple[Tree, Sizes], tile: tuple[int, int]) -> None:
+    """Masks and plans of any expression of any patterns have the pairs of its definition in numpy."""
+    tree, s = drawn
+    pattern, dense = made(tree, s), torch.from_numpy(counts(tree, s)[0] > 0)
+    sizes = {"heads": s.heads, "batch": s.batch, "q_offset": s.q_offset}
+    assert torch.equal(pattern.to_dense(s.nq, s.nk, **sizes), dense)
+    is_plan_of(pattern.plan(s.nq, s.nk, **sizes, tile=tile), dense)
+    if "TokenMask" not in pattern.spec:
+        assert rebuild(pattern.spec, pattern.tables) == pattern
 
 
 def test_tables_of_one_text_keep_their_places() -> None:
     pattern = rw.Documents([1, 1]) & rw.Causal() & rw.Documents([2])
-    from ringweave.patterns import rebuild
-
     assert rebuild(pattern.spec, pattern.tables).spec == pattern.spec
     assert rebuild(pattern.spec, pattern.tables) == pattern
 

@@ -314,6 +314,9 @@ class _Backward(Generic[AnyBatch]):
             space = None if tiles.space is None else tiles.space.take(scores.shape, scores.dtype)
             weights = torch.sub(scores, lse, out=space)
         tiles.masked(weights.exp_(), batch, 0.0)
+        if self.some_unfit:
+            # a query that attends nothing has been replaced by 0, of which an infinite key makes a score of NaN
+            weights.masked_fill_(torch.isposinf(lse), 0.0)
         if self.whole_rows:
             total = weights.sum(-1, keepdim=True)
             weights.div_(total.masked_fill_(~(total > 0), 1.0))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..api import longnet_attention
 from ..call import Arguments
-from ..checks import flag, number, whole
+from ..checks import check_device, check_dtype, flag, named_device, number, whole
 from ..errors import ShapeError, UnsupportedError, shown
 from ..hierarchical import hierarchical_attention
 from ..types import acc_dtype
@@ -48,6 +48,14 @@ def refuse_pattern(options: Mapping[str, object], why: str) -> None:
         raise UnsupportedError("pattern", shown(options["pattern"]), "no such option", f"Leave it out: {why}.")
 
 
+def module_place(device: object, dtype: object) -> dict[str, Any]:
+    """Return the checked device and dtype of a module's parameters; each may be None, and the device may be meta."""
+    place = None if device is None else named_device(device)
+    if place is not None and place.type != "meta":
+        check_device(place)
+    return {"device": place, "dtype": check_dtype(dtype)}
+
+
 def module_sizes(embed_dim: int, num_heads: int, num_kv_heads: int | None) -> tuple[int, int, int]:
     """Return the checked sizes of a module; a module has as many key heads as query heads by default."""
     embed_dim = whole("embed_dim", embed_dim, 1, error=ShapeError)
@@ -61,10 +69,10 @@ def module_sizes(embed_dim: int, num_heads: int, num_kv_heads: int | None) -> tu
 
 
 def checked_rotary_base(base: float | None, head_dim: int) -> float | None:
-    """Return the base of rotary position embeddings for heads of some channels; None for no rotation."""
+    """Return the base of rotary position embeddings, of which a power is finite from 1 on; None for no rotation."""
     if base is None:
         return None
-    base = number("rotary_base", base, error=ShapeError)
+    base = number("rotary_base", base, 1.0, error=ShapeError)
     if head_dim % 2:
         raise ShapeError("head dim", head_dim, "an even number, for rotary_base", "Change num_heads.")
     return base

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..api import attention
-from ..checks import flag, whole
+from ..checks import check_context, flag, whole
 from ..errors import ShapeError, UnsupportedError, shown
 from ..patterns import Causal, Full, Pattern, Tree
 from ..patterns.alignment import first_query
@@ -20,7 +20,15 @@ from ..terms import Bias, Term
 from ..terms.term import ScoreMod, as_listed
 from ..validate import checked_dropout
 from ..weights import BlockWeights, attention_weights
-from .module_parts import accepted_options, checked_rotary_base, connected, head_norms, module_sizes, rotated
+from .module_parts import (
+    accepted_options,
+    checked_rotary_base,
+    connected,
+    head_norms,
+    module_place,
+    module_sizes,
+    rotated,
+)
 
 if TYPE_CHECKING:
     from ..parallel import ContextParallel
@@ -48,7 +56,7 @@ class MultiheadAttention(nn.Module):
         pattern: Pattern that says which (head, query, key) triples may attend.
         num_kv_heads: Key heads; divides num_heads. With fewer, the projections of keys and values are smaller.
         qk_norm: Whether each head's queries and keys are normalised before rotation, by RMSNorm over their channels.
-        rotary_base: Base of rotary position embeddings, such as 10000.0; None for no rotation.
+        rotary_base: Base of rotary position embeddings, at least 1, such as 10000.0; None for no rotation.
         terms: Score terms, or functions, as in :func:`ringweave.attention`. The caller registers their parameters and
             keeps the tensors: the module does not see those that ``functional_call`` or
             ``load_state_dict(assign=True)`` put in their place.
@@ -106,33 +114,32 @@ class MultiheadAttention(nn.Module):
         self.head_dim = self.embed_dim // self.num_heads
         self.dropout = checked_dropout(dropout)
         self.batch_first = flag("batch_first", batch_first, ShapeError)
+        check_context(context)
         self.pattern, self.context, self.backend = pattern, context, backend
         self.precision = as_precision(precision)
         self.terms = as_listed(terms)
         self.kdim = self.embed_dim if kdim is None else whole("kdim", kdim, 1, error=ShapeError)
         self.vdim = self.embed_dim if vdim is None else whole("vdim", vdim, 1, error=ShapeError)
         self.rotary_base = checked_rotary_base(rotary_base, self.head_dim)
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        place = module_place(device, dtype)
         kv_dim = self.num_kv_heads * self.head_dim
         if (self.kdim, self.vdim) == (self.embed_dim, self.embed_dim):
-            self.in_proj_weight = nn.Parameter(
-                torch.empty(self.embed_dim + 2 * kv_dim, self.embed_dim, device=device, dtype=dtype)
-            )
+            self.in_proj_weight = nn.Parameter(torch.empty(self.embed_dim + 2 * kv_dim, self.embed_dim, **place))
             for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
                 self.register_parameter(name, None)
         else:
-            self.q_proj_weight = nn.Parameter(torch.empty(self.embed_dim, self.embed_dim, device=device, dtype=dtype))
-            self.k_proj_weight = nn.Parameter(torch.empty(kv_dim, self.kdim, device=device, dtype=dtype))
-            self.v_proj_weight = nn.Parameter(torch.empty(kv_dim, self.vdim, device=device, dtype=dtype))
+            self.q_proj_weight = nn.Parameter(torch.empty(self.embed_dim, self.embed_dim, **place))
+            self.k_proj_weight = nn.Parameter(torch.empty(kv_dim, self.kdim, **place))
+            self.v_proj_weight = nn.Parameter(torch.empty(kv_dim, self.vdim, **place))
             self.register_parameter("in_proj_weight", None)
         if flag("bias", bias, ShapeError):
-            self.in_proj_bias = nn.Parameter(torch.empty(self.embed_dim + 2 * kv_dim, device=device, dtype=dtype))
+            self.in_proj_bias = nn.Parameter(torch.empty(self.embed_dim + 2 * kv_dim, **place))
         else:
             self.register_parameter("in_proj_bias", None)
         self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **place)
         self.q_norm, self.k_norm = head_norms(qk_norm, self.head_dim, **place)
         if flag("sink_logits", sink_logits, ShapeError):
-            self.sink_logits = nn.Parameter(torch.zeros(self.num_heads, device=device, dtype=dtype))
+            self.sink_logits = nn.Parameter(torch.zeros(self.num_heads, **place))
         else:
             self.register_parameter("sink_logits", None)
         self.reset_parameters()
@@ -221,6 +228,7 @@ class MultiheadAttention(nn.Module):
             out = out[0]
         elif not self.batch_first:
             out = out.transpose(0, 1)
+        flag("average_attn_weights", average_attn_weights, ShapeError)
         if not flag("need_weights", need_weights, ShapeError):
             return out, None
         # a backend may change the speed, never the weights

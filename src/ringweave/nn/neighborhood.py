@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from ..checks import flag
 from ..errors import ShapeError, shown
 from ..terms import Term
 from ..terms.term import ScoreMod, as_listed
-from .module_parts import connected, module_sizes
+from .module_parts import connected, module_place, module_sizes
 
 
 class NeighborhoodAttention(nn.Module):
@@ -68,7 +67,7 @@ class NeighborhoodAttention(nn.Module):
         self.head_dim = self.embed_dim // self.num_heads
         self.window, self.dilation, self.is_causal = window, dilation, is_causal
         self.scale, self.terms, self.backend = scale, as_listed(terms), backend
-        place: dict[str, Any] = {"bias": flag("bias", bias, ShapeError), "device": device, "dtype": dtype}
+        place = {"bias": flag("bias", bias, ShapeError), **module_place(device, dtype)}
         self.qkv = nn.Linear(self.embed_dim, self.embed_dim + 2 * self.num_kv_heads * self.head_dim, **place)
         self.proj = nn.Linear(self.embed_dim, self.embed_dim, **place)
 

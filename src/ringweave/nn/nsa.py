@@ -106,7 +106,7 @@ class NativeSparseAttention(ChoosingAttention):
         separate_kv: Whether each branch has projections of keys and values of its own.
         bias: Whether the projections have biases.
         qk_norm: Whether each head's queries and keys are normalised before rotation, by RMSNorm over their channels.
-        rotary_base: Base of rotary position embeddings, such as 10000.0; None for no rotation.
+        rotary_base: Base of rotary position embeddings, at least 1, such as 10000.0; None for no rotation.
         context: Ranks that share the sequence: the input is this rank's shard.
         precision: Dtypes that attention rounds to; projections have the dtype of the parameters.
         backend: ``"auto"`` or the name of a backend, as in :func:`ringweave.attention`.

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ..api import attention, attention_with_lse
-from ..checks import flag
+from ..checks import check_context, flag
 from ..errors import PatternError, ShapeError, UnsupportedError, shown
 from ..patterns import Documents, Pattern, check_extents
 from ..precision import NATIVE, Precision, as_precision
 from ..types import AttentionOutput
 from .key_cache import KeyCache, Owner
-from .module_parts import checked_rotary_base, connected, head_norms, module_sizes, rotated
+from .module_parts import checked_rotary_base, connected, head_norms, module_place, module_sizes, rotated
 
 if TYPE_CHECKING:
     from ..parallel import ContextParallel
@@ -49,14 +49,15 @@ class ChoosingAttention(nn.Module):
         super().__init__()
         self.embed_dim, self.num_heads, self.num_kv_heads = module_sizes(embed_dim, num_heads, num_kv_heads)
         self.head_dim = self.embed_dim // self.num_heads
+        check_context(context)
         self.context, self.backend, self.precision = context, backend, as_precision(precision)
         self.rotary_base = checked_rotary_base(rotary_base, self.head_dim)
         self._owner = Owner()
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        place = module_place(device, dtype)
         self._sizes = [self.embed_dim, *[self.num_kv_heads * self.head_dim] * kv_projections]
-        self.in_proj_weight = nn.Parameter(torch.empty(sum(self._sizes), self.embed_dim, device=device, dtype=dtype))
+        self.in_proj_weight = nn.Parameter(torch.empty(sum(self._sizes), self.embed_dim, **place))
         if flag("bias", bias, ShapeError):
-            self.in_proj_bias = nn.Parameter(torch.empty(sum(self._sizes), device=device, dtype=dtype))
+            self.in_proj_bias = nn.Parameter(torch.empty(sum(self._sizes), **place))
         else:
             self.register_parameter("in_proj_bias", None)
         self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **place)
