@@ -278,7 +278,6 @@ class Largest(TorchDispatchMode):
 def test_a_patched_model_makes_no_tensor_of_all_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No operation of a patched model returns a score for each query, key (or entry) and head of the indexer."""
     monkeypatch.setattr("ringweave.chunks._BUDGET", 2**14)
-    monkeypatch.setattr("ringweave.adaptive.lightning._BLOCK", 2**14)
     length = 256
     ids = torch.randint(3, 64, (1, length), generator=torch.Generator().manual_seed(3))
     # with 32 index heads, and 2 tokens in a block, scores are the largest tensor by far
