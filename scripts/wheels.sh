@@ -20,9 +20,12 @@ SKBUILD_WHEEL_CMAKE=false $pip wheel --no-deps --wheel-dir dist .
 $python -m build --sdist --outdir dist . > /dev/null
 cross=aarch64-linux-gnu-g++
 if [[ $(uname -sm) == "Linux x86_64" ]] && command -v $cross > /dev/null; then
+  # With this platform pip would install ninja for aarch64 into an environment of its own, and a build that fails gives a
+  # wheel without the kernel. So the build uses this environment's tools, and the wheel must be there.
   _PYTHON_HOST_PLATFORM=linux-aarch64 SETUPTOOLS_EXT_SUFFIX=.cpython-$version-aarch64-linux-gnu.so \
     CMAKE_ARGS="-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=$cross" \
-    $pip wheel --no-deps --wheel-dir dist .
+    PATH="$($python -c 'import sys; print(sys.prefix)')/bin:$PATH" $pip wheel --no-deps --no-build-isolation --wheel-dir dist .
+  ls dist/ringweave-*aarch64.whl
 fi
 $pip wheel --no-deps --wheel-dir dist ./audit ./gpu ./lab
 
@@ -41,12 +44,13 @@ import ringweave as rw
 from ringweave.backends import cpu
 
 assert ("none-any" in sys.argv[1]) == (cpu.module() is None), "the kernel"
+torch.manual_seed(0)
 q, k, v = (torch.randn(1, 4, 500, 64, requires_grad=True) for _ in range(3))
 pattern = (rw.SlidingWindow(100) | rw.Sinks(4)) & rw.Causal()
 out, exact = (rw.attention(q, k, v, pattern, backend=name) for name in ("auto", "reference"))
 torch.testing.assert_close(out, exact)
 for one, two in zip(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, exact))):
-    torch.testing.assert_close(one, two)
+    torch.testing.assert_close(one, two, atol=5e-5, rtol=1e-5)
 print(f"{sys.argv[1]}: torch {torch.__version__}, {cpu.variant() if cpu.module() else 'no kernel'}: right")
 TRY
   (cd "$work" && env/bin/ringweave doctor) | tail -n 1

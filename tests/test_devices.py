@@ -66,7 +66,8 @@ def test_every_constructor_names_its_device() -> None:
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
             of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
-            named = any(word.arg == "device" for word in node.keywords)
+            # ``**place`` is what module_place returns: a device and a dtype
+            named = any(word.arg == "device" or ast.unparse(word) == "**place" for word in node.keywords)
             if of_torch and (
                 (node.func.attr in _CONSTRUCTORS and not named) or (node.func.attr == "Generator" and not node.args)
             ):

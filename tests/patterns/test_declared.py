@@ -184,6 +184,5 @@ def test_base_imports_no_pattern() -> None:
         "plan.block_plan",
         "relation.node",
         "relation.zones",
-        "trace.values",
     }
     assert issubclass(Derived, Pattern)
