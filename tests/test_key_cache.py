@@ -145,7 +145,7 @@ def test_copies_of_caches_and_modules(name: str) -> None:
 @pytest.mark.parametrize("name", MODULES)
 @torch.no_grad()
 def test_copies_that_continue_differently(name: str) -> None:
-    """As beams do: after a step, whose buffers have room, each copy writes its own token."""
+    """After a step the buffers have room, and each copy, as of a beam, writes its own token."""
     layer, x = made(name), torch.randn(1, 24, E)
     for again in (copy.copy, copy.deepcopy):
         cache = layer.empty_cache()

@@ -72,7 +72,7 @@ def test_strides(view: str, dtype: str, variant: str) -> None:
     shared_case(131, 140, (64, 32), dtype=dtype, batch=2, dims=(32, 40), change=VIEWS[view]).check(variant, out=out)
 
 
-#: Values whose memory begins where that of the keys begins: the same rows, or rows of other tokens and heads.
+#: Keys and values in one tensor: values in the same rows as the keys, and in rows of other tokens or heads.
 VALUES_IN_KEYS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "first_channels": lambda x: (x[:, ::2, ::2], x[:, ::2, ::2, :24]),
     "later_channels": lambda x: (x[:, ::2, ::2], x[:, ::2, ::2, 8:32]),

@@ -33,7 +33,7 @@ def sums(pairs: Tensor, broken: Tensor) -> Tensor:
 
 
 def check(each: Case, variant: str) -> None:
-    """Check the numbers of each tensor by the relation of the masks, of which some queries and keys have no pair."""
+    """Check the numbers of each tensor by the relation of the masks; some queries and keys have no pair."""
     every(lambda x: replace(each, x=x).run(variant), each.x, each.mask)
 
 

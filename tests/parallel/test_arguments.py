@@ -160,6 +160,15 @@ def test_a_closed_context_computes_nothing_more() -> None:
         rw.attention(X, X, X, WINDOW, context=ctx)
 
 
+def test_one_process_without_distributed_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builds of torch without torch.distributed have its module, and no is_initialized in it."""
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    monkeypatch.delattr(torch.distributed, "is_initialized")
+    x = torch.randn(1, 2, 64, 8)
+    context = ContextParallel(None, rw.Causal(), 64, heads=(2, 2))
+    torch.testing.assert_close(rw.attention(x, x, x, rw.Causal(), context=context), rw.attention(x, x, x, rw.Causal()))
+
+
 def test_groups_that_are_gone(pool2: Pool) -> None:
     """A destroyed group, or one without this rank, makes no context, with one rank or with several."""
     for rank, texts in enumerate(pool2.run("tests.parallel.jobs_order:groups_that_are_gone")):

@@ -20,7 +20,7 @@ from ..oracle import NAMES, Inputs, check_errors, errors
 from ..score_functions.test_calls import CASES, unread
 from .processes import Pool
 from .test_scored import CASES as PLACED
-from .test_scored import TOKENS, WINDOW, Given, by, compare, share, together, whole
+from .test_scored import TOKENS, WINDOW, Given, by, check_module, compare, share, together, whole
 from .threads import run
 
 JOBS = "tests.parallel.jobs_functions"
@@ -359,28 +359,12 @@ def test_a_function_that_fails_on_one_rank(fragile4: Pool, where: str) -> None:
 
 def test_modules() -> None:
     """A module with a function gives each rank its rows, and its parameters the sum of the ranks' gradients."""
-    x = torch.randn(2, TOKENS, 32)
 
-    def step(mesh: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
-        ctx = None if mesh is None else ContextParallel(mesh, WINDOW, TOKENS, heads=(4, 4), placement="zigzag")
+    def make(ctx: ContextParallel | None) -> tuple[torch.nn.Module, torch.nn.Parameter]:
         w = torch.nn.Parameter(torch.empty(4))
         layer = rw.nn.MultiheadAttention(
             32, 4, batch_first=True, pattern=WINDOW, context=ctx, terms=lambda s, b, h, q, k: s + w[h] * s * s
         )
-        parameters, g = [*layer.parameters(), w], torch.Generator().manual_seed(2)
-        with torch.no_grad():
-            for each in parameters:
-                each.copy_(torch.randn(each.shape, generator=g) / 4)
-        places = torch.arange(TOKENS) if ctx is None else ctx.positions
-        local = x if ctx is None else ctx.shard(x)
-        out, _ = layer(local, local, local)
-        real = places < TOKENS
-        grads = torch.autograd.grad(out[:, real].square().sum(), parameters)
-        return places[real], out[:, real].detach(), list(grads)
+        return layer, w
 
-    _, wanted, of_one = step(None)
-    ranks = run(3, step)
-    for places, out, _ in ranks:
-        torch.testing.assert_close(out, wanted[:, places])
-    for one, *shares in zip(of_one, *(grads for _, _, grads in ranks), strict=True):
-        torch.testing.assert_close(sum(shares), one, rtol=1e-4, atol=1e-4 * float(one.abs().max()))
+    check_module(make, torch.randn(2, TOKENS, 32))

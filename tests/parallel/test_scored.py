@@ -453,27 +453,21 @@ def test_compiled() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.usefixtures("_one_seed")
-def test_the_module_and_its_parameters() -> None:
-    """With terms, dropout, a mask and padding around a ring, the gradients of all parameters are the sums of the ranks'."""
-    x, mask = torch.randn(2, TOKENS, 32), torch.randn(TOKENS, TOKENS)
-    padding = torch.arange(TOKENS) >= torch.tensor([[TOKENS], [150]])
+def check_module(
+    make: Callable[[ContextParallel | None], tuple[torch.nn.Module, torch.nn.Parameter]], x: Tensor, **options: Tensor
+) -> None:
+    """Check that ranks have the rows of one device, and that their gradients of all parameters add up to its own."""
 
     def step(mesh: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
         ctx = None if mesh is None else ContextParallel(mesh, WINDOW, TOKENS, heads=(4, 4), placement="zigzag")
-        layer = rw.nn.MultiheadAttention(
-            32, 4, dropout=0.2, batch_first=True, pattern=WINDOW, rotary_base=1000.0, sink_logits=True, context=ctx
-        )
-        bias = torch.nn.Parameter(torch.zeros(4, 65))
-        layer.terms = (rw.DistanceBias(bias),)
-        parameters = [*layer.parameters(), bias]
-        g = torch.Generator().manual_seed(2)
+        layer, table = make(ctx)
+        parameters, g = [*layer.parameters(), table], torch.Generator().manual_seed(2)
         with torch.no_grad():
             for each in parameters:
                 each.copy_(torch.randn(each.shape, generator=g) / 4)
         places = torch.arange(TOKENS) if ctx is None else ctx.positions
         local = x if ctx is None else ctx.shard(x)
-        out, _ = layer(local, local, local, attn_mask=mask, key_padding_mask=padding)
+        out, _ = layer(local, local, local, **options)
         real = places < TOKENS
         grads = torch.autograd.grad(out[:, real].square().sum(), parameters)
         return places[real], out[:, real].detach(), list(grads)
@@ -484,3 +478,20 @@ def test_the_module_and_its_parameters() -> None:
         torch.testing.assert_close(out, wanted[:, places])
     for one, *shares in zip(of_one, *(grads for _, _, grads in ranks), strict=True):
         torch.testing.assert_close(sum(shares), one, rtol=1e-4, atol=1e-4 * float(one.abs().max()))
+
+
+@pytest.mark.usefixtures("_one_seed")
+def test_the_module_and_its_parameters() -> None:
+    """With terms, dropout, a mask and padding around a ring, the gradients of all parameters are the sums of the ranks'."""
+    x, mask = torch.randn(2, TOKENS, 32), torch.randn(TOKENS, TOKENS)
+    padding = torch.arange(TOKENS) >= torch.tensor([[TOKENS], [150]])
+
+    def make(ctx: ContextParallel | None) -> tuple[torch.nn.Module, torch.nn.Parameter]:
+        layer = rw.nn.MultiheadAttention(
+            32, 4, dropout=0.2, batch_first=True, pattern=WINDOW, rotary_base=1000.0, sink_logits=True, context=ctx
+        )
+        bias = torch.nn.Parameter(torch.zeros(4, 65))
+        layer.terms = (rw.DistanceBias(bias),)
+        return layer, bias
+
+    check_module(make, x, attn_mask=mask, key_padding_mask=padding)

@@ -315,7 +315,7 @@ class _Backward(Generic[AnyBatch]):
             weights = torch.sub(scores, lse, out=space)
         tiles.masked(weights.exp_(), batch, 0.0)
         if self.some_unfit:
-            # a query that attends nothing has been replaced by 0, of which an infinite key makes a score of NaN
+            # the query of an empty row is 0 here, and 0 times an infinite key makes its score NaN
             weights.masked_fill_(torch.isposinf(lse), 0.0)
         if self.whole_rows:
             total = weights.sum(-1, keepdim=True)

@@ -69,7 +69,7 @@ def module_sizes(embed_dim: int, num_heads: int, num_kv_heads: int | None) -> tu
 
 
 def checked_rotary_base(base: float | None, head_dim: int) -> float | None:
-    """Return the base of rotary position embeddings, of which a power is finite from 1 on; None for no rotation."""
+    """Check the base of rotary position embeddings: from 1 on, its powers are finite. None is no rotation."""
     if base is None:
         return None
     base = number("rotary_base", base, 1.0, error=ShapeError)

@@ -299,7 +299,7 @@ class ContextParallel:
         return crossing if found is None else found.index_copy(dim, blocks.crossing.to(x.device), crossing)
 
     def _rows(self, x: Tensor, dim: int, rows: Rows) -> Tensor:
-        """Gather rows of which this rank has those of x, with or without padding, differentiably."""
+        """Gather all ranks' rows, differentiably; x holds this rank's rows, with or without padding."""
         whole: Tensor = Gather.apply(rows.padded(x, dim), self, dim, rows)  # type: ignore[no-untyped-call]
         return whole
 

@@ -84,7 +84,7 @@ def check_group(group: object) -> None:
 
 def _was_destroyed() -> bool:
     """Return whether this process had a default group that is destroyed now, if torch's state shows it."""
-    if dist.is_initialized():
+    if not dist.is_available() or dist.is_initialized():
         return False
     # torch keeps the init method after the group is destroyed; it is None for a group created with a store, so _SEEN
     # covers that case
