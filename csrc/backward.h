@@ -18,8 +18,8 @@ inline void lows(float *lse, int n) {
   for (int i = 0; i < n; ++i) lse[i] = lse[i] == -kInf ? kInf : lse[i] == kInf ? kNan : lse[i];
 }
 
-// Marks the rows of Q and dO that must not reach any key: dead rows, rows that attend nothing because of terms or
-// infinite scores, and rows of NaN. The latter have P = NaN where they attend, and would add 0 * NaN elsewhere.
+// Marks the rows of Q and dO that must not reach any key: rows that attend nothing, and rows of NaN. The latter have
+// P = NaN where they attend, and would add 0 * NaN elsewhere.
 inline Dead broken_rows(const float *lse, int n, Dead dead, uint8_t *to) {
   bool some = false;
   for (int i = 0; i < n; ++i) {
@@ -74,6 +74,11 @@ inline void add_broken_gradients(const Problem &pb, const Lanes &queries, Live l
   }
 }
 
+// The bits of word w of a mask of all keys.
+inline uint32_t all_keys(int w, int keys) {
+  return 32 * w + 32 <= keys ? ~0u : 32 * w < keys ? (1u << (keys & 31)) - 1 : 0;
+}
+
 // The mask of an entry of a column. It has a row per query, so it needs no transposition. A full tile with an odd
 // number of keys needs a mask too, if products use pairs of keys.
 template <class Op>
@@ -85,9 +90,23 @@ inline TileMask column_mask(const Problem &pb, int32_t mask_id, int rows, int ke
   }
   if (keys % Op::depth == 0) return {};
   for (int r = 0; r < rows; ++r)
-    for (int w = 0; w < plan.words; ++w)
-      m.mask[r * plan.words + w] = 32 * w + 32 <= keys ? ~0u : 32 * w < keys ? (1u << (keys & 31)) - 1 : 0;
+    for (int w = 0; w < plan.words; ++w) m.mask[r * plan.words + w] = all_keys(w, keys);
   return {m.mask, plan.words, nullptr};
+}
+
+// The mask without the pairs of rows of which all scores are -inf: such a row attends nothing, whatever Q and dO are.
+inline TileMask without_empty(const TileMask &mask, const float *lse, int rows, int keys, int words,
+                              const BackwardMemory &m) {
+  bool any = false;
+  for (int r = 0; r < rows; ++r) any |= lse[r] == -kInf && !(mask.dead && mask.dead[r]);
+  if (!any) return mask;
+  if (mask.rows) words = mask.words;
+  for (int r = 0; r < rows; ++r)
+    for (int w = 0; w < words; ++w) {
+      const int at = r * words + w;
+      m.mask[at] = lse[r] == -kInf ? 0 : mask.rows ? mask.rows[at] : all_keys(w, keys);
+    }
+  return {m.mask, words, find_dead(m.mask, rows, words, m.dead)};
 }
 
 // Processes one piece of a column. Its list is the concatenation of the entries in the window over the query heads of
@@ -148,6 +167,7 @@ inline void backward_piece(const Problem &pb, const Unit &u, const Piece &piece,
                         (int)smaller(plan.q_tile, pb.nq - then), pb.d, pb.dv_dim);
       }
       gather(pb.lse, queries, -kInf, m.low);
+      t.mask = without_empty(t.mask, m.low, rows, keys.rows, plan.words, m);
       Dead dead = t.mask.dead;
       const Dead broken = broken_rows(m.low, rows, dead, m.broken);
       lows(m.low, rows);
