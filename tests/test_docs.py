@@ -49,7 +49,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("mkdocs", "material", "mkdocstrings"):
         pytest.importorskip(name)
     folder = tmp_path_factory.mktemp("site")
-    drawn = {} if is_long() else {"RINGWEAVE_FIGURES": "planning"}
+    drawn = {} if is_long() else {"RINGWEAVE_FIGURES": "decode"}
     done = run("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder), **drawn)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
