@@ -313,6 +313,7 @@ def test_meta_tensors_have_the_shapes_of_results() -> None:
 # ---- torch.library and torch.compile
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["sinks", "table_per_head", "longnet", "causal", "window_and_dilated"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck(name: str, dtype: torch.dtype) -> None:
@@ -340,8 +341,9 @@ def test_compiles_in_one_graph(backend: str) -> None:
     def step(q, k, v, pattern):  # type: ignore[no-untyped-def]
         return rw.attention(q * 1.5, k, v, pattern, backend=backend).sin()
 
-    # one compiled function with several patterns never returns a result of another pattern
-    for pattern in (rw.Causal(), rw.SlidingWindow(9), rw.SlidingWindow(30), rw.SlidingWindow(9) | rw.Sinks(2)):
+    # one compiled function with several patterns never returns a result of another pattern; each compiles
+    patterns = rw.Causal(), rw.SlidingWindow(9), rw.SlidingWindow(30), rw.SlidingWindow(9) | rw.Sinks(2)
+    for pattern in patterns if backend == "auto" else patterns[1:3]:
         compiled, eager = x.leaves(), x.leaves()
         got = step(*compiled, pattern)
         want = rw.attention(eager[0] * 1.5, eager[1], eager[2], pattern, backend=backend).sin()

@@ -32,7 +32,7 @@ from ..trace.masks import masks
 PLACES = (
     Place(2, 4, 61, 64),
     Place(1, 1, 190, 222, 30, 6, 3),
-    Place(1, 2, 1100, 1301),
+    Place(1, 1, 1100, 1301),
     Place(2, 4, 5, 1400, 1395, 0),
     Place(2, 1, 70, 40, 3),
 )

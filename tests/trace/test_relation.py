@@ -16,7 +16,7 @@ from .masks import masks
 PLACES = (
     Place(2, 4, 61, 47),
     Place(1, 1, 190, 222, 30, 6, 3),
-    Place(1, 2, 1100, 1301),
+    Place(1, 1, 1100, 1301),
     Place(2, 4, 5, 1400, 1395, 0),
 )
 
