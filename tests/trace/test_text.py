@@ -47,7 +47,15 @@ def text(function: Callable[..., Any]) -> str:
     return read_back(function).text
 
 
-@pytest.mark.parametrize("name", [name for name, mask in masks().items() if mask.state != "refused"])
+# each chain of 300 operations takes seconds; that of "or" stays
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name == "hostile: chain of and"))
+        for name, mask in masks().items()
+        if mask.state != "refused"
+    ],
+)
 def test_the_corpus(name: str) -> None:
     function = masks()[name].function
     again = read_back(function)
