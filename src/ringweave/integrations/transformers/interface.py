@@ -106,9 +106,11 @@ def attend(
         UnsupportedError: An argument that ringweave does not implement.
     """
     try:
+        absorbed = None
         if isinstance(key, Latents):
-            key, value, attention_mask, indices = states_of(
-                module, query.shape[2], key, attention_mask, indices, output_attentions
+            absorbs = scaling is not None and not dropout
+            key, value, attention_mask, indices, absorbed = states_of(
+                module, query, key, attention_mask, indices, output_attentions, absorbs
             )
         call = LayerCall(module, query, key, value, kwargs)
         mask, bias = call.mask(attention_mask, is_causal, sliding_window)
@@ -116,7 +118,7 @@ def attend(
         if call.restricts:
             call.check_choice(attention_mask, mask, indices, block_indices)
         pattern, q_offset = call.restricted(mask) if call.restricts else (facts.pattern, facts.q_offset)
-        if indices is not None or block_indices is not None:
+        if absorbed is None and (indices is not None or block_indices is not None):
             pattern = call.chosen(mask, indices, block_indices) & pattern
         # the number becomes part of the call's text, so torch.compile must not replace it by a symbol
         terms: list[Term] = [] if softcap is None else [Softcap(guard_scalar(softcap))]
@@ -146,6 +148,10 @@ def attend(
             out = paged_attention(call.query, call.pages.pages, pattern, **options)
             # nothing may fail after the layer counts as attended; add returns None
             return out.transpose(1, 2).contiguous(), call.pages.writes.attended.add(call.pages.layer)  # type: ignore[func-returns-value]
+        if absorbed is not None:
+            assert indices is not None
+            out = absorbed.attend(call.query, indices, pattern, q_offset, options)
+            return out.transpose(1, 2).contiguous(), None
         options["q_offset"] = q_offset
         tensors = call.query, call.key, call.value
         out = attention(*tensors, pattern, dropout=dropout, context=facts.context, **options)

@@ -1,17 +1,30 @@
-"""Latent attention: a step expands the latents of the chosen keys, where the model expands those of all keys."""
+"""Latent attention over chosen keys, without the keys and values that the model expands from the latents.
+
+A step expands the latents of the chosen keys alone. A long call attends the latents themselves, which all heads share,
+if that costs less: its queries are multiplied by the factors of the expansion of keys, and its results by those of
+values. DeepSeek-V2 calls this the absorbed form (https://arxiv.org/abs/2405.04434, section 2.1.2).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ...patterns import Selected
+from ...api import attention
+from ...patterns import Pattern, Selected
 from .masks import Facts, PatternMask
 from .model_cache import PagedStates, refused
 from .saved_patterns import ATTRIBUTE, NAME
+
+# fewest queries of a call in the absorbed form; queries that expanded keys are computed for together; and queries whose
+# absorbed form is held at a time
+_FEWEST, _TILE, _CHUNK = 512, 128, 2048
+# time of a product of the absorbed form over one of expanded keys, forward and with gradients (measured)
+_SLOWER = 1.5, 1.7
 
 
 class Latents:
@@ -36,6 +49,29 @@ class Latents:
         keys, values = self.expand(self.latents, self.rotated)
         return keys, values
 
+    def absorbed(self, query: Tensor, indices: Tensor) -> Absorbed | None:
+        """Return the absorbed form of a call, or None if expanded keys cost less or are no product of the latents.
+
+        Args:
+            query: (B, Hq, q, D).
+            indices: (B, q, n), the chosen keys; -1 is no key.
+        """
+        x, rotated = self.latents, self.rotated
+        if query.shape[2] < _FEWEST or not query.dtype == x.dtype == rotated.dtype:
+            return None
+        if query.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+            return None
+        rank, turned = x.shape[3], rotated.shape[3]
+        ones = torch.eye(rank, dtype=x.dtype, device=x.device)[None, None]
+        keys, values = self.expand(ones, rotated.new_zeros(1, 1, rank, turned))
+        grads = torch.is_grad_enabled() and any(each.requires_grad for each in (query, x, rotated, keys))
+        expanded = keys.shape[3] + values.shape[3]
+        if not _costs_less(indices, x.shape[2], _SLOWER[grads] * (2 * rank + turned), expanded):
+            return None
+        keys = keys[..., : keys.shape[3] - turned]
+        found = Absorbed(torch.cat((x, rotated), -1), rank, keys, values)
+        return found if keys.shape[3] > 0 and found.expands(self.expand) else None
+
     def of(self, indices: Tensor, mask: PatternMask) -> tuple[Tensor, Tensor, PatternMask]:
         """Return the chosen keys and values of a single query, and the mask of those that the query may attend.
 
@@ -54,29 +90,106 @@ class Latents:
         return keys, values, PatternMask(Facts(Selected(places[:, None, None]), (batch, 1, 1, number)))
 
 
+class Absorbed(NamedTuple):
+    """A layer's keys and values as latents that all heads share, and the factors of their expansion.
+
+    Attributes:
+        states: (B, 1, keys, rank + D), latents and then the parts of the keys with positions.
+        rank: Number of channels of a latent.
+        keys: (1, Hq, rank, channels), the factors of the keys' first channels.
+        values: (1, Hq, rank, Dv), the factors of the values.
+    """
+
+    states: Tensor
+    rank: int
+    keys: Tensor
+    values: Tensor
+
+    @torch.no_grad()
+    def expands(self, expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> bool:
+        """Return whether a layer's function computes the products with the factors, from its results for some keys."""
+        some = self.states[:, :, :: -(-self.states.shape[2] // 8)]
+        latents, rotated = some[..., : self.rank], some[..., self.rank :]
+        # roundings, of sums in two orders
+        room = max(4 * torch.finfo(some.dtype).eps, 64 * torch.finfo(torch.float32).eps)
+        first = latents @ self.keys
+        wanted = torch.cat((first, rotated.expand(*first.shape[:3], -1)), -1), latents @ self.values
+        return all(
+            got.shape == want.shape and bool((got - want).norm() <= room * want.norm())
+            for got, want in zip(expand(latents, rotated), wanted, strict=True)
+        )
+
+    def attend(
+        self, query: Tensor, indices: Tensor, mask: Pattern, q_offset: int | Tensor, options: dict[str, Any]
+    ) -> Tensor:
+        """Return (B, Hq, q, Dv), the result of queries with expanded keys and values.
+
+        Args:
+            query: (B, Hq, q, D).
+            indices: (B, q, n), the chosen keys; -1 is no key.
+            mask: The keys that they may be.
+            q_offset: Index of the first query.
+            options: Further options of :func:`ringweave.attention`; a scale is one of them.
+        """
+        begin, parts = self.keys.shape[3], []
+        for first in range(0, query.shape[2], _CHUNK):
+            rows, lists = query[:, :, first : first + _CHUNK], indices[:, None, first : first + _CHUNK]
+            turned = torch.cat((rows[..., :begin] @ self.keys.mT, rows[..., begin:]), -1)
+            values, pattern = self.states[..., : self.rank], Selected(lists) & mask
+            out = attention(turned, self.states, values, pattern, q_offset=q_offset + first, **options)
+            parts.append(out @ self.values)
+        return torch.cat(parts, 2)
+
+
+def _costs_less(indices: Tensor, nk: int, absorbed: float, expanded: int) -> bool:
+    """Return whether each query's own keys times ``absorbed`` are less than the keys of a tile times ``expanded``.
+
+    Args:
+        indices: (B, q, n), the chosen keys; -1 is no key.
+        nk: Number of keys.
+        absorbed: Time of a pair in the absorbed form.
+        expanded: Time of a pair in tiles of queries, which compute each key that one of them attends.
+    """
+    batch, queries, n = indices.shape
+    if n * absorbed >= min(nk, _TILE * n) * expanded:
+        return False
+    tiles = -(-queries // _TILE)
+    chosen = torch.zeros(batch, tiles, nk + 1, dtype=torch.bool, device=indices.device)
+    at = torch.nn.functional.pad(indices, (0, 0, 0, tiles * _TILE - queries), value=-1).reshape(batch, tiles, -1)
+    chosen.scatter_(2, torch.where(at < 0, nk, at).clamp(max=nk).long(), True)
+    together = int(chosen[..., :nk].sum()) * _TILE
+    return int((indices >= 0).sum()) * absorbed < together * expanded
+
+
 def states_of(
-    module: nn.Module, queries: int, key: Latents, mask: object, indices: Tensor | None, weights: bool | None
-) -> tuple[Tensor, Tensor, Any, Tensor | None]:
-    """Expand latents; return keys, values, mask and chosen keys.
+    module: nn.Module,
+    query: Tensor,
+    key: Latents,
+    mask: object,
+    indices: Tensor | None,
+    weights: bool | None,
+    absorbs: bool,
+) -> tuple[Any, Any, Any, Tensor | None, Absorbed | None]:
+    """Return keys, values, mask and chosen keys for latents, and the absorbed form if they are those of it.
 
     Args:
         module: The layer.
-        queries: Number of queries.
+        query: (B, Hq, q, D).
         key: The latents.
         mask: The mask of the call.
         indices: The chosen keys, or None.
         weights: Whether the call returns weights, which are those of all keys.
+        absorbs: Whether the call may have the absorbed form: its scale is known, and it drops no weights.
     """
-    single = indices is not None and queries == 1 and indices.shape[-1] < key.shape[2] and not weights
-    if (
-        single
-        and isinstance(mask, PatternMask)
-        and mask.facts.context is None
-        and getattr(module, ATTRIBUTE, None) is None
-    ):
+    chosen = indices is not None and indices.shape[-1] < key.shape[2]
+    if chosen and not weights and isinstance(mask, PatternMask) and mask.facts.context is None:
         assert indices is not None
-        return *key.of(indices, mask), None
-    return *key.states(), mask, indices
+        if query.shape[2] == 1 and getattr(module, ATTRIBUTE, None) is None:
+            return *key.of(indices, mask), None, None
+        absorbed = key.absorbed(query, indices) if absorbs else None
+        if absorbed is not None:
+            return absorbed.states, absorbed.states, mask, indices, absorbed
+    return *key.states(), mask, indices, None
 
 
 def _later(module: Any, expand: Any, latents: Tensor, rotated: Tensor) -> tuple[Any, Any]:
