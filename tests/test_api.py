@@ -269,30 +269,40 @@ def test_second_derivatives_raise() -> None:
             second()
 
 
-@pytest.mark.parametrize("counted_first", [True, False])
-def test_flop_counter(counted_first: bool) -> None:
+def test_flop_counter() -> None:
     """The flop counter counts the products of computed tiles, whether the counter or the first call came first."""
+    # both processes import the compiler, which a counted call needs, once
     code = """
-import torch{first}
-import ringweave as rw
-q, k, v = (torch.randn(2, 4, 300, 32, requires_grad=True) for _ in range(3))
-if not {counted}:
-    rw.attention(q, k, v)
-from torch.utils.flop_counter import FlopCounterMode
+import importlib, os, sys
+import torch._dynamo
+assert "torch.utils.flop_counter" not in sys.modules
 
-def count(call):
-    with FlopCounterMode(display=False) as counter:
-        call().sum().backward()
-    return counter.get_total_flops()
+def check(counted_first):
+    if counted_first:
+        importlib.import_module("torch.utils.flop_counter")
+    import ringweave as rw
+    q, k, v = (torch.randn(2, 4, 300, 32, requires_grad=True) for _ in range(3))
+    if not counted_first:
+        rw.attention(q, k, v)
+    from torch.utils.flop_counter import FlopCounterMode
 
-# two products forward, five backward
-assert count(lambda: rw.attention(q, k, v)) == 7 * 2 * 32 * 2 * 4 * 300 * 300
-for pattern in (rw.SlidingWindow(20), rw.Causal(), rw.patterns.random_blocks(300, 0.4, block_size=16, heads=4), rw.LongNet([64], [2])):
-    facts = rw.explain(pattern, 300, heads=4, batch=2, head_dim=32, as_dict=True)["flops"]
-    assert count(lambda: rw.attention(q, k, v, pattern)) == facts["forward"] + facts["backward"], pattern
+    def count(call):
+        with FlopCounterMode(display=False) as counter:
+            call().sum().backward()
+        return counter.get_total_flops()
+
+    # two products forward, five backward
+    assert count(lambda: rw.attention(q, k, v)) == 7 * 2 * 32 * 2 * 4 * 300 * 300
+    table = rw.patterns.random_blocks(300, 0.4, block_size=16, heads=4)
+    for pattern in (rw.SlidingWindow(20), rw.Causal(), table, rw.LongNet([64], [2])):
+        facts = rw.explain(pattern, 300, heads=4, batch=2, head_dim=32, as_dict=True)["flops"]
+        assert count(lambda: rw.attention(q, k, v, pattern)) == facts["forward"] + facts["backward"], pattern
+
+child = os.fork()
+check(child == 0)
+assert child == 0 or os.waitpid(child, 0)[1] == 0
 """
-    first = ", torch.utils.flop_counter" if counted_first else ""
-    subprocess.run([sys.executable, "-c", code.format(first=first, counted=counted_first)], check=True, timeout=240)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
 def test_meta_tensors_have_the_shapes_of_results() -> None:
@@ -303,6 +313,7 @@ def test_meta_tensors_have_the_shapes_of_results() -> None:
 # ---- torch.library and torch.compile
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["sinks", "table_per_head", "longnet", "causal", "window_and_dilated"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck(name: str, dtype: torch.dtype) -> None:
@@ -330,8 +341,9 @@ def test_compiles_in_one_graph(backend: str) -> None:
     def step(q, k, v, pattern):  # type: ignore[no-untyped-def]
         return rw.attention(q * 1.5, k, v, pattern, backend=backend).sin()
 
-    # one compiled function with several patterns never returns a result of another pattern
-    for pattern in (rw.Causal(), rw.SlidingWindow(9), rw.SlidingWindow(30), rw.SlidingWindow(9) | rw.Sinks(2)):
+    # one compiled function with several patterns never returns a result of another pattern; each compiles
+    patterns = rw.Causal(), rw.SlidingWindow(9), rw.SlidingWindow(30), rw.SlidingWindow(9) | rw.Sinks(2)
+    for pattern in patterns if backend == "auto" else patterns[1:3]:
         compiled, eager = x.leaves(), x.leaves()
         got = step(*compiled, pattern)
         want = rw.attention(eager[0] * 1.5, eager[1], eager[2], pattern, backend=backend).sin()

@@ -7,8 +7,9 @@ equal bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,6 +22,7 @@ from ringweave.integrations.flash_attn import flash_attn_varlen_func
 from ringweave.integrations.flex_attention import flex_attention
 from ringweave.patterns import Pattern
 
+from .cases import MIXTURES
 from .oracle import Inputs, results
 from .parallel.spread import joined, spread
 from .sampled import is_long
@@ -28,11 +30,12 @@ from .test_conformance import DTYPES, EVERYTHING, SPARSE
 
 BACKENDS = ["reference", *SPARSE, "torch_sparse"]
 BAD = [torch.nan, torch.inf, -torch.inf]
+TENSORS = ("v", "k", "q", "dout", "dlse")
 HEADS, KV_HEADS, CHANNEL = 4, 2, 3
 
 
-class Spoiled(NamedTuple):
-    """Inputs with numbers that are not finite in a tensor.
+class Part(NamedTuple):
+    """Numbers that are not finite in a tensor of a batch element.
 
     Attributes:
         name: The tensor.
@@ -43,37 +46,46 @@ class Spoiled(NamedTuple):
     name: str
     elements: Tensor
     exact: bool
-    x: Inputs
 
 
 def token_between(allowed: Tensor, name: str) -> int:
     """Return a token that about half of the other side attend, so that tiles hold both kinds."""
-    share = allowed[-1, 0].double().mean(0 if name in ("k", "v") else 1)
+    share = allowed[0].double().mean(0 if name in ("k", "v") else 1)
     return int(torch.where(share > 0, (share - 0.5).abs(), 2.0).argmin())
 
 
-def spoiled(x: Inputs, allowed: Tensor) -> Iterator[Spoiled]:
+def spoiled(x: Inputs, allowed: Tensor, names: Sequence[str]) -> Iterator[tuple[list[Part], Inputs]]:
     """Yield numbers in a token of each tensor, and NaN in all queries and keys without a pair.
 
     Values and gradients get each number in a channel of its own. Relations differ in the numbers of the other tensors;
-    in a long run these get each number.
+    in a long run these get each number. A call has numbers in two tensors, each in a batch element of its own; each
+    tensor is alone for some relations, and always in a long run.
     """
     rows = allowed.any(3, keepdim=True)
     keys = allowed.any(2).unflatten(1, (x.k.shape[1], -1)).any(2)[..., None]
     q, dout = (t.masked_fill(~rows, torch.nan) for t in (x.q, x.dout))
     k, v = (t.masked_fill(~keys, torch.nan) for t in (x.k, x.v))
     around, first = replace(x, q=q, k=k, v=v, dout=dout), int(allowed.sum())
-    for at, name in enumerate(("v", "k", "q", "dout", "dlse")):
-        each = name in ("v", "dout")
-        for values in [BAD] if each else [[bad] for bad in BAD] if is_long() else [[BAD[(first + at) % 3]]]:
-            given = getattr(around, name).clone()
-            wide = given if given.ndim == 4 else given[..., None]
-            elements = torch.zeros_like(wide, dtype=torch.bool)
-            channels = slice(0, 1) if wide is not given else slice(CHANNEL, CHANNEL + len(values))
-            place = -1, 0, token_between(allowed, name), channels
-            wide[place], elements[place] = torch.tensor(values).to(wide.dtype), True
-            exact = name not in ("q", "k") or values[0] != values[0]
-            yield Spoiled(name, elements, exact, replace(around, **{name: given}))
+    choices = {
+        name: [BAD] if name in ("v", "dout") else [[bad] for bad in BAD] if is_long() else [[BAD[(first + at) % 3]]]
+        for at, name in enumerate(TENSORS)
+    }
+    turned = [*names[first % len(names) :], *names[: first % len(names)]]
+    alone = is_long() or len(x.q) == 1
+    begins = range(len(names)) if alone else [0, *range(2 - len(names) % 2, len(names), 2)]
+    for begin, end in pairwise([*begins, len(names)]):
+        for values in zip(*(choices[name] for name in turned[begin:end]), strict=True):
+            given, parts = around, list[Part]()
+            for element, name, numbers in zip((-1, 0), turned[begin:end], values, strict=False):
+                spoilt = getattr(around, name).clone()
+                wide = spoilt if spoilt.ndim == 4 else spoilt[..., None]
+                elements = torch.zeros_like(wide, dtype=torch.bool)
+                channels = slice(0, 1) if wide is not spoilt else slice(CHANNEL, CHANNEL + len(numbers))
+                place = element, 0, token_between(allowed[element], name), channels
+                wide[place], elements[place] = torch.tensor(numbers).to(wide.dtype), True
+                parts.append(Part(name, elements, name not in ("q", "k") or numbers[0] != numbers[0]))
+                given = replace(given, **{name: spoilt})
+            yield parts, given
 
 
 def reached(name: str, elements: Tensor, allowed: Tensor, kv_heads: int) -> dict[str, Tensor]:
@@ -112,20 +124,26 @@ def check(run: Run, x: Inputs, counts: Tensor, whole_tokens: bool = False, dropp
     allowed = (counts > 0).expand(len(x.q), -1, -1, -1)
     clean = run(x)
     assert all(result[~result.isneginf()].isfinite().all() for result in clean.values())
-    for name, elements, exact, given in spoiled(x, allowed):
-        if (name == "dout" and "dq" not in clean) or (name == "dlse" and not {"lse", "dq"} <= clean.keys()):
-            continue
-        elements = elements.any(3, keepdim=True).expand_as(elements) if whole_tokens else elements
-        found, may = run(given), reached(name, elements, allowed, x.k.shape[1])
+    without = [name for name, of in (("dout", {"dq"}), ("dlse", {"lse", "dq"})) if not of <= clean.keys()]
+    for parts, given in spoiled(x, allowed, [name for name in TENSORS if name not in without]):
+        found = run(given)
+        may = {name: torch.zeros_like(wanted, dtype=torch.bool) for name, wanted in clean.items()}
+        for name, elements, exact in parts:
+            whole = elements.any(3, keepdim=True).expand_as(elements) if whole_tokens else elements
+            reach = reached(name, whole, allowed, x.k.shape[1])
+            for result, got in found.items():
+                mine = reach[result].expand_as(got)
+                may[result] |= mine
+                assert not exact or (dropped and result == "dv") or not got[mine].isfinite().any(), (name, result)
+            if name == "v" and not whole_tokens:
+                # a sum with one number that is not finite is that number
+                at = elements.flatten(1).any(1)
+                numbers = given.v.masked_fill(~elements, 0.0).sum((0, 1, 2))
+                wanted = torch.where(reach["out"], numbers, clean["out"])[at]
+                torch.testing.assert_close(found["out"][at], wanted, rtol=0, atol=0, equal_nan=True)
         for result, wanted in clean.items():
-            may_reach, got = may[result].expand_as(wanted), found[result]
-            assert torch.equal(got[~may_reach], wanted[~may_reach]), (name, result)
-            assert not exact or (dropped and result == "dv") or not got[may_reach].isfinite().any(), (name, result)
-        if name == "v" and not whole_tokens:
-            # a sum with one number that is not finite is that number
-            numbers = given.v.masked_fill(~elements, 0.0).sum((0, 1, 2))
-            wanted = torch.where(may["out"], numbers, clean["out"])
-            torch.testing.assert_close(found["out"], wanted, rtol=0, atol=0, equal_nan=True)
+            spared = ~may[result]
+            assert torch.equal(found[result][spared], wanted[spared]), ([part.name for part in parts], result)
 
 
 def attending(pattern: Pattern, backend: str, **options: Any) -> Run:
@@ -141,8 +159,15 @@ def attending(pattern: Pattern, backend: str, **options: Any) -> Run:
     return run
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", list(EVERYTHING))
+# the reference computes from the pairs alone, which those of test_options and the mixtures stand for
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        pytest.param(name, backend, marks=[pytest.mark.long] * (backend == "reference" and name not in MIXTURES))
+        for name in EVERYTHING
+        for backend in BACKENDS
+    ],
+)
 def test_every_pattern(name: str, backend: str, poisoned: None) -> None:
     n = 150
     pattern = EVERYTHING[name](n)
@@ -345,9 +370,9 @@ def test_any_score_function(with_lse: bool) -> None:
 def test_ranks(ranks: int, options: dict[str, Any], kind: str) -> None:
     n = 150
     pattern = (KINDS | EVERYTHING)[kind](n)
-    x = Inputs.random(n, heads=HEADS, kv_heads=KV_HEADS, dim=8)
+    x = Inputs.random(n, batch=2, heads=HEADS, kv_heads=KV_HEADS, dim=8)
 
     def run(x: Inputs) -> dict[str, Tensor]:
         return joined(spread(ranks, x, pattern, **options), n)
 
-    check(run, x, pattern.to_dense(n, heads=HEADS))
+    check(run, x, pattern.to_dense(n, heads=HEADS, batch=2))

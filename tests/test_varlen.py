@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import cache, lru_cache
 from typing import Any
 
 import pytest
@@ -102,41 +103,57 @@ BEFORE = [
 ]
 
 
+@lru_cache(maxsize=len(RAGGED))
+def of_each_sequence(pattern: rw.Pattern, place: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return float32 inputs of some lengths, and output and gradients by each sequence's dense attention in float64."""
+    generator = torch.Generator().manual_seed(place)
+    queries, keys = RAGGED[place]
+    sizes = (sum(queries), 4, 16), (sum(keys), 2, 16), (sum(keys), 2, 8), (4,)
+    inputs = [torch.randn(size, generator=generator) for size in sizes]
+    exact = [x.double().requires_grad_() for x in inputs]
+    parts = zip(exact[0].split(queries), exact[1].split(keys), exact[2].split(keys), strict=True)
+    outs = []
+    for part in parts:
+        allowed = torch.stack([relation(pattern.select(0, h), len(part[0]), len(part[1])) for h in range(4)])
+        outs.append(dense(*part, allowed, exact[3], 2.0))
+    out = torch.cat(outs)
+    return inputs, [out.detach(), *torch.autograd.grad((out * sloped(out)).sum(), exact)]
+
+
+def sloped(out: torch.Tensor) -> torch.Tensor:
+    """Return a gradient that differs between elements."""
+    return torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
+
+
 # compiling takes seconds for each pattern
 WAYS = [
-    *((backend, pattern) for backend in ("reference", "dense_batched", "cpu") for pattern in BEFORE),
-    *(pytest.param("compiled", pattern, marks=[pytest.mark.long] * (i % 7 > 0)) for i, pattern in enumerate(BEFORE)),
+    way
+    for i, pattern in enumerate(BEFORE)
+    for way in (
+        *((backend, pattern) for backend in ("reference", "dense_batched", "cpu")),
+        pytest.param("compiled", pattern, marks=[pytest.mark.long] * (i != 5)),
+    )
 ]
 
 
 @pytest.mark.parametrize(("backend", "pattern"), WAYS, ids=str)
 def test_sequences_without_keys_or_with_more_queries_than_keys(backend: str, pattern: rw.Pattern) -> None:
     """Output and all gradients are those of each sequence's dense attention; a query without keys gives 0."""
-    generator = torch.Generator().manual_seed(0)
     dtype = torch.float32 if backend == "cpu" else torch.float64
     call = rw.varlen_attention
     if backend == "compiled":
         torch._dynamo.reset()
         call = torch.compile(rw.varlen_attention, fullgraph=True, backend="aot_eager")
-    for queries, keys in RAGGED[:2] if backend == "compiled" else RAGGED:
-        sizes = (sum(queries), 4, 16), (sum(keys), 2, 16), (sum(keys), 2, 8), (4,)
-        leaves = [torch.randn(size, generator=generator, dtype=dtype).requires_grad_() for size in sizes]
+    for place, (queries, keys) in enumerate(RAGGED[:2] if backend == "compiled" else RAGGED):
+        inputs, wanted = of_each_sequence(pattern, place)
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
         out = call(
             *leaves[:3], bounds(queries), bounds(keys), pattern, sink_logits=leaves[3], terms=rw.Softcap(2.0),
             backend="auto" if backend == "compiled" else backend,
         )  # fmt: skip
-        exact = [x.detach().double().requires_grad_() for x in leaves]
-        parts = zip(exact[0].split(queries), exact[1].split(keys), exact[2].split(keys), strict=True)
-        wanted = torch.cat(
-            [
-                dense(*part, torch.stack([relation(pattern.select(0, h), len(part[0]), len(part[1])) for h in range(4)]), exact[3], 2.0)
-                for part in parts
-            ]
-        )  # fmt: skip
-        slope = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
-        grads = [torch.autograd.grad((x * slope).sum(), of) for x, of in ((out, leaves), (wanted, exact))]
+        grads = torch.autograd.grad((out * sloped(out)).sum(), leaves)
         bound = 1e-12 if dtype == torch.float64 else 2e-5
-        for got, right in zip((out, *grads[0]), (wanted, *grads[1]), strict=True):
+        for got, right in zip((out, *grads), wanted, strict=True):
             torch.testing.assert_close(got.double(), right, atol=bound, rtol=bound)
 
 
@@ -229,49 +246,56 @@ def penalised(terms: list[Term], queries: list[int], keys: list[int]) -> Callabl
     return scored
 
 
+PENALISED = [
+    rw.Causal(),
+    rw.Full(),
+    rw.SlidingWindow(5, 3),
+    rw.SlidingWindow(5) | rw.Strided(16) & rw.Causal(),
+    BEFORE[-1],
+]
+
+
+def learned(terms: list[Term]) -> dict[str, torch.Tensor]:
+    return {f"table {i}": table for i, table in enumerate(table for term in terms for table in term.learned)}
+
+
+@cache
+def with_distances(name: str, pattern: rw.Pattern, place: int) -> dict[str, torch.Tensor]:
+    """Return the results of sequences of some lengths by the formulas of the terms, in float64."""
+    queries, keys = RAGGED[place]
+    x = Inputs.random(sum(queries), sum(keys), heads=4, kv_heads=2, dim=16, dtype=torch.float64)
+    terms, leaves = OF_DISTANCE[name](), x.leaves()
+    each = [
+        [relation(pattern.select(0, h), *pair) for pair in zip(queries, keys, strict=True)] for h in range(4)
+    ]  # fmt: skip
+    allowed = torch.stack([torch.block_diag(*blocks) for blocks in each])
+    found = attention(*leaves, allowed, scored=penalised(terms, queries, keys))
+    return results(*found, x, leaves, **learned(terms))
+
+
 @pytest.mark.parametrize(("backend", "name"), [*itertools.product(BACKENDS, OF_DISTANCE), ("compiled", "several")])
 def test_terms_of_distance_where_lengths_differ(backend: str, name: str) -> None:
     """One call has the output, lse and gradients of each sequence, or refuses the backend."""
-    call = rw.attention_with_lse
-    if backend == "compiled":
+    call, compiled = rw.attention_with_lse, backend == "compiled"
+    if compiled:
         torch._dynamo.reset()
         call = torch.compile(rw.attention_with_lse, fullgraph=True, backend="aot_eager")
     dtype = torch.float64 if backend == "reference" else torch.float32
-    patterns = [
-        rw.Causal(),
-        rw.Full(),
-        rw.SlidingWindow(5, 3),
-        rw.SlidingWindow(5) | rw.Strided(16) & rw.Causal(),
-        BEFORE[-1],
-    ]
-    for (queries, keys), pattern in itertools.product(RAGGED, patterns[:1] if backend == "compiled" else patterns):
+    places = range(2 if compiled else len(RAGGED))
+    for place, pattern in itertools.product(places, PENALISED[:1] if compiled else PENALISED):
+        queries, keys = RAGGED[place]
         x = Inputs.random(sum(queries), sum(keys), heads=4, kv_heads=2, dim=16, dtype=dtype)
-        terms, exact_terms, leaves, exact = (
-            OF_DISTANCE[name](),
-            OF_DISTANCE[name](),
-            x.leaves(),
-            x.leaves(torch.float64),
-        )
-        given = {"terms": terms, "backend": "auto" if backend == "compiled" else backend}
+        terms, leaves = OF_DISTANCE[name](), x.leaves()
+        given = {"terms": terms, "backend": "auto" if compiled else backend}
         try:
-            found = call(*leaves, pattern.within(apart(queries, keys)), **given)
+            out, lse = call(*leaves, pattern.within(apart(queries, keys)), **given)
         except rw.UnsupportedError:
             if backend in ("reference", "dense_batched", "cpu", "compiled"):
                 raise
             return
-        allowed = torch.stack(
-            [
-                torch.block_diag(*(relation(pattern.select(0, h), *each) for each in zip(queries, keys, strict=True)))
-                for h in range(4)
-            ]
-        )
-        wanted = attention(*exact, allowed, scored=penalised(exact_terms, queries, keys))
-        both = [
-            results(*each, x, of, **{f"table {i}": t for i, t in enumerate(table for term in made for table in term.learned)})
-            for each, of, made in ((found, leaves, terms), (wanted, exact, exact_terms))
-        ]  # fmt: skip
+        got = results(out, lse, x, leaves, **learned(terms))
         bound = 1e-12 if dtype == torch.float64 else 2e-5
-        for each, error in errors(*both).items():
+        for each, error in errors(got, with_distances(name, pattern, place)).items():
             assert error < bound, (each, pattern, queries)
 
 

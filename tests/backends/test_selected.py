@@ -6,6 +6,7 @@ import copy
 import resource
 import threading
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -159,23 +160,31 @@ TERMS: dict[str, Callable[[int, int], Term | list[Term]]] = {
 }
 
 
+@lru_cache(maxsize=1)
+def by_the_reference(block_size: int, name: str) -> tuple[Inputs, Pattern, Any, list[tuple[dict[str, Any], Any]]]:
+    """Return inputs, lists, terms, and the reference's results with each of some options."""
+    nq, nk = 45, 100
+    x = Inputs.random(nq, nk, batch=2, heads=8, kv_heads=2, dim=16)
+    terms = TERMS[name](nq, nk)
+    pattern = rw.Selected(chosen(2, 1, nq, 6, nk=nk, block_size=block_size), block_size) & rw.Causal()
+    wanted: list[tuple[dict[str, Any], Any]] = []
+    for more in ({}, {"sink_logits": torch.randn(8)}, {"dropout": 0.3}):
+        torch.manual_seed(3)  # of dropout
+        wanted.append((more, run(x, pattern, "reference", q_offset=nk - nq, terms=terms, **more)))
+    return x, pattern, terms, wanted
+
+
 @pytest.mark.parametrize("backend", ["dense_batched", "gather", *["cpu"] * NATIVE])
 @pytest.mark.parametrize("name", TERMS)
 @pytest.mark.parametrize("block_size", [1, 32])
 def test_terms_and_sink_logits(block_size: int, name: str, backend: str) -> None:
     """Terms, learned sinks and dropout have the results of the reference, with gradients."""
-    nq, nk = 45, 100
-    x = Inputs.random(nq, nk, batch=2, heads=8, kv_heads=2, dim=16)
-    terms = TERMS[name](nq, nk)
-    pattern = rw.Selected(chosen(2, 1, nq, 6, nk=nk, block_size=block_size), block_size) & rw.Causal()
-    logits = torch.randn(8)
-    for more in ({}, {"sink_logits": logits}, {"dropout": 0.3}):
-        found = []
-        for each in ("reference", backend):
-            torch.manual_seed(3)  # of dropout
-            found.append(run(x, pattern, each, q_offset=nk - nq, terms=terms, **more))
-        for result, want in zip(found[1].values(), found[0].values(), strict=True):
-            torch.testing.assert_close(result, want, atol=2e-5, rtol=1e-4)
+    x, pattern, terms, wanted = by_the_reference(block_size, name)
+    for more, want in wanted:
+        torch.manual_seed(3)
+        got = run(x, pattern, backend, q_offset=x.k.shape[2] - x.q.shape[2], terms=terms, **more)
+        for result, right in zip(got.values(), want.values(), strict=True):
+            torch.testing.assert_close(result, right, atol=2e-5, rtol=1e-4)
 
 
 # ---- decoding and pages ----------------------------------------------------------------------------------------------
@@ -189,7 +198,8 @@ def test_steps(block_size: int, backend: str) -> None:
     x = Inputs.random(n, batch=2, heads=4, kv_heads=1, dim=32)
     indices = chosen(2, 1, n, 5, nk=first, block_size=block_size)
     whole = rw.attention(x.q, x.k, x.v, rw.Selected(indices, block_size) & rw.Causal(), backend=backend)
-    for t in range(first, n):
+    # around the end of a tile and of blocks
+    for t in (first, *range(125, 131), n - 1):
         step = rw.Selected(indices[:, :, t : t + 1], block_size) & rw.Causal()
         for q_offset in ("end", t, torch.tensor(t), torch.tensor([t, t])):
             got = rw.attention(

@@ -58,8 +58,8 @@ def test_the_corpus(name: str) -> None:
     """A mask has the pairs of its blocks and its function, and is the pattern that it was as an evaluated function."""
     function = masks()[name].function
     places = ((Place(2, 4, 130, 100), 32), (Place(2, 1, 90, 64), (48, 20)), (Place(1, 2, 1100, 1300), 128))
-    # a chain of 300 operations takes a minute over so many pairs
-    for place, side in places[:2] if "chain" in name else places:
+    # a chain of 300 operations takes seconds over many pairs
+    for place, side in places[1:2] if "chain" in name else places:
         mask = created(function, place, side)
         got = dense(mask, place)
         assert torch.equal(got, allowed(mask, *place[:4])), (name, place)

@@ -306,7 +306,8 @@ def test_masks_with_values_are_refused(name: str) -> None:
         learned(name, "ringweave", 12, MASK)
 
 
-@pytest.mark.parametrize("queries", QUERIES)
+# compiling takes seconds; more queries than keys are the harder of both, which test_cross_attention tries without a compiler
+@pytest.mark.parametrize("queries", [pytest.param("shorter", marks=pytest.mark.long), "longer"])
 @pytest.mark.parametrize(
     "name", ["T5Model", *(pytest.param(name, marks=pytest.mark.long) for name in CASES if name != "T5Model")]
 )

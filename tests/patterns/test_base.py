@@ -9,6 +9,7 @@ import torch
 
 import ringweave as rw
 from ringweave.errors import PatternError
+from ringweave.patterns.located import Located, located
 
 from ..cases import MIXTURES, PATTERNS
 
@@ -115,3 +116,27 @@ def test_partitioned_heads_leave_no_head_out() -> None:
         assert (dense.flatten(2).sum(-1) > 0).all()
     views = rw.LongNet([8, 16, 32], [1, 1, 1], heads="partitioned").views(8)
     assert [len(range(*view.heads)) for view, _ in views] == [3, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "times"),
+    [
+        (rw.Selected(torch.zeros(3, 1, 20, 2, dtype=torch.int64)) & rw.Causal(), 3),
+        (rw.PerHead([rw.Causal(), rw.Full()]), 2),
+        (rw.from_mask_mod(lambda b, h, q, k: (q - k) % 3 == 1) & rw.Causal(), 1),
+        (rw.from_mask_mod(lambda b, h, q, k: (q - k) % 3 == h), 6),
+    ],
+    ids=["batch elements", "heads", "neither", "a function"],
+)
+def test_a_relation_is_evaluated_once_for_those_that_share_it(
+    pattern: rw.Pattern, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[rw.Pattern] = []
+
+    def noted(each: rw.Pattern, ends: tuple[int, int]) -> Located:
+        seen.append(each)
+        return located(each, ends)
+
+    monkeypatch.setattr("ringweave.patterns.located.located", noted)
+    pattern.to_dense(20, heads=2, batch=3)
+    assert len(seen) == times

@@ -32,7 +32,7 @@ from ..trace.masks import masks
 PLACES = (
     Place(2, 4, 61, 64),
     Place(1, 1, 190, 222, 30, 6, 3),
-    Place(1, 2, 1100, 1301),
+    Place(1, 1, 1100, 1301),
     Place(2, 4, 5, 1400, 1395, 0),
     Place(2, 1, 70, 40, 3),
 )
@@ -88,9 +88,11 @@ def test_the_corpus(name: str) -> None:
             want = by_pair(function, place)
             got = pattern.to_dense(place.nq, place.nk, place.heads, batch=place.batch, q_offset=place.q0 - place.k0)
             assert torch.equal(got, want), (pattern, place)
-            # an evaluated function must not change a value that it reads
-            if name != "hostile: counter":
-                assert same(planned(pattern, place), planned(evaluated(function, place), place)), (pattern, place)
+            plan = planned(pattern, place)
+            assert torch.equal(plan.to_dense(), want), (pattern, place)
+            # an evaluated function must not change a value that it reads; it is slow over many pairs
+            if name != "hostile: counter" and place.nq < 1000:
+                assert same(plan, planned(evaluated(function, place), place)), (pattern, place)
 
 
 def test_how_many_have_a_pattern() -> None:

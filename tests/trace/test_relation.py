@@ -16,7 +16,7 @@ from .masks import masks
 PLACES = (
     Place(2, 4, 61, 47),
     Place(1, 1, 190, 222, 30, 6, 3),
-    Place(1, 2, 1100, 1301),
+    Place(1, 1, 1100, 1301),
     Place(2, 4, 5, 1400, 1395, 0),
 )
 
@@ -33,7 +33,8 @@ def test_the_corpus(name: str) -> None:
         with pytest.raises(UntraceableError):
             as_relation(trace(function), PLACES[0])
         return
-    for place in PLACES:
+    # a chain of 300 operations, which takes seconds to evaluate at a place, is about their number
+    for place in PLACES[:1] if "chain" in name else PLACES:
         found = as_relation(trace(function), place)
         if place == PLACES[0]:
             assert any(type(leaf) is Open for leaf in leaves(found)) == (state == "open")

@@ -21,6 +21,7 @@ from ringweave.trace.symbols import trace
 from ringweave.trace.text import TextFunction, text_of
 from ringweave.types import Place
 
+from ..sampled import is_long
 from .definitions import by_pair
 from .masks import drawn, masks
 from .test_relation_fuzz import __dict__ as fuzz
@@ -46,7 +47,15 @@ def text(function: Callable[..., Any]) -> str:
     return read_back(function).text
 
 
-@pytest.mark.parametrize("name", [name for name, mask in masks().items() if mask.state != "refused"])
+# each chain of 300 operations takes seconds; that of "or" stays
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name == "hostile: chain of and"))
+        for name, mask in masks().items()
+        if mask.state != "refused"
+    ],
+)
 def test_the_corpus(name: str) -> None:
     function = masks()[name].function
     again = read_back(function)
@@ -204,7 +213,7 @@ def program(seed: int) -> Callable[..., Any]:
     return function
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(4 if is_long() else 2))
 def test_random_programs(part: int) -> None:
     for seed in range(part * 30, (part + 1) * 30):
         function = program(seed)
@@ -212,7 +221,7 @@ def test_random_programs(part: int) -> None:
 
 
 def test_random_masks() -> None:
-    for seed in range(150):
+    for seed in range(150 if is_long() else 60):
         source, place = drawn_mask(seed)
         function = eval(f"lambda b, h, q, k: {source}", fuzz)
         try:

@@ -410,11 +410,13 @@ class Pattern(ABC):
         q = torch.arange(q_offset, q_offset + nq, device="cpu")[:, None]
         k = torch.arange(nk, device="cpu")[None, :]
         dense = torch.zeros(batch, heads, nq, nk, dtype=torch.bool, device="cpu")
-        if pattern.select(0, 0) is pattern:
-            return dense.copy_(located(pattern, (q_offset + nq, nk)).allows(q, k))
-        for b in range(batch):
-            for h in range(heads):
-                dense[b, h] = located(pattern.select(b, h), (q_offset + nq, nk)).allows(q, k)
+        differs = pattern.select(0, 0) is not pattern
+        # a function may depend on both, whatever it is made for
+        apart = [differs and (side is not None or pattern.has_function) for side in pattern.extents()]
+        for b in range(batch if apart[0] else 1):
+            for h in range(heads if apart[1] else 1):
+                some = slice(b, b + 1) if apart[0] else slice(None), slice(h, h + 1) if apart[1] else slice(None)
+                dense[some] = located(pattern.select(b, h), (q_offset + nq, nk)).allows(q, k)
         return dense
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:

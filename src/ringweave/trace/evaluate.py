@@ -41,7 +41,7 @@ class Formula:
     def __init__(self, graph: Graph):
         self.graph, self.result = graph.typed(), graph.result
         used: dict[Node, None] = {}
-        ahead = list(nodes_in(self.result))
+        ahead = nodes_in(self.result)
         while ahead:
             node = ahead.pop()
             if node not in used:

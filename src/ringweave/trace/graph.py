@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -124,19 +124,28 @@ class Graph:
         return self
 
 
-def nodes_in(x: Any) -> Iterator[Node]:
-    """Yield the nodes in nested arguments."""
+def nodes_in(x: Any) -> list[Node]:
+    """Return the nodes in nested arguments, in order.
+
+    torch.compile traces this function often; a generator would take several times as long to trace.
+    """
     kind = type(x)
     if kind is Node:
-        yield x
-    elif kind is tuple or kind is list:
-        for each in x:
-            yield from nodes_in(each)
-    elif kind is dict:
-        for each in x.values():
-            yield from nodes_in(each)
+        return [x]
+    if kind is dict:
+        x = x.values()
     elif kind is slice:
-        yield from nodes_in((x.start, x.stop, x.step))
+        x = (x.start, x.stop, x.step)
+    elif kind is not tuple and kind is not list:
+        return []
+    found: list[Node] = []
+    for each in x:
+        kind = type(each)
+        if kind is Node:
+            found.append(each)
+        elif kind is tuple or kind is list or kind is dict or kind is slice:
+            found += nodes_in(each)
+    return found
 
 
 def deps_of(x: Any) -> int:
@@ -215,7 +224,7 @@ def _kind_of_numbers(name: str, operands: tuple[Hashable, ...], default: torch.d
 
 
 def _computed(node: Node) -> Kind:
-    operands = list(nodes_in((node.args, node.kwargs)))
+    operands = nodes_in((node.args, node.kwargs))
     examples = [example(kind_of(x)) for x in operands]
 
     def one(*values: Tensor) -> Any:
@@ -283,7 +292,7 @@ def _indexed(node: Node) -> Kind:
         elif part is None:
             sides.append(1)
         elif kind is slice:
-            if deps_of(part) or any(True for _ in nodes_in(part)):
+            if nodes_in(part):
                 raise UntraceableError("it slices by a tensor")
             sides.append(len(range(*part.indices(left.pop(0)))))
         elif kind is int:
