@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import ringweave as rw
 from ringweave.patterns.declared import DECLARED
 from ringweave.terms import KINDS
 
 from .markdown import run_console
+from .parallel.processes import forked
 from .sampled import is_long
 
 ROOT = Path(__file__).parents[1]
@@ -164,16 +169,23 @@ def test_console_blocks_are_compared(block: str, wrong: str | None) -> None:
     assert said is None if wrong is None else wrong in (said or "")
 
 
-def test_the_program_of_the_page_on_a_ring_prints_what_is_shown(tmp_path: Path) -> None:
-    """Run the program in four processes, with the command of the page."""
-    pytest.importorskip("psutil")
-    from ringweave_lab.bench.launched import run as launch
-    from ringweave_lab.bench.launched import torchrun
+def rank_of(program: str, rank: int, ranks: int, port: int) -> str:
+    """Run a program in this process as torchrun runs one of its ranks, and return what it prints."""
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in places.items()} | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(program, run_name="__main__")
+    return printed.getvalue()
 
+
+def test_the_program_of_the_page_on_a_ring_prints_what_is_shown(tmp_path: Path) -> None:
+    """Run the program in four processes, with the environment that the page's torchrun gives them."""
     page = (ROOT / "docs/parallel.md").read_text("utf-8")
     blocks = re.findall(r"```(\w+)\n(.*?)```", page, flags=re.S)
     program = tmp_path / "program.py"
     program.write_text(next(code for kind, code in blocks if kind == "python"), "utf-8")
     shown = next(code for kind, code in blocks if code.startswith("$ torchrun --nproc-per-node 4 program.py\n"))
-    printed = launch(torchrun(4, program), threads=1, until=time.monotonic() + 120)
-    assert shown.partition("\n")[2] in printed
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with ThreadPoolExecutor(4) as ranks:
+        printed = ranks.map(lambda rank: forked(rank_of, str(program), rank, 4, store.port), range(4))
+    assert shown.partition("\n")[2] in "".join(printed)

@@ -239,7 +239,7 @@ def test_the_command(tmp_path: Path) -> None:
     done = run.invoke(app, ["audit", "no_such_model_type"])
     assert done.exit_code == 2
     assert "audit" in run.invoke(app, ["--help"]).output
-    done = run.invoke(app, ["audit", "--kernel", "audit.tests.functions:a_softmax_a_tile", "--examples", "20"])
+    done = run.invoke(app, ["audit", "--kernel", "audit.tests.functions:a_softmax_a_tile", "--examples", "5"])
     assert done.exit_code == 1
     assert "broken" in done.output
 

@@ -104,20 +104,34 @@ def test_split_rows_and_columns(name: str, eager: None, poisoned: None) -> None:
     conforms(x, on_small_tiles(name, 70), "triton")
 
 
-@pytest.mark.parametrize(("name", "tokens"), [pytest.param("documents", 258, marks=pytest.mark.long), ("longnet", 130)])
-def test_split_rows_and_columns_of_several_blocks(name: str, tokens: int, eager: None, poisoned: None) -> None:
+@pytest.mark.parametrize(
+    ("name", "tokens"), [pytest.param(*case, marks=pytest.mark.long) for case in [("documents", 258), ("longnet", 130)]]
+)
+def test_split_rows_and_columns_of_large_tiles(name: str, tokens: int, eager: None, poisoned: None) -> None:
     heads = 2 if name == "documents" else 4
     x = Inputs.random(tokens, heads=heads, kv_heads=heads // 2, dim=8, dtype=torch.float16)
     conforms(x, EVERYTHING[name](tokens), "triton")
 
 
+@pytest.mark.sampled(1)
+def test_split_rows_and_columns_of_several_blocks(eager: None, poisoned: None) -> None:
+    """Each tile of a split list has several blocks: float32 in tiles of 64 has blocks of 32 queries and of 32 keys."""
+    x = Inputs.random(130, heads=1, dim=8)
+    pattern = rw.Causal() & rw.BlockTable(torch.ones(3, 3, dtype=torch.bool), 64)
+    for kernel in ("forward", "backward_q"):
+        _, blocks, _, queue = cut(x, pattern, kernel)
+        assert (blocks.m, blocks.n) == (64, 32)
+        assert queue.splits is not None
+    conforms(x, pattern, "triton")
+
+
 def test_split_tables(eager: None, poisoned: None) -> None:
     """Split tables are right: without masks, with packed heads, and with rows that end differently per batch element and head."""
-    mask = torch.rand(2, 1, 5, 5, generator=torch.Generator().manual_seed(1)) < 0.2
+    mask = torch.rand(2, 1, 4, 4, generator=torch.Generator().manual_seed(1)) < 0.2
     mask[:, :, 2], mask[:, :, :, 1] = True, True
     pattern = rw.BlockTable(mask, 32)
-    x = Inputs.random(150, heads=2, kv_heads=1, batch=2, dtype=torch.float16)
-    (branch,) = branches(pattern, 150, 150, heads=2, batch=2)
+    x = Inputs.random(110, heads=2, kv_heads=1, batch=2, dtype=torch.float16)
+    (branch,) = branches(pattern, 110, 110, heads=2, batch=2)
     assert cut(x, pattern).queue.splits is not None
     assert queues.column_queue(branch.plan(), 2, 1, 8).splits is not None
     conforms(x, pattern, "triton")

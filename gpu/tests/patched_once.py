@@ -1,11 +1,14 @@
 """Make Triton's interpreter faster; a pytest plugin for processes that run it: ``-p gpu.tests.patched_once``.
 
 For each call of a kernel's function by another, the interpreter searches the whole language for names to replace,
-although the launch has replaced them: a quarter of its time. Here it searches only if an original name is found.
+although the launch has replaced them. Here it searches only if an original name is found. For each operation it makes a
+table of types, which is kept here. It computes sums and products of integers again with 64 bits, to find overflows, and
+drops what it found unless TRITON_DEBUG is set; here it computes them only then.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from types import ModuleType
@@ -31,3 +34,11 @@ def pytest_configure() -> None:
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = once
+
+    of_numpy = interpreter._get_np_dtype
+    known = functools.cache(of_numpy)
+    # types of pointers and of blocks have no hash
+    interpreter._get_np_dtype = lambda kind: (of_numpy if kind.scalar.is_ptr() else known)(kind.scalar)
+
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)

@@ -20,6 +20,7 @@ from ringweave_lab.bench.report import error_text, milliseconds
 from ringweave_lab.bench.text import ByteModel, standard_library, text_inputs
 from ringweave_lab.commands import register
 from ringweave_lab.demo import command as module
+from ringweave_lab.demo import demo
 from ringweave_lab.demo.demo import DemoResult, bits
 from ringweave_lab.demo.report import render
 from ringweave_lab.tune.oracle import Error
@@ -40,6 +41,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[DemoResult, str, Any]
         return kept[-1]
 
     patch.setattr(module, "run_demo", run_demo)
+    # all steps, however busy the machine is
+    unbounded = {"around_budget": 400.0, "train_budget": 400.0, "whole_budget": 400.0}
+    patch.setattr(demo, "QUICK", dataclasses.replace(demo.QUICK, **unbounded))
     path: Path = tmp_path_factory.mktemp("demo") / "report.html"
     try:
         found = CliRunner().invoke(app, ["demo", "--quick", "--out", str(path)], env={"COLUMNS": "120"})
@@ -227,6 +231,17 @@ def test_the_text_is_this_pythons_library() -> None:
     assert all(torch.isfinite(x).all() and x.std() > 0.1 for x in inputs)
     again = text_inputs(corpus, 256, heads=2, head_dim=16)
     assert torch.equal(inputs.k, again.k)
+
+
+def test_installed_packages_are_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("inner/b.py", "a.py", "site-packages/torch/c.py", "inner/__pycache__/d.py", "e.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(path.stem * 2**15)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    corpus = standard_library()
+    assert corpus.files == 2
+    assert bytes(corpus.tokens.tolist()) == b"a" * 2**15 + b"b" * 2**15
 
 
 def test_models_of_one_seed_differ_only_in_their_attention() -> None:

@@ -76,13 +76,16 @@ def test_it_is_not_measured_on_a_gpu() -> None:
         run_case("ring", Options(device="cuda"))
 
 
-def test_processes_that_fail_are_a_reason() -> None:
-    (record,) = ring.launch(Options(tokens=256, dtype=torch.int64))
+def test_processes_that_fail_are_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason is the error of a rank, which does not load torch here, and not that of torchrun."""
+    script = tmp_path / "fail.py"
+    script.write_text("raise TypeError('no such dtype')")
+    monkeypatch.setattr(ring, "torchrun", lambda processes, *target: torchrun(processes, script))
+    (record,) = ring.launch(Options())
     assert isinstance(record, Target)
     assert record.figure is None
-    assert str(record.reason).startswith("wrong: exit status 1 (")
-    assert "Error: " in str(record.reason)
-    assert not started()
+    assert record.reason == "wrong: exit status 1 (TypeError: no such dtype)"
+    assert not [p for p in psutil.Process().children(recursive=True) if str(script) in p.cmdline()]
 
 
 def test_processes_that_take_too_long_are_ended(tmp_path: Path) -> None:
