@@ -358,6 +358,36 @@ def of_chosen_keys() -> Iterator[tuple[str, str]]:
         yield "docs/chosen_keys.md", f"| {name} | {mine:.1f} s | {' | '.join(cells)} |"
 
 
+def of_avx2() -> Iterator[tuple[str, str]]:
+    name = "avx2/kernels.jsonl"
+    for dtype in ("float32", "bfloat16"):
+        for direction in ("forward", BOTH):
+            mine = kernel(name, dtype, direction, "ringweave")
+            cells = [f"{median(mine) * 1e3:.0f}", f"{mine['gflops']:.0f}", f"{mine['peak_share']:.0%}"]
+            cells.append(f"{over(name, dtype, direction, 'ringweave:dense_batched'):.1f}")
+            flex = f"{over(name, dtype, direction, 'flex'):.1f}" if direction == "forward" else "no backward on a CPU"
+            cells += [flex, f"{over(name, dtype, direction, 'sdpa'):.1f}"]
+            yield AMD, f"| {dtype}, {direction} | {' | '.join(cells)} |"
+    for tokens in (32768, 131072):
+        size = f"32 over 8 heads of 128, {tokens} tokens"
+        shares = [
+            figure("avx2/decode.jsonl", f"{dtype}: share of the speed of memory, medians", size)
+            for dtype in ("float32", "bfloat16", "int8")
+        ]
+        cells = [f"{share:.0%} in {dtype}" for share, dtype in zip(shares, ("float32", "bfloat16", "int8"), strict=True)]
+        yield AMD, f"{tokens:,} tokens {cells[0]}, {cells[1]} and {cells[2]}"
+    size = "8192 tokens, 16 heads over 1 key head of 64"
+    blocks = [
+        figure("avx2/selected.jsonl", f"16 blocks of 64, {way} over causal", size) for way in ("forward", "with gradients")
+    ]
+    step = figure(
+        "avx2/selected.jsonl", "a step, a new list each time, over the dense step",
+        "65536 keys, 16 heads over 1 key head of 576 and 512, 2048 keys",
+    )  # fmt: skip
+    yield AMD, f"take {blocks[0]:.2f} of the time of causal attention forward and {blocks[1]:.2f} with gradients"
+    yield AMD, f"a step over 2,048 of 65,536 keys {step:.2f} of the step over all"
+
+
 def of_modules_on_ranks() -> Iterator[tuple[str, str]]:
     for name, heads in (("MoBA, 3 of 16 blocks", 4), ("NSA", 1)):
         size = f"8,192 tokens, 16 heads over {heads} of 64, forward + backward"
