@@ -454,10 +454,10 @@ def test_a_pair_with_a_score_of_minus_infinity_counts_as_left_out(backend: str, 
 @pytest.mark.parametrize("backend", [name for name in RUNNABLE if name != "sdpa"])
 @pytest.mark.parametrize("nk", [7, 256])
 def test_rows_of_which_every_score_is_minus_infinity(nk: int, backend: str, dtype: str) -> None:
-    """They attend nothing, also in tiles without a mask, whatever their queries and gradients hold."""
+    """They attend nothing, also in tiles without a mask, whatever their queries, values and gradients hold."""
     x = Inputs.random(200, nk, heads=4, kv_heads=2, dim=8, dtype=DTYPES[dtype])
     x.k[..., 1], x.q[..., 1] = -torch.inf, torch.rand(200, dtype=x.q.dtype) + 0.1
-    x.q[:, :, 5, 1], x.dout[:, :, 7] = torch.inf, torch.nan
+    x.q[:, :, 5, 1], x.dout[:, :, 7], x.v[:, :, 3] = torch.inf, torch.nan, torch.inf
     got = run(x, rw.Full(), backend)
     assert got.pop("lse").isneginf().all()
     assert not any(result.count_nonzero() for result in got.values())

@@ -73,3 +73,28 @@ def test_every_constructor_names_its_device() -> None:
             ):
                 missing.append(f"{path.name}:{node.lineno}")
     assert not missing
+
+
+def test_an_index_names_the_accelerator_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``device=local_rank`` is the accelerator's device, as in torch.nn; an index without a device is refused."""
+    refused = r"device: got {}; wanted a device of this machine that holds values\. Pass 'cpu', or 'cuda'"
+    modules = (
+        lambda device: rw.nn.MultiheadAttention(8, 2, device=device),
+        lambda device: rw.nn.NeighborhoodAttention(8, 2, 3, device=device),
+        lambda device: rw.nn.MixtureOfBlockAttention(8, 2, block_size=8, top_k=2, device=device),
+    )
+    count = torch.accelerator.device_count()
+    for device in (count, -1, 2**70):
+        for make in (*modules, lambda device: rw.plan(rw.Causal(), 64, device=device)):
+            with pytest.raises(rw.ShapeError, match=refused.format(device)):
+                make(device)
+    # meta holds the parameters where there is no accelerator
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    for make in modules:
+        assert {x.device.type for x in make(1).parameters()} == {"meta"}
+        with pytest.raises(rw.ShapeError, match=refused.format(2)):
+            make(2)
+    assert rw.PlanCache().get(rw.Causal(), 64, 64, tile=(32, 32), device=1).device.type == "meta"
+    with pytest.raises(rw.ShapeError, match="device: got True; wanted a device's name"):
+        modules[0](True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .call import Arguments, Operands, pack
 from .checks import flag
-from .errors import ShapeError, UnsupportedError, shown
+from .errors import PatternError, ShapeError, UnsupportedError, shown
 from .merge import merge, with_sinks
 from .patterns import Causal, Full, Pattern
 from .precision import Precision
@@ -536,7 +536,8 @@ def neighborhood_attention(
         Output, (B, Hq, *grid, Dv), dtype of q.
     Raises:
         ShapeError: The number of dimensions, or a grid, does not fit.
-        PatternError: A window or dilation is below 1, or ``window * dilation`` exceeds the grid's size along an axis.
+        PatternError: A window or dilation is below 1, ``window * dilation`` exceeds the grid's size along an axis, or
+            ``is_causal`` is not one bool or one for each axis.
         UnsupportedError: A term counts distances on a grid of several axes, or the named backend cannot run the case.
     Example:
         >>> image = torch.randn(1, 4, 24, 20, 32)
@@ -555,8 +556,8 @@ def neighborhood_attention(
     causal = is_causal if isinstance(is_causal, (list, tuple)) else [is_causal] * axes
     if len(causal) != axes:
         wanted = f"one bool, or one for each of the {axes} grid axes"
-        raise ShapeError("is_causal", shown(is_causal), wanted, f"Pass {axes} bools.")
-    pattern = GridNeighborhood(grid, window, dilation, [flag("is_causal", each, ShapeError) for each in causal])
+        raise PatternError("is_causal", shown(is_causal), wanted, f"Pass {axes} bools.")
+    pattern = GridNeighborhood(grid, window, dilation, [flag("is_causal", each) for each in causal])
     out = attention(
         grid.flatten(q, 2),
         grid.flatten(k, 2),

@@ -147,9 +147,18 @@ def _size(name: str, value: object, least: int = 1) -> int:
 
 
 def named_device(device: object) -> torch.device:
-    """Convert a name to a device, which need not exist; raise ShapeError for any other value."""
+    """Convert a name to a device, which need not exist, or the index of an accelerator of this machine.
+
+    Raises:
+        ShapeError: The value is another one, or there is no accelerator of this index.
+    """
     if isinstance(device, torch.device):
         return device
+    if isinstance(device, int) and not isinstance(device, bool):
+        kind = torch.accelerator.current_accelerator()
+        if kind is None or not 0 <= device < torch.accelerator.device_count():
+            raise _absent(device)
+        return torch.device(kind.type, device)
     if isinstance(device, str):
         try:
             return torch.device(device)
@@ -170,9 +179,13 @@ def check_device(device: object) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError):
         here = False
     if not here:
-        wanted = "a device of this machine that holds values"
-        raise ShapeError("device", shown(device), wanted, "Pass 'cpu', or 'cuda' where there is a GPU.")
+        raise _absent(device)
     return place
+
+
+def _absent(device: object) -> ShapeError:
+    wanted = "a device of this machine that holds values"
+    return ShapeError("device", shown(device), wanted, "Pass 'cpu', or 'cuda' where there is a GPU.")
 
 
 def check_dtype(dtype: object) -> torch.dtype | None:

@@ -57,7 +57,8 @@ def hierarchical_attention(
 
     The queries of a tile choose together. Even with ``causal``, an early query's choice therefore depends on the later
     queries of its tile, which exist in teacher forcing but not in decoding. The time is that of the chosen tiles plus
-    Nk / pool keys for each query. Memory holds the scores of a choice in pieces.
+    Nk / pool keys for each query. Memory holds the scores of a choice in pieces. On a GPU the plan of the means waits
+    for the chosen blocks, because the host makes the plan of a table's complement.
 
     Args:
         q: Queries, (B, Hq, Nq, D), float32, float16, bfloat16 or float64.

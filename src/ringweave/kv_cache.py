@@ -78,7 +78,7 @@ class PagedCache:
         page: int = 64,
         pages: int | None = None,
         dtype: torch.dtype | None = None,
-        device: str | torch.device = "cpu",
+        device: str | int | torch.device = "cpu",
         precision: Precision | None = None,
     ) -> PagedCache:
         """Make a cache without tokens.

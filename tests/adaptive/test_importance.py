@@ -341,6 +341,7 @@ def test_a_placement_that_cuts_through_blocks() -> None:
         ({"heads": 0}, "heads: got 0"),
         ({"local": -1}, "local: got -1"),
         ({"context": ContextParallel(None, rw.Causal(), 64, heads=(4, 4))}, "context: got 64 tokens, 4 heads"),
+        ({"context": "ring"}, "context: got str; wanted a ContextParallel or None"),
     ],
 )
 def test_errors(changes: dict[str, Any], said: str) -> None:

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 from ringweave.call import Arguments, Call
 from ringweave.integrations.flex_attention import flex_attention
 from ringweave.patterns import Pattern
-from ringweave.score_functions.agreement import agreed
+from ringweave.score_functions.agreement import disagreement
 from ringweave.score_functions.scored_program import ScoredProgram
 from ringweave.terms.term import ScoreMod
 from ringweave.torch_compat import before_compiling
@@ -62,7 +62,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, score_mod: ScoreMo
     with torch.autocast("cpu", enabled=False):
         try:
             graph = trace(before_compiling(score_mod), dtype, transforms=True)
-            agrees = 0 in place[:4] or agreed(before_compiling(score_mod), graph.typed(), place, dtype)
+            agrees = 0 in place[:4] or not disagreement(before_compiling(score_mod), graph.typed(), place, dtype)
         except UntraceableError:
             agrees = False
     if 0 in place[:4]:

@@ -540,6 +540,33 @@ def test_symbols_give_their_values_to_other_operations() -> None:
     assert torch.equal(chosen[0, 4].sort().values.long(), wanted[0, 4].topk(2).indices.sort().values)
 
 
+@pytest.mark.parametrize("kind", ["products", "scores", "rows"])
+def test_symbols_in_lists_and_in_operators_give_their_values(kind: str) -> None:
+    torch.manual_seed(0)
+    q, k, weights = torch.randn(1, 5, 3, 8), torch.randn(1, 1, 8, 5), torch.randn(1, 5, 1, 3)
+    products = torch.relu(Products(q, k))
+    rows = pattern_mask(1, 5, 5)[:, 0]
+    x = {"products": products, "scores": torch.matmul(weights, products), "rows": rows}[kind]
+    plain = x.values()
+    assert type(plain) is torch.Tensor
+    assert torch.equal(torch.cat([x, x]), torch.cat([plain, plain]))
+    assert torch.equal(torch.stack((plain, x)), torch.stack((plain, plain)))
+    assert torch.equal(torch.cat(tensors=[plain, x], dim=-1), torch.cat([plain, plain], -1))
+    assert torch.equal(torch.logical_not(input=x), plain.logical_not())
+    assert torch.equal(x[:, 1:], plain[:, 1:])
+    if kind == "rows":
+        assert torch.equal(torch.ones(1, 5, 5)[(x,)], torch.ones(1, 5, 5)[(plain,)])
+        return
+    assert torch.equal(torch.relu(input=x), plain.relu())
+    if kind == "products":
+        assert torch.equal(torch.matmul(weights, other=x), weights @ plain)
+    for of in (
+        lambda t: t + 2, lambda t: 2 + t, lambda t: t - 2, lambda t: 2 - t, lambda t: t / 2, lambda t: 2 / (t + 1), lambda t: -t,
+        lambda t: t * t, lambda t: t**2, lambda t: t @ torch.ones(5, 2), lambda t: t == 0, lambda t: t != 0, lambda t: t < 1, lambda t: t >= 1,
+    ):  # fmt: skip
+        assert torch.equal(of(x), of(plain))
+
+
 def test_files_of_models_name_their_version_and_classes_that_it_has() -> None:
     """A hook is found by the name of a class, so a class with another name would run without it."""
     pinned = re.search(

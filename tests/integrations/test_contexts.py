@@ -127,6 +127,8 @@ def test_calls_that_the_mask_of_a_shard_refuses() -> None:
     assert torch.equal(context.unshard(mask.local, shard), BATCHES[1]["attention_mask"].bool())
     assert mask.to(torch.device("meta")).local.device.type == "meta"
     assert isinstance(mask.to("cpu", non_blocking=True), ShardMask)
+    assert torch.zeros_like(mask).dtype == torch.bool
+    assert torch.zeros_like(mask, dtype=torch.int64).dtype == torch.int64
     config = transformers.T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     config._attn_implementation = "ringweave"
     with pytest.raises(rw.UnsupportedError, match="model: got T5ForConditionalGeneration"):

@@ -133,6 +133,38 @@ def test_packed_sequences_are_one_call(queries: list[int], monkeypatch: pytest.M
         assert len(made) == count
 
 
+@pytest.mark.parametrize(("nq", "nk"), [(37, 37), (5, 60), (64, 20)])
+def test_slopes_of_equally_long_sequences_are_one_call(nq: int, nk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed or not, their heads are those of one sequence; a NaN in one leaves the others as they are."""
+    made = []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        made.append(args[0].shape[:2])
+        return attention(*args, **options)
+
+    monkeypatch.setattr(conventions, "attention", counted)
+    count = 3
+    slopes = drawn((count, 4), seed=9)[0].abs() / 8
+    q, k, v = drawn((count, nq, 4, 16), (count, nk, 2, 16), (count, nk, 2, 16))
+    v[1, 3] = torch.nan
+    alone = [
+        flash_attn.flash_attn_func(*(x[b : b + 1] for x in (q, k, v)), causal=True, alibi_slopes=slopes[b])
+        for b in range(count)
+    ]
+    made.clear()
+    whole = flash_attn.flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes)
+    assert torch.equal(whole.nan_to_num(7.0), torch.cat(alone).nan_to_num(7.0))
+    sides = bounds([nq] * count), bounds([nk] * count)
+    packed = flash_attn.flash_attn_varlen_func(
+        *(x.flatten(0, 1) for x in (q, k, v)), *sides, nq, nk, causal=True, alibi_slopes=slopes
+    )
+    assert torch.equal(packed.nan_to_num(7.0), whole.flatten(0, 1).nan_to_num(7.0))
+    assert made == [(1, 4 * count)] * 2
+    monkeypatch.undo()
+    for causal, window in ((True, (-1, -1)), (False, (9, 3))):
+        check_packed([nq] * count, [nk] * count, Options(causal, window, softcap=2.0, slopes=slopes))
+
+
 def test_few_queries_over_many_keys_are_a_call_for_each_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """One tile of their queries would be computed with the keys of all; the results do not depend on that."""
     monkeypatch.setattr(conventions, "_MANY_PAIRS", 100)

@@ -231,7 +231,7 @@ def test_a_mask_that_differs_from_its_reading_is_evaluated(name: str, place: str
     """A function that computes otherwise with symbols than with tensors gives the mask that it computes with tensors."""
     nq, nk, q_offset, kv_offset = PLACES[place]
     KEPT.clear()
-    with pytest.raises(UntraceableError, match="for tensors than for symbols"):
+    with pytest.raises(UntraceableError, match="another value than its formula"):
         read(MISREAD[name], Positions(B, nq, nk, q_offset, kv_offset))
     for _ in range(2):
         got = pattern_mask(B, nq, nk, q_offset, kv_offset, MISREAD[name])
@@ -246,17 +246,24 @@ def test_a_wrong_graph_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     for one, other in (("le", "lt"), ("ge", "gt"), ("gt", "ge"), ("eq", "ne")):
         monkeypatch.setitem(OPERATORS, one, (getattr(operator, other), False))
     KEPT.clear()
-    with pytest.raises(UntraceableError, match="for tensors than for symbols"):
+    with pytest.raises(UntraceableError, match="another value than its formula"):
         read(FUNCTIONS[name], Positions(B, N, N, 0, 0))
     check(FUNCTIONS[name])
     KEPT.clear()
 
 
+def test_a_mask_that_raises_is_told_as_one() -> None:
+    """A table that is too short is not called a mask of another value."""
+    short = torch.ones(5, dtype=torch.bool)
+    with pytest.raises(UntraceableError, match="it raises IndexError: index 15 is out of bounds"):
+        read(lambda b, h, q, k: short[k], Positions(1, 16, 16, 0, 0))
+
+
 def test_a_function_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps and later calls of a function, with other tables, do not compare it again."""
     compared: list[object] = []
-    agrees = mask_reading.agrees
-    monkeypatch.setattr(mask_reading, "agrees", lambda *args: compared.append(args) or agrees(*args))
+    disagreement = mask_reading.disagreement
+    monkeypatch.setattr(mask_reading, "disagreement", lambda *args: compared.append(args) or disagreement(*args))
     KEPT.clear()
     for width in (5, 6, 5):
         for at in (0, 1, 7):

@@ -123,8 +123,14 @@ def causal(schedule: str, deadline: float) -> tuple[ContextParallel, list[torch.
 
 
 def silent(schedule: str, where: str, victim: int, deadline: float) -> tuple[str, float]:
-    """Let the victim sleep in its second kernel call, forward or backward; return each rank's error and the seconds until it."""
+    """Let the victim sleep in its second kernel call, forward or backward; return each rank's error and the seconds until it.
+
+    It sleeps until all others have their errors, however long that takes.
+    """
     ctx, leaves, step = causal(schedule, deadline)
+    # counts the ranks that have their error, of this job and those before
+    told = "errors of a silent rank"
+    all_told = rendezvous().add(told, 0) + ctx.size - 1
     calls = itertools.count(1)
     with mock.patch.dict(program.BACKENDS):
         step()
@@ -136,12 +142,17 @@ def silent(schedule: str, where: str, victim: int, deadline: float) -> tuple[str
                 inner = getattr(backend, where)
 
                 def late(*args: Any, inner: Any = inner, **options: Any) -> Any:
-                    time.sleep(2.0 * (next(calls) == 1))
+                    if next(calls) == 1:
+                        while rendezvous().add(told, 0) < all_told:
+                            time.sleep(0.05)
                     return inner(*args, **options)
 
                 if inner is not None:
                     program.BACKENDS[name] = dataclasses.replace(backend, prepare=None, **{where: late})
-        error = ring_error(lambda: [step() for _ in range(2)])
+        try:
+            error = ring_error(lambda: [step() for _ in range(2)])
+        finally:
+            rendezvous().add(told, 1)
         seconds = time.monotonic() - begin
     ctx.close()
     return str(error), seconds

@@ -423,6 +423,28 @@ def test_replicated() -> None:
         assert torch.equal(out, alone(x, rw.Causal())["out"])
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_replicated_under_autocast(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks, and a rank alone after a loss, compute in the dtype in which one device computes."""
+    x = Inputs.random(200, heads=2, dim=8)
+
+    def dead(*_: object) -> None:
+        raise RingError(0, 1, None, 1, "rank 1 is gone")
+
+    def job(transport: Transport) -> list[torch.Tensor]:
+        ctx = ContextParallel(transport, rw.Causal(), 200, heads=(2, 2))
+        if lost:
+            monkeypatch.setattr(ctx, "attend", dead)
+        mixed = x.q.bfloat16(), x.k, x.v
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            want = rw.attention(*mixed, rw.Causal())
+            return [want, ctx.replicated(*mixed, rw.Causal(), fallback="single")]
+
+    for want, out in run(2, job):
+        assert out.dtype == want.dtype == torch.bfloat16
+        assert torch.equal(out, want)
+
+
 @pytest.mark.parametrize("heads", [(), (4,), (2, 4)])
 def test_shared_table(heads: tuple[int, ...]) -> None:
     """Rows that each rank found are joined to one table on all ranks, and attention over it is exact."""

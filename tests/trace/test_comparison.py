@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringweave.trace.comparison import agrees, codes, reads
+from ringweave.trace.comparison import codes, disagreement, reads
 from ringweave.trace.symbols import trace
 
 from .test_evaluate import FUNCTIONS, Captured, captured
@@ -33,7 +33,7 @@ def test_functions_agree_with_their_graphs(name: str, dtype: torch.dtype) -> Non
     if name == "linear" and dtype != torch.float32:
         pytest.skip("a product of matrices takes one dtype")
     function = FUNCTIONS[name][0](Captured(captured(dtype)))
-    assert agrees(function, trace(function, torch.float32), LENGTHS)
+    assert not disagreement(function, trace(function, torch.float32), LENGTHS)
 
 
 COUNT = [0]
@@ -57,17 +57,25 @@ def _counts(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     ],
 )
 def test_functions_that_know_symbols_disagree(function: Function) -> None:
-    assert not agrees(function, trace(function, torch.float32), LENGTHS)
+    assert disagreement(function, trace(function, torch.float32), LENGTHS)
 
 
 def test_masks_agree() -> None:
     lengths = {name: x for name, x in LENGTHS.items() if name != "score"}
     good: Function = lambda b, h, q, k: (q - k < 3) & (q >= k)  # noqa: E731
-    assert agrees(good, trace(good), lengths)
+    assert not disagreement(good, trace(good), lengths)
     bad: Function = lambda b, h, q, k: (q - k < 3) & (q >= k if isinstance(q, Tensor) else q > k)  # noqa: E731
-    assert not agrees(bad, trace(bad), lengths)
+    assert disagreement(bad, trace(bad), lengths)
     fails: Function = lambda b, h, q, k: q >= k if type(q) is not Tensor else q / "2"  # noqa: E731
-    assert not agrees(fails, trace(fails), lengths)
+    assert disagreement(fails, trace(fails), lengths).startswith("it raises TypeError: unsupported operand")
+
+
+def test_a_function_that_raises_is_not_one_of_another_value() -> None:
+    short = torch.ones(3)
+    read: Function = lambda s, b, h, q, k: s + short[q]  # noqa: E731
+    assert disagreement(read, trace(read, torch.float32), LENGTHS).startswith("it raises IndexError: index ")
+    clamped: Function = lambda s, b, h, q, k: s + short[q.clamp(max=2) if isinstance(q, Tensor) else q]  # noqa: E731
+    assert "another value than its formula" in disagreement(clamped, trace(clamped, torch.float32), LENGTHS)
 
 
 def test_corners_are_compared() -> None:
@@ -78,7 +86,7 @@ def test_corners_are_compared() -> None:
         last = (b == 4) & (h == 6) & (q == 9000) & (k == 8008)
         return last if isinstance(q, Tensor) else last & (q < 0)
 
-    assert not agrees(mask, trace(mask), lengths)
+    assert disagreement(mask, trace(mask), lengths)
 
 
 def test_codes_are_those_of_inner_functions() -> None:

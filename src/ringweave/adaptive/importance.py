@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..axes import Axes
-from ..checks import flag, number, whole
+from ..checks import check_context, flag, number, whole
 from ..chunks import chunks
 from ..errors import ShapeError, shown
 from ..patterns import BlockTable, Causal, Pattern
@@ -59,6 +59,7 @@ class ImportanceTracker:
     Raises:
         ShapeError: A size is invalid, tensors have other sizes, or the context's placement cuts through blocks.
         PatternError: A share is out of range.
+        UnsupportedError: ``context`` is not a context.
         RingError: With a context: ranks are at different versions.
     Example:
         >>> tracker = rw.adaptive.ImportanceTracker(256, heads=4, density=0.4, block_size=32)
@@ -94,6 +95,7 @@ class ImportanceTracker:
         self.local, self.sinks = whole("local", local, 0), whole("sinks", sinks, 0)
         self.density, self.decay = number("density", density, 1e-9, 1.0), number("decay", decay, 0.0, 1.0 - 1e-6)
         self.turnover, self.hysteresis = number("turnover", turnover, 0.0, 1.0), number("hysteresis", hysteresis, 0.0)
+        check_context(context)
         self.context = context
         if context is not None and (context.seq_len, context.heads[0]) != (self.tokens, self.heads):
             got = f"{context.seq_len} tokens, {context.heads[0]} heads"

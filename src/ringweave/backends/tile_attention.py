@@ -296,6 +296,9 @@ class _Backward(Generic[AnyBatch]):
         if self.whole_rows:
             delta = delta + (grad * weights).sum(-1, keepdim=True)
         self._select(grad.sub_(delta).mul_(weights), attended)
+        if self.some_unfit:
+            # 0 times an infinite value
+            grad.masked_fill_(torch.isposinf(lse), 0.0)
         of_products = grad if slopes is None else slopes(grad, attended)
         if of_products is None:
             return Shares(slopes, dv)

@@ -18,7 +18,7 @@ def fit_batch(
     low: int,
     high: int,
     *,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | int = "cpu",
     headroom: float = 0.1,
 ) -> int:
     """Find the largest batch for which a step fits in memory, with some headroom, by running and measuring steps.

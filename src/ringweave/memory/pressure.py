@@ -41,7 +41,7 @@ class Pressure(NamedTuple):
         return self.free / max(1, self.total)
 
 
-def pressure(device: torch.device | str = "cpu", *, root: Path | str = "/") -> Pressure:
+def pressure(device: torch.device | str | int = "cpu", *, root: Path | str = "/") -> Pressure:
     """Return the free memory under the tightest limit.
 
     On a CPU the limits are the machine's memory, the process's control groups with all their parents (v1 and v2; in v2

@@ -132,7 +132,12 @@ class Workspace:
         self._share, self._freed = 1 / 8, set[int]()
 
     def take(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu", *, pinned: bool = False
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device | str | int = "cpu",
+        *,
+        pinned: bool = False,
     ) -> Tensor:
         """Return a contiguous tensor with undefined contents, like ``torch.empty``.
 

@@ -79,7 +79,7 @@ class MixtureOfBlockAttention(ChoosingAttention):
         context: ContextParallel | None = None,
         precision: Precision | None = None,
         backend: str = "auto",
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(

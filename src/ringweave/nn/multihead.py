@@ -91,7 +91,7 @@ class MultiheadAttention(nn.Module):
         kdim: int | None = None,
         vdim: int | None = None,
         batch_first: bool = False,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         *,
         pattern: Pattern = Full(),  # noqa: B008  (immutable)
@@ -198,6 +198,7 @@ class MultiheadAttention(nn.Module):
             sequences, queries or keys is like any other, except that it has no weights.
         Raises:
             ShapeError: The tensors do not fit.
+            PatternError: ``is_causal`` is not a bool, or the mask does not fit.
             UnsupportedError: Weights are asked for with terms, sink logits, tensor masks, a context, a precision or
                 dropout.
         """
@@ -289,7 +290,7 @@ class MultiheadAttention(nn.Module):
         batch, heads, nq, nk = *q.shape[:3], k.shape[2]
         if self.context is not None:
             nq = nk = self.context.seq_len
-        if flag("is_causal", is_causal, ShapeError):
+        if flag("is_causal", is_causal):
             pattern = pattern & Causal()
             attn_mask = None if isinstance(attn_mask, Tensor) else attn_mask
         if isinstance(attn_mask, Pattern):

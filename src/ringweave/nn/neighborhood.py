@@ -59,7 +59,7 @@ class NeighborhoodAttention(nn.Module):
         scale: float | None = None,
         terms: Term | ScoreMod | Sequence[Term | ScoreMod] | None = (),
         backend: str = "auto",
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()

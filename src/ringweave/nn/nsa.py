@@ -45,7 +45,7 @@ class BlockCompression(nn.Module):
         dim: int,
         block: int,
         stride: int,
-        device: torch.device | str | None,
+        device: torch.device | str | int | None,
         dtype: torch.dtype | None,
     ):
         super().__init__()
@@ -150,7 +150,7 @@ class NativeSparseAttention(ChoosingAttention):
         context: ContextParallel | None = None,
         precision: Precision | None = None,
         backend: str = "auto",
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.separate_kv = flag("separate_kv", separate_kv, ShapeError)

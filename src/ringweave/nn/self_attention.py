@@ -43,7 +43,7 @@ class ChoosingAttention(nn.Module):
         context: ContextParallel | None,
         precision: Precision | None,
         backend: str,
-        device: torch.device | str | None,
+        device: torch.device | str | int | None,
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()

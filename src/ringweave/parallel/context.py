@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..call import Arguments, Call, Operands
+from ..call import Arguments, Call
 from ..checks import one_of, whole
 from ..errors import RingError, ShapeError, UnsupportedError
 from ..patterns import Pattern
 from ..patterns.fitting import refuse
 from ..precision import Precision, as_precision
-from ..program import Program
+from ..torch_ops import attend as attend_alone
 from ..types import Place
-from ..validate import check_tensors
+from ..validate import autocast, check_tensors
 from .context_checks import (
     ContextOptions,
     check_backend,
@@ -362,7 +362,8 @@ class ContextParallel:
                 rank's shard is gone.
             backend: Backend, as in :func:`ringweave.attention`.
         Returns:
-            (B, Hq, seq_len, Dv), on every rank.
+            (B, Hq, seq_len, Dv), on every rank, in the dtype of q; under autocast in that of autocast, as one device
+            returns it.
         Raises:
             ShapeError: The tensors' shapes do not fit, or their dtypes differ.
             UnsupportedError: An input requires gradients, or the fallback is unknown.
@@ -371,6 +372,7 @@ class ContextParallel:
         one_of("fallback", fallback, ("raise", "single"))
         if not isinstance(pattern, Pattern):
             refuse(pattern)
+        q, k, v = autocast(q, k, v)
         check_tensors(q, k, v)
         pattern = pattern.bound(q.shape[1], k.shape[1])._for_call()
         check_replicated(q, k, v, self.seq_len)
@@ -388,7 +390,7 @@ class ContextParallel:
             if fallback == "raise" or not error.lost:
                 raise
             alone = Call.of(q, k, v, pattern, scale=scale, backend=backend)
-            return Program(alone).forward(Operands(q, k, v, scale))[0]
+            return attend_alone(alone, q, k, v, pattern.tables)[0]
 
     # ---- other ranks, other tables -----------------------------------------------------------------------------------
 

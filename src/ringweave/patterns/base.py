@@ -434,7 +434,7 @@ class Pattern(ABC):
         batch: int = 1,
         q_offset: int = 0,
         tile: int | tuple[int, int] | None = None,
-        device: str | torch.device = "cpu",
+        device: str | int | torch.device = "cpu",
     ) -> BlockPlan:
         """Plan the non-empty tiles of this pattern; see :func:`ringweave.plan`.
 

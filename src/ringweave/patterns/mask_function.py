@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import PatternError, in_a_line
 from ..torch_compat import dispatched, transforming, vmap_enabled, wrapped
-from ..trace.comparison import agrees, codes
+from ..trace.comparison import codes, disagreement
 from ..trace.evaluate import Formula
 from ..trace.graph import Graph, Node
 from ..trace.symbols import trace
@@ -126,23 +126,24 @@ class MaskFunction:
             raise changed("values that cannot be followed until its gradients are computed")
         return result  # type: ignore[no-any-return]
 
-    def computes(self, fn: Callable[..., Any], graph: Graph, place: Place) -> bool:
-        """Return whether a function computes its graph, which is this one; known code is not called again.
+    def disagreement(self, fn: Callable[..., Any], graph: Graph, place: Place) -> str:
+        """Return how a function differs from its graph, which is this one; known code is not called again.
 
         A function that asks for the type of its arguments may compute other pairs for symbols than for tensors.
         """
         known = codes(fn)
         if known in self._compared:
-            return True
+            return ""
         if transforming() or dispatched() or 0 in place[:4] or not isinstance(graph.result, Node):
             # tensors may have no values to compare, and there may be no pair; a constant depends on no argument
-            return True
+            return ""
         # a function that counts its calls has another graph in each
         with vmap_enabled():
-            if not agrees(fn, graph, place.lengths()) and trace(fn).key == graph.key:
-                return False
+            how = disagreement(fn, graph, place.lengths())
+            if how and trace(fn).key == graph.key:
+                return how
         self._compared.add(known)
-        return True
+        return ""
 
 
 def called(fn: Callable[..., Any]) -> str:

@@ -221,10 +221,10 @@ class Recorded(OfFunction):
 
     def compared(self, place: Place) -> Recorded:
         """Return this pattern if the function computes its graph at a call; else one that calls the function."""
-        if self._graph is None or self._fn is None or self.function.computes(self._fn, self._graph, place):
+        if self._graph is None or self._fn is None:
             return self
-        why = "it computes other pairs for tensors than for the symbols of a trace"
-        return unrecorded(self._fn, why, pairs=self._pairs)._chosen(self._batch, self._head)
+        how = self.function.disagreement(self._fn, self._graph, place)
+        return unrecorded(self._fn, how, pairs=self._pairs)._chosen(self._batch, self._head) if how else self
 
     def relation(self, place: Place) -> Pattern | None:
         """Return the pattern with the pairs of the graph over the positions of a call; None without one."""

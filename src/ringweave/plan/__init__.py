@@ -56,7 +56,7 @@ def plan(
     batch: int = 1,
     q_offset: int | Literal["end"] = 0,
     tile: int | tuple[int, int] | None = None,
-    device: str | torch.device = "cpu",
+    device: str | int | torch.device = "cpu",
 ) -> BlockPlan:
     """Plan the non-empty tiles of a pattern, by rows and by columns, with the masks of partial tiles; cached.
 

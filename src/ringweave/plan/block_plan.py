@@ -179,7 +179,7 @@ class BlockPlan:
         counts = (self.row_ptr[:, -1] - self.row_ptr[:, 0]).long()[self.row_set.long()]
         return (counts.reshape(-1).cumsum(0) - counts.reshape(-1)).view(counts.shape)
 
-    def to(self, device: torch.device | str) -> BlockPlan:
+    def to(self, device: torch.device | str | int) -> BlockPlan:
         """Return the plan on a device; on the CPU its lists have no unused places."""
         device = check_device(device)
         moved = {name: getattr(self, name).to(device) for name in _TENSORS}

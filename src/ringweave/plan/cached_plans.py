@@ -73,7 +73,7 @@ class PlanCache:
         batch: int = 1,
         q_offset: int = 0,
         tile: tuple[int, int],
-        device: str | torch.device = "cpu",
+        device: str | int | torch.device = "cpu",
     ) -> BlockPlan:
         """Return the plan of a pattern, from the cache if possible; arguments as in :func:`ringweave.plan`."""
         if not isinstance(pattern, Pattern):
@@ -153,7 +153,7 @@ class PlanCache:
         self._decode_plans.clear()
 
 
-def _place(device: str | torch.device) -> torch.device:
+def _place(device: str | int | torch.device) -> torch.device:
     """Add the current index to the device "cuda", as the devices of tensors have it."""
     device = named_device(device)
     if device.type == "cuda" and device.index is None:

@@ -49,7 +49,7 @@ def explain(
     value_dim: int | None = None,
     batch: int = 1,
     dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
+    device: str | int | torch.device = "cpu",
     scale: float | None = None,
     q_offset: int | Tensor | Literal["end"] = 0,
     k_offset: int | Tensor = 0,

@@ -15,7 +15,8 @@ from torch import Tensor
 from ..cache import PATTERNS
 from ..patterns.cache_key import TableId
 from ..torch_compat import dispatched, transforming
-from ..trace.comparison import agrees, codes
+from ..trace import comparison
+from ..trace.comparison import codes
 from ..trace.evaluate import Arguments
 from ..trace.graph import Graph
 from ..types import Place
@@ -25,14 +26,16 @@ _SCORES = 0.0, 0.5, -0.5, 3.0, -3.0, 40.0, -40.0
 _NBYTES = 2**12
 
 
-def agreed(
+def disagreement(
     score_mod: Callable[..., Any],
     graph: Graph,
     place: Place,
     dtype: torch.dtype,
     *recognised: Callable[[Arguments], Tensor],
-) -> bool:
-    """Return whether a function computes its graph, and what that was recognised as; a known one is not called again.
+) -> str:
+    """Return how a function differs from its graph, or from what that was recognised as; empty if it does not.
+
+    A known function is not called again.
 
     A function is known by its code and its graph, in which numbers count by value and tables by shape. Where all
     entries of a table are equal, as in one of zeros, it is compared again once the table is written to. An unknown
@@ -47,23 +50,23 @@ def agreed(
     """
     key: Hashable = "score function", codes(score_mod), graph.key, place, len(recognised)
     known = PATTERNS.get(key)
-    if isinstance(known, bool):
+    if isinstance(known, str):
         return known
     if transforming() or dispatched():
-        return True
+        return ""
     tables = tuple(map(TableId, graph.tensors))
     if known is not None and known == tables:
-        return True
+        return ""
     lengths = {"score": torch.tensor(_SCORES, dtype=dtype, device="cpu"), **place.lengths()}
-    same = agrees(score_mod, graph, lengths, *recognised)
+    how = comparison.disagreement(score_mod, graph, lengths, *recognised)
     if tables != tuple(map(TableId, graph.tensors)):
         # another thread wrote to one of them meanwhile
-        return same
-    if same and not all(map(_varies, graph.tensors)):
+        return how
+    if not how and not all(map(_varies, graph.tensors)):
         PATTERNS.put(key, tables, _NBYTES + sum(x.nbytes for x in graph.tensors))
     else:
-        PATTERNS.put(key, same, _NBYTES)
-    return same
+        PATTERNS.put(key, how, _NBYTES)
+    return how
 
 
 def _varies(x: Tensor) -> bool:

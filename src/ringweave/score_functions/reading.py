@@ -19,7 +19,7 @@ from ..trace.graph import Graph, UntraceableError
 from ..trace.symbols import trace
 from ..types import Place
 from ..validate import checked_scale
-from .agreement import agreed
+from .agreement import disagreement
 from .recognised import Score, score_of
 
 
@@ -121,9 +121,8 @@ def _score(function: ScoreMod, at: Positions, dtype: torch.dtype) -> tuple[Graph
         score = _placed(score_of(graph, at.place), at)
     except UntraceableError as error:
         return None, str(error)
-    if not agreed(function, graph, at.place, dtype, *([] if isinstance(score, str) else [score.at])):
-        return None, "it computes another value than its formula does when it is traced"
-    return graph, score
+    how = disagreement(function, graph, at.place, dtype, *([] if isinstance(score, str) else [score.at]))
+    return (None, how) if how else (graph, score)
 
 
 def _placed(score: Score | str, at: Positions) -> Score | str:

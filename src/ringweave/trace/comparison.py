@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..errors import in_a_line
 from ..torch_compat import dispatched, transforming, version
 from .evaluate import Arguments, evaluated
 from .graph import Graph
@@ -22,13 +23,13 @@ _PAIRS, _ROUNDINGS = 64, 32
 _MOST_ROUNDED = 2.0**-7
 
 
-def agrees(
+def disagreement(
     function: Callable[..., Any],
     graph: Graph,
     lengths: Mapping[str, Tensor],
     *recognised: Callable[[Arguments], Tensor],
-) -> bool:
-    """Whether a function and its graph compute the same at the corners of a call, and at some further pairs.
+) -> str:
+    """Return how a function differs from its graph at the corners of a call or at some further pairs; empty if nowhere.
 
     A function that asks for the type of its arguments may behave in another way for symbols. So a graph that is seen
     for the first time of the code of a function is compared with the function itself.
@@ -47,18 +48,29 @@ def agrees(
         at[name] = values[torch.cat([corners, further])]
     try:
         with torch.no_grad():
-            got = evaluated(graph, at)
-            others = [compute(at) for compute in recognised]
+            computed = [evaluated(graph, at), *(compute(at) for compute in recognised)]
+    except Exception:  # noqa: BLE001
+        # an operation of the function may raise it, which then does
+        computed = []
+    try:
         # with gradients, as in the trace, since the function may keep tables that it makes; a checkpoint does not see
         # what the comparison saves, since a repeated call is not compared
         with torch.enable_grad(), ScalarIndices(), saved_tensors_hooks(_unchanged, _unchanged):
             want = torch.vmap(function)(*[x.clone() for x in at.values()])
-    except Exception:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001
         # whatever a user's function raises; its caller calls it again in another way
-        return False
+        return f"it raises {in_a_line(error)}"
+    return "" if computed and _equal(graph, at, want, *computed) else _OTHER
+
+
+_OTHER = "it computes another value than its formula does when it is traced"
+
+
+def _equal(graph: Graph, at: Arguments, want: object, got: Tensor, *recognised: Tensor) -> bool:
+    """Whether a graph, and its recognised forms, have computed what the function has, up to rounding."""
     if not isinstance(want, Tensor) or got.dtype != want.dtype:
         return False
-    want, got, *others = (each.detach().to(want.dtype).expand(want.shape) for each in (want, got, *others))
+    want, got, *others = (each.detach().to(want.dtype).expand(want.shape) for each in (want, got, *recognised))
     if not want.is_floating_point():
         return all(torch.equal(each, want) for each in (got, *others))
     # sums of products are rounded in another order

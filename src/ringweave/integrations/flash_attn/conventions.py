@@ -159,19 +159,20 @@ def relation(left: int | None, right: int | None, reach: int) -> Pattern:
 
 def attend(inputs: Inputs, options: Options) -> Result:
     """Compute attention of q, k, v (B, N, H, D), with the last query at the last key."""
-    if not options.shared:
-        parts = []
-        for b in range(len(inputs[0])):
-            q, k, v = (x[b : b + 1] for x in inputs)
-            parts.append(attend((q, k, v), options.of_sequence(b)))
-        return Result(torch.cat([part.out for part in parts]), joined(parts, 0))
     q, k, v = (x.transpose(1, 2) for x in inputs)
     if 0 in (len(q), q.shape[2], k.shape[2]):
         return _of_nothing(q, k, v, options.with_lse)
     # where every pair is attended, positions change nothing
     first = 0 if isinstance(options.pattern, Full) and options.slopes is None else k.shape[2] - q.shape[2]
-    out, lse = _attended(q, k, v, options, first)
-    return Result(_contiguous(out.transpose(1, 2)), lse)
+    if options.slopes is None or options.slopes.ndim == 1:
+        out, lse = _attended(q, k, v, options, first)
+        return Result(_contiguous(out.transpose(1, 2)), lse)
+    # a slope belongs to a head, so the sequences' heads are those of one sequence
+    whole = options._replace(slopes=options.slopes.flatten())
+    heads, (q, k, v) = q.shape[:2], (x.flatten(0, 1)[None] for x in (q, k, v))
+    out, lse = _attended(q, k, v, whole, first)
+    out = out[0].unflatten(0, heads)
+    return Result(_contiguous(out.transpose(1, 2)), None if lse is None else lse[0].unflatten(0, heads))
 
 
 def _contiguous(out: Tensor) -> Tensor:
@@ -240,7 +241,7 @@ def attend_packed(inputs: Inputs, bounds: tuple[Tensor, Tensor], options: Option
         )
         result = _in_documents(inputs, Documents(**given), options)
     else:
-        result = _one_by_one(inputs, of_q, of_k, options)
+        result = _by_sequence(inputs, of_q, of_k, options)
     return with_rest(result, len(q))
 
 
@@ -274,9 +275,13 @@ def _in_documents(inputs: Inputs, documents: Documents, options: Options) -> Res
     return Result(_contiguous(out[0].transpose(0, 1)), None if lse is None else lse[0])
 
 
-def _one_by_one(inputs: Inputs, of_q: list[int], of_k: list[int], options: Options) -> Result:
-    """Compute attention of packed sequences in a call for each."""
+def _by_sequence(inputs: Inputs, of_q: list[int], of_k: list[int], options: Options) -> Result:
+    """Compute attention of packed sequences in a call for each, or in one call if they are equally long."""
     sizes = [[b - a for a, b in itertools.pairwise(bounds)] for bounds in (of_q, of_k, of_k)]
+    if all(len({*lengths}) == 1 for lengths in sizes):
+        q, k, v = (x.unflatten(0, (len(lengths), lengths[0])) for x, lengths in zip(inputs, sizes, strict=True))
+        whole = attend((q, k, v), options)
+        return Result(whole.out.flatten(0, 1), None if whole.lse is None else whole.lse.transpose(0, 1).flatten(1))
     # the gradients of a split are joined once, where those of slices are summed in full
     each = zip(*(x.split(lengths) for x, lengths in zip(inputs, sizes, strict=True)), strict=True)
     parts = [attend((q[None], k[None], v[None]), options.of_sequence(b)) for b, (q, k, v) in enumerate(each)]

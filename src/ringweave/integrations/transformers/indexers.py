@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ...adaptive import lightning_indexer
 from ...errors import UnsupportedError
 from .keywords import OTHER
-from .masks import MaskRows
+from .masks import MaskRows, values_of
 from .models import HOOKS
 
 # name of the module that chooses keys in an attention layer
@@ -45,7 +45,39 @@ def all_keys(indices: Tensor, keys: int) -> bool:
     )
 
 
-class Products:
+class _Symbol:
+    """A tensor that is not computed; operations that it does not remember get its values."""
+
+    def values(self) -> Tensor:
+        """Compute the tensor."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.values(), name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operation of torch with the values."""
+        return func(*values_of(cls, args), **values_of(cls, kwargs or {}))
+
+
+def _give_operators() -> None:
+    """Give symbols the operators of Python, which it looks up in a class."""
+
+    def of_values(name: str) -> Any:
+        return lambda self, *others: getattr(self.values(), name)(*others)
+
+    for name in ("getitem", "neg", "eq", "ne", "lt", "le", "gt", "ge"):
+        setattr(_Symbol, f"__{name}__", of_values(f"__{name}__"))
+    for name in ("add", "sub", "mul", "truediv", "matmul", "pow"):
+        for side in ("", "r"):
+            setattr(_Symbol, f"__{side}{name}__", of_values(f"__{side}{name}__"))
+
+
+_give_operators()
+
+
+class Products(_Symbol):
     """The products of an indexer's queries and keys, (B, queries, heads, keys), which are not computed.
 
     Args:
@@ -71,24 +103,19 @@ class Products:
             return Products(self.q, self.k, self.scale * factor, self.positive, self.reading)
         return self.values() * factor
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.values(), name)
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Remember a relu and a weighted sum over the heads; compute the products for other operations."""
-        kwargs = kwargs or {}
-        if func in (torch.relu, torch.nn.functional.relu) and not kwargs.get("inplace"):
+        if func in (torch.relu, torch.nn.functional.relu) and len(args) == 1 and not (kwargs or {}).get("inplace"):
             return Products(args[0].q, args[0].k, args[0].scale, True, args[0].reading)
-        if func is torch.matmul and isinstance(args[0], Tensor) and args[1].positive and not kwargs:
+        if func is torch.matmul and len(args) == 2 and isinstance(args[0], Tensor) and args[1].positive and not kwargs:
             products, weights = args[1], args[0]
             if weights.shape == (*products.q.shape[:2], 1, products.q.shape[2]):
                 return Scores(products, weights)
-        args = tuple(each.values() if isinstance(each, Products) else each for each in args)
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
-class Scores:
+class Scores(_Symbol):
     """Weighted sums of products over the heads, (B, queries, 1, keys) or (B, queries, keys), which are not computed.
 
     Args:
@@ -153,14 +180,6 @@ class Scores:
         if products.reading is not None:
             products.reading.chosen = index
         return Chosen(index)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.values(), name)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute the scores for operations of torch."""
-        return func(*(each.values() if isinstance(each, Scores) else each for each in args), **(kwargs or {}))
 
 
 class Reading(TorchFunctionMode):

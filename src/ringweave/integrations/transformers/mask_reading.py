@@ -23,7 +23,7 @@ from ...checks import INTEGERS
 from ...patterns import Documents, Pattern
 from ...patterns.traced import of_keys, of_relation
 from ...torch_compat import dispatched, require, transforming
-from ...trace.comparison import Reads, agrees, codes, reads
+from ...trace.comparison import Reads, codes, disagreement, reads
 from ...trace.graph import Graph, H, Node, UntraceableError, deps_of, filled_in
 from ...trace.relation import Runs, as_relation, distances_of, operands
 from ...trace.symbols import trace
@@ -124,8 +124,8 @@ def _compare(function: MaskFunction, graph: Graph, positions: Positions, runs: R
         # all its distances occur
         ends = [abs(int(end)) for run in runs for end in run if math.isfinite(end)]
         n = min(2 * max(ends, default=0) + _LEAST, _LONGEST)
-    if not agrees(function, graph, Place(positions.batch, 1, n, n).lengths()):
-        raise MisreadError("it computes another mask for tensors than for symbols")
+    if how := disagreement(function, graph, Place(positions.batch, 1, n, n).lengths()):
+        raise MisreadError(how)
 
 
 def _device(graph: Graph) -> torch.device:

@@ -290,12 +290,21 @@ class MaskRows(_Carried):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an operation of torch with the values."""
-        args = tuple(each.values() if isinstance(each, MaskRows) else each for each in args)
-        kwargs = {name: each.values() if isinstance(each, MaskRows) else each for name, each in (kwargs or {}).items()}
-        return func(*args, **kwargs)
+        return func(*values_of(MaskRows, args), **values_of(MaskRows, kwargs or {}))
 
     def __repr__(self) -> str:
         return f"MaskRows({self.mask!r}, {self.forbidden})"
+
+
+def values_of(symbols: type[Any], given: Any) -> Any:
+    """Return an argument of an operation with the values of all objects of a class, also of those in lists."""
+    if isinstance(given, symbols):
+        return given.values()
+    if type(given) in (list, tuple):
+        return type(given)([values_of(symbols, each) for each in given])
+    if type(given) is dict:
+        return {name: values_of(symbols, each) for name, each in given.items()}
+    return given
 
 
 _WANTED = "a mask that goes to attention as it is"
@@ -414,9 +423,8 @@ class ShardMask(_Carried):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
         """Support ``torch.zeros_like``, and refuse other operations."""
-        if func is torch.zeros_like:
-            local: Tensor = args[0].local
-            like: Tensor = torch.zeros_like(local)
+        if func is torch.zeros_like and args:
+            like: Tensor = torch.zeros_like(args[0].local, *args[1:], **(kwargs or {}))
             return like
         return _refuse_values(f"torch.{func.__name__} of it")
 

@@ -24,7 +24,7 @@ _BYTES = 2**10
 
 
 class MisreadError(UntraceableError):
-    """A function computes another mask for tensors than for symbols, so it has no graph."""
+    """A function computes another mask for tensors than for symbols, or raises an error, so it has no graph."""
 
 
 class Chunks(NamedTuple):
