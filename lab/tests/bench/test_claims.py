@@ -374,11 +374,14 @@ def of_avx2() -> Iterator[tuple[str, str]]:
             figure("avx2/decode.jsonl", f"{dtype}: share of the speed of memory, medians", size)
             for dtype in ("float32", "bfloat16", "int8")
         ]
-        cells = [f"{share:.0%} in {dtype}" for share, dtype in zip(shares, ("float32", "bfloat16", "int8"), strict=True)]
+        cells = [
+            f"{share:.0%} in {dtype}" for share, dtype in zip(shares, ("float32", "bfloat16", "int8"), strict=True)
+        ]
         yield AMD, f"{tokens:,} tokens {cells[0]}, {cells[1]} and {cells[2]}"
     size = "8192 tokens, 16 heads over 1 key head of 64"
     blocks = [
-        figure("avx2/selected.jsonl", f"16 blocks of 64, {way} over causal", size) for way in ("forward", "with gradients")
+        figure("avx2/selected.jsonl", f"16 blocks of 64, {way} over causal", size)
+        for way in ("forward", "with gradients")
     ]
     step = figure(
         "avx2/selected.jsonl", "a step, a new list each time, over the dense step",
