@@ -159,5 +159,9 @@ def test_the_cheaper_form() -> None:
             limited = n * absorbed < min(nk, 128 * n) * expanded
             wanted = limited and own * absorbed < together * expanded
             assert latents._costs_less(indices, nk, absorbed, expanded) == wanted
+    # of a long call some tiles are looked at
+    long = torch.rand(1, 128 * 70, 64, generator=generator).topk(2).indices
+    assert latents._costs_less(long, 64, 20.0, 1)
+    assert not latents._costs_less(long, 64, 33.0, 1)
     assert latents._costs_less(apart, nk, 5.0, 1)
     assert not latents._costs_less(shared, nk, 5.0, 1)

@@ -108,7 +108,7 @@ def attend(
     try:
         absorbed = None
         if isinstance(key, Latents):
-            absorbs = scaling is not None and not dropout
+            absorbs = scaling is not None and not dropout and position_bias is None
             key, value, attention_mask, indices, absorbed = states_of(
                 module, query, key, attention_mask, indices, output_attentions, absorbs
             )

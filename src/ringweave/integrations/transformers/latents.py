@@ -20,9 +20,10 @@ from .masks import Facts, PatternMask
 from .model_cache import PagedStates, refused
 from .saved_patterns import ATTRIBUTE, NAME
 
-# fewest queries of a call in the absorbed form; queries that expanded keys are computed for together; and queries whose
-# absorbed form is held at a time
-_FEWEST, _TILE, _CHUNK = 512, 128, 2048
+# fewest queries of a call in the absorbed form, and queries whose absorbed form is held at a time
+_FEWEST, _CHUNK = 512, 2048
+# queries that expanded keys are computed for together, and most such tiles that are looked at
+_TILE, _SAMPLE = 128, 64
 # time of a product of the absorbed form over one of expanded keys, forward and with gradients (measured)
 _SLOWER = 1.5, 1.7
 
@@ -153,12 +154,15 @@ def _costs_less(indices: Tensor, nk: int, absorbed: float, expanded: int) -> boo
     batch, queries, n = indices.shape
     if n * absorbed >= min(nk, _TILE * n) * expanded:
         return False
-    tiles = -(-queries // _TILE)
-    chosen = torch.zeros(batch, tiles, nk + 1, dtype=torch.bool, device=indices.device)
-    at = torch.nn.functional.pad(indices, (0, 0, 0, tiles * _TILE - queries), value=-1).reshape(batch, tiles, -1)
-    chosen.scatter_(2, torch.where(at < 0, nk, at).clamp(max=nk).long(), True)
-    together = int(chosen[..., :nk].sum()) * _TILE
-    return int((indices >= 0).sum()) * absorbed < together * expanded
+    own = together = 0
+    step = -(-queries // (_TILE * _SAMPLE)) * _TILE
+    for first in range(0, queries, step):
+        rows = indices[:, first : first + _TILE].flatten(1)
+        chosen = torch.zeros(batch, nk + 1, dtype=torch.bool, device=rows.device)
+        chosen.scatter_(1, torch.where(rows < 0, nk, rows).clamp(max=nk).long(), True)
+        own += int((rows >= 0).sum())
+        together += int(chosen[:, :nk].sum()) * _TILE
+    return own * absorbed < together * expanded
 
 
 def states_of(
@@ -179,7 +183,7 @@ def states_of(
         mask: The mask of the call.
         indices: The chosen keys, or None.
         weights: Whether the call returns weights, which are those of all keys.
-        absorbs: Whether the call may have the absorbed form: its scale is known, and it drops no weights.
+        absorbs: Whether the call may have the absorbed form: its scale is known, it drops no weights and has no bias.
     """
     chosen = indices is not None and indices.shape[-1] < key.shape[2]
     if chosen and not weights and isinstance(mask, PatternMask) and mask.facts.context is None:
