@@ -131,20 +131,8 @@ def attend(
             terms.append(call.bias(position_bias))
         options: dict[str, Any] = {"scale": scaling, "terms": terms, "sink_logits": s_aux if sinks is None else sinks}
         if call.pages is not None:
-            remedy = f"Pass {CACHE}=DynamicCache()."
-            # without a mask a layer attends all earlier tokens, so a longer call must be the first one
-            later = attention_mask is None and 1 < call.nq != call.pages.seen
-            if later or bias is not None or position_bias is not None:
-                got = "a mask or bias of numbers, or no mask for several queries after cached tokens"
-                raise UnsupportedError(CACHE, got, "a mask (B, tokens) with keys in pages", remedy)
-            if facts.cut and facts.q_offset + call.nq != call.pages.seen:
-                got = f"{call.nq} queries from number {facts.q_offset} on, of {call.pages.seen} tokens"
-                raise UnsupportedError(CACHE, got, "the last queries with keys in pages", remedy)
-            if output_attentions:
-                raise UnsupportedError("output_attentions", "keys in pages", "another cache", remedy)
-            if dropout:
-                got, remedy = f"{dropout} with keys in pages", f"Call model.eval(). {remedy}"
-                raise UnsupportedError("dropout", got, "0, as in evaluation", remedy)
+            numbers = bias is not None or position_bias is not None
+            call.check_pages(attention_mask, facts, numbers, output_attentions, dropout)
             out = paged_attention(call.query, call.pages.pages, pattern, **options)
             # nothing may fail after the layer counts as attended; add returns None
             return out.transpose(1, 2).contiguous(), call.pages.writes.attended.add(call.pages.layer)  # type: ignore[func-returns-value]
@@ -248,6 +236,33 @@ class LayerCall:
         if mask.dtype == torch.bool:
             return torch.zeros_like(mask, dtype=self.query.dtype).masked_fill(~mask, -torch.inf)
         return mask
+
+    def check_pages(self, mask: object, facts: Facts, numbers: bool, weights: bool | None, dropout: float) -> None:
+        """Raise UnsupportedError for a call that keys in pages cannot have.
+
+        Args:
+            mask: The mask that the layer passed.
+            facts: The facts of the call's mask.
+            numbers: Whether numbers are added to the scores.
+            weights: Whether the call returns weights.
+            dropout: Probability of dropping a weight.
+        """
+        pages = self.pages
+        assert pages is not None
+        remedy = f"Pass {CACHE}=DynamicCache()."
+        # without a mask a layer attends all earlier tokens, so a longer call must be the first one
+        later = mask is None and 1 < self.nq != pages.seen
+        if later or numbers:
+            got = "a mask or bias of numbers, or no mask for several queries after cached tokens"
+            raise UnsupportedError(CACHE, got, "a mask (B, tokens) with keys in pages", remedy)
+        if facts.cut and facts.q_offset + self.nq != pages.seen:
+            got = f"{self.nq} queries from number {facts.q_offset} on, of {pages.seen} tokens"
+            raise UnsupportedError(CACHE, got, "the last queries with keys in pages", remedy)
+        if weights:
+            raise UnsupportedError("output_attentions", "keys in pages", "another cache", remedy)
+        if dropout:
+            got, remedy = f"{dropout} with keys in pages", f"Call model.eval(). {remedy}"
+            raise UnsupportedError("dropout", got, "0, as in evaluation", remedy)
 
     def check_choice(
         self, given: PatternMask | Tensor | None, mask: PatternMask, keys: Tensor | None, blocks: Tensor | None
