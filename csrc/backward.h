@@ -94,7 +94,7 @@ inline TileMask column_mask(const Problem &pb, int32_t mask_id, int rows, int ke
   return {m.mask, plan.words, nullptr};
 }
 
-// The mask without the pairs of rows of which all scores are -inf: such a row attends nothing, whatever Q and dO are.
+// Takes the rows with scores of -inf alone out of a mask. They attend nothing, whatever Q and dO are.
 inline TileMask without_empty(const TileMask &mask, const float *lse, int rows, int keys, int words,
                               const BackwardMemory &m) {
   bool any = false;

@@ -2,8 +2,8 @@
 
 For each call of a kernel's function by another, the interpreter searches the whole language for names to replace,
 although the launch has replaced them. Here it searches only if an original name is found. For each operation it makes a
-table of types, which is kept here. It computes sums and products of integers again with 64 bits, to find overflows, and
-drops what it found unless TRITON_DEBUG is set; here it computes them only then.
+table of types, which is kept here. It computes sums and products of integers again with 64 bits to find overflows, and
+drops its finding unless TRITON_DEBUG is set. With this plugin it looks for overflows in that case only.
 """
 
 from __future__ import annotations

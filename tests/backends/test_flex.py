@@ -237,7 +237,7 @@ def finite(results: dict[str, Tensor]) -> bool:
     return all(bool((x.isfinite() | x.isneginf()).all()) for x in results.values())
 
 
-def test_what_nobody_attends_reaches_nothing(traced: None) -> None:
+def test_numbers_of_unattended_tokens_reach_nothing(traced: None) -> None:
     """NaN in keys and values that no query attends, in a partial tile too, and in queries that attend nothing."""
     table = torch.tensor([[1, 1], [0, 0]]).bool()
     pattern = rw.patterns.Periodic(1000, 0, 80) & rw.BlockTable(table, 128)

@@ -249,7 +249,7 @@ def test_compiled_choices_know_documents_when_they_run(name: str) -> None:
     fewer = {"num_hidden_layers": 1, "mlp_layer_types": ["dense"]} if name == "deepseek_v32" else {}
     model = ours(name, "patch", **fewer).eval()
     compiled = torch.compile(model, backend="eager")
-    # positions of one document, whose graph is that of packed ones; the next test compiles a call without positions
+    # the positions of one document have the graph of packed ones; the next test compiles a call without positions
     one = {"use_cache": False, "position_ids": torch.arange(LENGTH)[None]}
     wanted = model(IDS[:1], **one).logits
     torch.testing.assert_close(compiled(IDS[:1], **one).logits, wanted, atol=1e-5, rtol=1e-4)

@@ -7,7 +7,6 @@ values. DeepSeek-V2 calls this the absorbed form (https://arxiv.org/abs/2405.044
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,8 +19,9 @@ from .masks import Facts, PatternMask
 from .model_cache import PagedStates, refused
 from .saved_patterns import ATTRIBUTE, NAME
 
-# fewest queries of a call in the absorbed form, and queries whose absorbed form is held at a time
-_FEWEST, _CHUNK = 512, 2048
+# A call with fewer queries expands its keys. The absorbed form of a chunk of queries is held at a time. That the layer
+# multiplies latents by factors is checked for some keys.
+_FEWEST, _CHUNK, _CHECKED = 512, 2048, 8
 # queries that expanded keys are computed for together, and most such tiles that are looked at
 _TILE, _SAMPLE = 128, 64
 # time of a product of the absorbed form over one of expanded keys, forward and with gradients (measured)
@@ -63,15 +63,19 @@ class Latents:
         if query.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
             return None
         rank, turned = x.shape[3], rotated.shape[3]
-        ones = torch.eye(rank, dtype=x.dtype, device=x.device)[None, None]
-        keys, values = self.expand(ones, rotated.new_zeros(1, 1, rank, turned))
-        grads = torch.is_grad_enabled() and any(each.requires_grad for each in (query, x, rotated, keys))
+        # some keys tell the sizes, and below whether the function multiplies latents by factors
+        step = -(-x.shape[2] // _CHECKED)
+        some = x[:, :, ::step], rotated[:, :, ::step]
+        keys, values = self.expand(*some)
+        grads = torch.is_grad_enabled() and any(each.requires_grad for each in (query, x, rotated, keys, values))
         expanded = keys.shape[3] + values.shape[3]
         if not _costs_less(indices, x.shape[2], _SLOWER[grads] * (2 * rank + turned), expanded):
             return None
-        keys = keys[..., : keys.shape[3] - turned]
-        found = Absorbed(torch.cat((x, rotated), -1), rank, keys, values)
-        return found if keys.shape[3] > 0 and found.expands(self.expand) else None
+        ones = torch.eye(rank, dtype=x.dtype, device=x.device)[None, None]
+        of_keys, of_values = self.expand(ones, rotated.new_zeros(1, 1, rank, turned))
+        of_keys = of_keys[..., : keys.shape[3] - turned]
+        found = Absorbed(torch.cat((x, rotated), -1), rank, of_keys, of_values)
+        return found if found.expands(some, (keys, values)) else None
 
     def of(self, indices: Tensor, mask: PatternMask) -> tuple[Tensor, Tensor, PatternMask]:
         """Return the chosen keys and values of a single query, and the mask of those that the query may attend.
@@ -107,17 +111,16 @@ class Absorbed(NamedTuple):
     values: Tensor
 
     @torch.no_grad()
-    def expands(self, expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> bool:
-        """Return whether a layer's function computes the products with the factors, from its results for some keys."""
-        some = self.states[:, :, :: -(-self.states.shape[2] // 8)]
-        latents, rotated = some[..., : self.rank], some[..., self.rank :]
-        # roundings, of sums in two orders
-        room = max(4 * torch.finfo(some.dtype).eps, 64 * torch.finfo(torch.float32).eps)
+    def expands(self, some: tuple[Tensor, Tensor], got: tuple[Tensor, Tensor]) -> bool:
+        """Return whether some latents, with the parts of their keys with positions, have these keys and values."""
+        latents, rotated = some
         first = latents @ self.keys
         wanted = torch.cat((first, rotated.expand(*first.shape[:3], -1)), -1), latents @ self.values
+        # sums in two orders round differently
+        room = max(4 * torch.finfo(latents.dtype).eps, 64 * torch.finfo(torch.float32).eps)
         return all(
-            got.shape == want.shape and bool((got - want).norm() <= room * want.norm())
-            for got, want in zip(expand(latents, rotated), wanted, strict=True)
+            one.shape == two.shape and bool((one - two).norm() <= room * two.norm())
+            for one, two in zip(got, wanted, strict=True)
         )
 
     def attend(

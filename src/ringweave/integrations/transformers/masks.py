@@ -297,7 +297,7 @@ class MaskRows(_Carried):
 
 
 def values_of(symbols: type[Any], given: Any) -> Any:
-    """Return an argument of an operation with the values of all objects of a class, also of those in lists."""
+    """Replace the objects of a class by their values in an argument of an operation, and in lists and dicts in it."""
     if isinstance(given, symbols):
         return given.values()
     if type(given) in (list, tuple):
