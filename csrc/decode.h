@@ -35,6 +35,13 @@ RW_INLINE F4 max_lanes(V (&x)[kFew], F4 least) {
 template <class Op, int T>
 constexpr int parts = Op::depth == 2 ? 1 : in_word<T>;
 
+// Bytes of the keys or values of a panel that is prefetched one panel earlier than others (measured).
+constexpr int kLargePanel = 32 << 10;
+
+struct Panel {
+  Rows keys, values;
+};
+
 struct Few {
   // aligned, since vectors that cross cache lines make a step a tenth slower
   alignas(64) float s[kFew * kPanelRows], out[kFew * kMostChannels], total[kFew * kMostChannels];
@@ -354,8 +361,12 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
   bool several = false;
   const int pw = panel_width(0, lanes.count);  // few queries fit the first panel
   const int64_t nk = keys_of(pb, u.batch);
-  Rows k[2], v;
-  Rows *keys_now = &k[0], *keys_next = &k[1];
+  Panel panels[2];
+  Panel *now = &panels[0], *ahead = &panels[1];
+  // Reading dominates. Beside the scores this panel's values are prefetched, and beside the sums the next panel's keys.
+  // Many lines of a large panel would still be on their way when they are needed, so large panels are prefetched one
+  // panel earlier: the next panel's keys beside the scores, and its values beside the sums.
+  const bool far = kPanelRows * larger(pb.d, pb.dv_dim) * bytes_of((Dtype)T) >= kLargePanel && !pb.k.chosen;
   Places of_entries[2];  // of even and of odd entries
   const auto places_of = [&](int64_t e) {
     return entry_places<Op>(pb, u.batch, e, lanes.rows, true, of_entries[e & 1]);
@@ -364,19 +375,20 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
   auto panel_end = [&](const Places *places, int k0, int keys) {
     return pb.spacing.apart() ? panel_cut(pb.spacing, k0, keys) : chunk_end(pb.spacing, places, k0, keys);
   };
-  auto set_rows = [&](Rows &rows, const View &t, const Places *places, int64_t tile, int k0, int n, int width) {
-    rows.set(t, u, places ? tile : tile + k0, n, width, places ? places->row + k0 : nullptr);
-  };
-  auto set_next = [&](const Places *places, int64_t tile, int k0, int keys) {
-    set_rows(*keys_next, pb.k, places, tile, k0, k0 < keys ? panel_end(places, k0, keys) - k0 : 0, pb.d);
+  auto set_ahead = [&](const Places *places, int64_t tile, int k0, int keys) {
+    const int n = k0 < keys ? panel_end(places, k0, keys) - k0 : 0;
+    const uint8_t *at = places ? places->row + k0 : nullptr;
+    ahead->keys.set(pb.k, u, places ? tile : tile + k0, n, pb.d, at);
+    ahead->values.set(pb.v, u, places ? tile : tile + k0, n, pb.dv_dim, at);
   };
   auto tile_keys = [&](int64_t e) { return (int)smaller(plan.kv_tile, nk - (int64_t)plan.col[e] * plan.kv_tile); };
   const Places *places, *places_ahead = nullptr;
   auto set_first = [&](int64_t e) {
     places_ahead = places_of(e);
-    set_next(places_ahead, (int64_t)plan.col[e] * plan.kv_tile, 0, places_ahead ? places_ahead->count : tile_keys(e));
+    set_ahead(places_ahead, (int64_t)plan.col[e] * plan.kv_tile, 0, places_ahead ? places_ahead->count : tile_keys(e));
   };
   if (begin < end) set_first(begin);
+  if (begin < end && far) Fetch(ahead->values).rest();
   for (int64_t e = begin; e < end; ++e) {
     const int64_t first = (int64_t)plan.col[e] * plan.kv_tile;
     int keys = tile_keys(e);
@@ -408,16 +420,20 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
           if (full[0] >> l & 1) few_join(f, l, scale.c);
         several |= any;
       }
-      Rows *const done = keys_now;
-      keys_now = keys_next, keys_next = done;
-      set_rows(v, pb.v, places, first, k0, n, pb.dv_dim);
+      Panel *const done = now;
+      now = ahead, ahead = done;
+      if (k0 + n < keys)
+        set_ahead(places, first, k0 + n, keys);
+      else if (e + 1 < last)
+        set_first(e + 1);
+      else
+        set_ahead(nullptr, 0, 0, 0);
+      Rows &v = now->values;
       for (int r = 0; allowed.dead && r < n; ++r)
         if (allowed.dead[r]) v.row[r] = kZeros;
       if (n % 2) v.row[n] = kZeros;
-      // Reading dominates: while the scores are computed, this panel's values are prefetched; while the values are
-      // added, the next panel's keys.
-      Fetch values(v);
-      few_products<Op, T>(f, *keys_now, m.q, pw, values);
+      Fetch beside_scores(far ? ahead->keys : v);
+      few_products<Op, T>(f, now->keys, m.q, pw, beside_scores);
       if (pb.k.scales) set_scales(pb.k, k0, n, allowed.dead);
       few_scores<Scored>(pb, f, n, allowed, pb.k.scales ? scales : nullptr);
       if (Scored && pb.score_terms.count) few_terms(pairs, f, lanes, k0, n, allowed);
@@ -439,14 +455,8 @@ __attribute__((noinline)) Running few_entries(const Problem &pb, const Unit &u, 
         for (int r = 0; r < n * apart; r += W)
           store_narrow(f.pairs + l * kPanelRows + r, load(f.s + l * kPanelRows + r));
 #endif
-      if (k0 + n < keys)
-        set_next(places, first, k0 + n, keys);
-      else if (e + 1 < last)
-        set_first(e + 1);
-      else
-        set_next(nullptr, 0, 0, 0);
-      Fetch keys_ahead(*keys_next);
-      few_values<Op, T>(f, v, keys_ahead);
+      Fetch beside_sums(far ? ahead->values : ahead->keys);
+      few_values<Op, T>(f, v, beside_sums);
     }
   }
   for (int l = 0; l < f.count; ++l) {

@@ -44,23 +44,26 @@ struct Rows {
 };
 
 // Prefetches the rows that are needed next while others are processed, in memory order, which the hardware prefetcher
-// also follows.
+// also follows. A processor drops prefetches while many lines are on their way, so a long range is prefetched twice.
 struct Fetch {
+  static constexpr ptrdiff_t kAgain = 2048;  // distance of the second time, in bytes (measured)
   const Rows &rows;
   int next = 0;  // range
-  const char *at = nullptr, *end = nullptr;
+  const char *at = nullptr, *end = nullptr, *again = nullptr;
   // The first lines of all pages at once: the hardware follows each from there (a sixth faster).
   explicit Fetch(const Rows &rows) : rows(rows) {
     if (rows.ranges > 2 * kPanelRows / kLeastPage) return;
     for (int i = 0; i < rows.ranges; ++i)
-      __builtin_prefetch(rows.range[i].begin, 0, 2), __builtin_prefetch(rows.range[i].begin + 64, 0, 2);
+      __builtin_prefetch(rows.range[i].begin), __builtin_prefetch(rows.range[i].begin + 64);
   }
   RW_INLINE void line() {
     if (at >= end) {
       if (next == rows.ranges) return;
       at = (const char *)((uintptr_t)rows.range[next].begin & ~(uintptr_t)63), end = rows.range[next++].end;
+      again = at + kAgain;
     }
-    __builtin_prefetch(at, 0, 2);
+    __builtin_prefetch(at);
+    if (at >= again) __builtin_prefetch(at - kAgain);
     at += 64;
   }
   // Prefetches the remaining lines.
