@@ -184,10 +184,13 @@ inline bool squares_agree() {
 #endif
 
 // Number of rows in a block, by panel width: as many as fit the registers together with one row of b.
-template <int N>
+template <class Op, int N>
 struct Block {
-#if defined(__AVX512F__) || defined(RINGWEAVE_NEON)
-  static constexpr int rows = N == 4 ? 6 : N == 2 ? 8 : 8;
+#if defined(__AVX512F__)
+  // measured: eight sums for one vector of lanes wait for each other, but more rows of pairs take longer to read
+  static constexpr int rows = N == 4 ? 6 : N == 1 && Op::depth == 1 ? 16 : 8;
+#elif defined(RINGWEAVE_NEON)
+  static constexpr int rows = N == 4 ? 6 : 8;
 #elif defined(__AVX2__)
   static constexpr int rows = N == 2 ? 6 : 8;
 #else
@@ -210,8 +213,9 @@ RW_INLINE void sweep(const char *a, ptrdiff_t ld, int rows, int depth, const flo
     end(Int<M>(), r, acc);                                  \
     r += M;                                                 \
   }
-  constexpr int full = Block<N>::rows;
+  constexpr int full = Block<Op, N>::rows;
   for (; r + full <= rows;) RW_BLOCK(full)
+  if (full > 8 && r + 8 <= rows) RW_BLOCK(8)
   if (full > 4 && r + 4 <= rows) RW_BLOCK(4)
   if (r + 2 <= rows) RW_BLOCK(2)
   if (r < rows) RW_BLOCK(1)
