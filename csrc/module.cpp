@@ -315,8 +315,12 @@ Term term_of(const Problem &pb, const std::string &kind, const std::vector<float
   auto stride = [&](size_t dim) { return a.shape(dim) == 1 ? 0 : a.stride(dim) * size; };
   if (t.kind != Term::bias && t.table.dtype != F32) refuse(kind, "wanted float32");
   if (t.kind == Term::alibi) {
-    check_shape("alibi", a, {pb.q_heads});
-    t.table.head = stride(0);
+    const bool of_keys = a.ndim() == 2;
+    if (of_keys)
+      check_shape("alibi", a, {pb.q_heads, (int64_t)a.shape(1)});
+    else
+      check_shape("alibi", a, {pb.q_heads});
+    t.table.head = stride(0), t.column = of_keys ? stride(1) : 0;
   } else if (t.kind == Term::distance) {
     const int64_t n = a.ndim() == 2 ? (int64_t)a.shape(1) : 0;
     check_shape("distance", a, {pb.q_heads, n | 1});
@@ -399,6 +403,8 @@ void read_score_terms(Problem &pb, Arguments &given, std::vector<Term> &found) {
     if (found[i].kind == Term::bias) {
       check_range("rows", s.rows, pb.nq, 0, (int64_t)table->shape(2));
       check_range("columns", s.columns, pb.nk, 0, (int64_t)table->shape(3));
+    } else if (found[i].kind == Term::alibi && table->ndim() == 2) {
+      check_range("columns", s.columns, pb.nk, 0, (int64_t)table->shape(1));
     }
     if (table_grads.empty() || !table_grads[i]) continue;
     if (pb.group > 1) refuse("group", "wanted 1 with gradients of tables");

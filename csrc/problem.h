@@ -54,8 +54,9 @@ struct Spacing {
 
 constexpr int kMostNumbers = 4;
 
-// One term of a score. The table's strides are in bytes, and 0 for dimensions of size 1: alibi uses (head), distance
-// (head) with adjacent columns, and bias (batch, head, token) for its rows and `column`.
+// One term of a score. The table's strides are in bytes, and 0 for dimensions of size 1: alibi uses (head) and, with a
+// slope for each key, `column`; distance (head) with adjacent columns; and bias (batch, head, token) for its rows and
+// `column`.
 struct Term {
   // pointwise: a formula of one score, without a table
   enum Kind { pointwise, alibi, distance, bias } kind = pointwise;

@@ -2,8 +2,8 @@
 //
 // Pairs are in the layout of a kernel's scores, in rows of lanes: keys by queries (of several heads) in forward, and
 // queries by keys of one head in backward and in decode.h. If queries and keys are evenly spaced, a term of the
-// distance has one value per diagonal of the tile, and a row of lanes is one load. Otherwise, and for a bias, the
-// values are first written in the layout of the scores.
+// distance has one value per diagonal of the tile, and a row of lanes is one load. Otherwise, if the tile's keys have
+// several slopes, and for a bias, the values are first written in the layout of the scores.
 #pragma once
 #include "lanes.h"
 
@@ -109,7 +109,7 @@ struct Pairs {
   int head = 0, heads = 1;
   int64_t row_first = 0, lane_first = 0;
   int rows = 0, lanes = 0;  // lanes: number of lanes of a head
-  bool even = false;        // whether queries and keys are evenly spaced, with the same step
+  bool even = false;        // whether queries and keys are evenly spaced, with the same step, and keys have one slope
   bool adjacent = false;    // whether the keys have adjacent columns in a bias
 
   Pairs(const Problem &pb, const TermMemory &m, int64_t batch, bool keys_across)
@@ -136,12 +136,17 @@ struct Pairs {
     const int32_t step = lanes == 1 ? of_rows : of_lanes;
     adjacent = true;
     const int32_t *columns = score_terms.columns + (keys_across ? lane_first : row_first);
-    for (int i = 1; i < (keys_across ? lanes : rows); ++i) adjacent &= columns[i] - columns[i - 1] == 1;
+    const int keys = keys_across ? lanes : rows;
+    for (int i = 1; i < keys; ++i) adjacent &= columns[i] - columns[i - 1] == 1;
+    for (int i = 0; even && i < score_terms.count; ++i) even = one_slope(score_terms.terms[i], columns, keys);
     if (!even) return;
     for (int x = 0; x < rows + lanes - 1; ++x) m.distances[x] = distance(0, 0) + sign() * step * (x - (rows - 1));
     float *to = m.diagonals;
     each_run([&](int begin, int end, bool distances, bool) {
-      for (int s = 0; distances && s < heads; ++s, to += m.span) lay(begin, end, head + s, rows + lanes - 1, to);
+      for (int s = 0; distances && s < heads; ++s, to += m.span) {
+        memset(to, 0, 4 * (size_t)(rows + lanes - 1 + kPastDiagonals));
+        lay(begin, end, head + s, columns, 0, rows + lanes - 1, to);
+      }
     });
     if (m.slopes) memset(m.sums, 0, 4 * (size_t)score_terms.count * m.span);
   }
@@ -225,6 +230,12 @@ struct Pairs {
   int filled(int lane, int width) const { return (int)larger(0, smaller(width, lanes - lane)); }
   // key - query
   int32_t distance(int row, int lane) const { return sign() * (m.lane_at[lane] - m.row_at[row]); }
+  // The distances of a row and n lanes. Members are read once, since the compiler would read them for each lane.
+  void set_distances(int row, int lane, int n) const {
+    const int32_t *lane_at = m.lane_at + lane, at = m.row_at[row], by = sign();
+    int32_t *to = m.distances;
+    for (int x = 0; x < n; ++x) to[x] = by * (lane_at[x] - at);
+  }
 
   void place(bool keys, int64_t first, int n, const PerLane<int32_t> &to) const {
     to.fill(n, [&](int i) {
@@ -253,14 +264,32 @@ struct Pairs {
     }
   }
 
-  // Writes the sum of a run's distance terms at the first n of m.distances.
-  void lay(int begin, int end, int h, int n, float *to) const {
-    memset(to, 0, 4 * (size_t)(n + kPastDiagonals));
+  // Whether the keys at some columns have the same slope, for each of the heads.
+  bool one_slope(const Term &t, const int32_t *columns, int keys) const {
+    if (t.kind != Term::alibi || !t.column) return true;
+    for (int s = 0; s < heads; ++s) {
+      const char *table = t.table.data + (head + s) * t.table.head;
+      const float first = load1(table + columns[0] * t.column);
+      for (int i = 1; i < keys; ++i)
+        if (load1(table + columns[i] * t.column) != first) return false;
+    }
+    return true;
+  }
+
+  // Adds a run's distance terms at the first n of m.distances. The keys of these are at columns[0], columns[step], ...;
+  // with a step of 0, their slope is that of columns[0].
+  void lay(int begin, int end, int h, const int32_t *columns, int step, int n, float *to) const {
     for (int i = begin; i < end; ++i) {
       const Term &t = score_terms.terms[i];
       const char *table = t.table.data + h * t.table.head;
-      if (t.kind == Term::alibi) {
-        const float slope = load1(table);
+      if (t.kind == Term::alibi && t.column == 4 && step && adjacent) {
+        const float *slopes = (const float *)table + columns[0];
+        for (int x = 0; x < n; ++x) to[x] = fused(-slopes[x], fabsf((float)m.distances[x]), to[x]);
+      } else if (t.kind == Term::alibi && t.column && step) {
+        for (int x = 0; x < n; ++x)
+          to[x] = fused(-load1(table + columns[x * step] * t.column), fabsf((float)m.distances[x]), to[x]);
+      } else if (t.kind == Term::alibi) {
+        const float slope = load1(table + columns[0] * t.column);
         for (int x = 0; x < n; ++x) to[x] = fused(-slope, fabsf((float)m.distances[x]), to[x]);
       } else if (t.kind == Term::distance) {
         for (int x = 0; x < n; ++x) to[x] += load1(table + 4 * place_of(t, m.distances[x]));
@@ -289,16 +318,16 @@ struct Pairs {
     }
   }
 
-  // Writes the distance terms of every pair of a panel, for positions that are not evenly spaced.
+  // Writes the distance terms of every pair of a panel, for positions that are not evenly spaced and for several slopes.
   void lay_pairs(int begin, int end, int r0, int n, int lane, int width) const {
     memset(m.values, 0, 4 * (size_t)n * width);
     for (int r = 0; r < n; ++r)
       for (int l = lane; l < lane + width && l < heads * lanes;) {
         const int s = l / lanes, some = (int)smaller((s + 1) * lanes, lane + width) - l;
-        float one[kMostTile + kPastDiagonals];
-        for (int x = 0; x < some; ++x) m.distances[x] = distance(r0 + r, l - s * lanes + x);
-        lay(begin, end, head + s, some, one);
-        memcpy(m.values + r * width + (l - lane), one, 4 * (size_t)some);
+        set_distances(r0 + r, l - s * lanes, some);
+        const int key = keys_across ? l - s * lanes : r0 + r;
+        const int32_t *columns = score_terms.columns + (keys_across ? lane_first : row_first) + key;
+        lay(begin, end, head + s, columns, keys_across, some, m.values + r * width + (l - lane));
         l += some;
       }
   }
@@ -368,7 +397,7 @@ struct Pairs {
         float *to = sums + (rows - 1 - r0 - r) + lane;
         for (int l = 0; l < width; l += W) store(to + l, load(to + l) + load(dt + l));
       } else {
-        for (int l = 0; l < some; ++l) m.distances[l] = distance(r0 + r, lane + l);
+        set_distances(r0 + r, lane, some);
         scatter(t, dt, some);
       }
     }

@@ -53,7 +53,8 @@ ORACLES = {
         lambda r: (r.choice([0.5, 1.5, 1.5, 8.0, 30.0, 50.0, 1e4]),),
         _softcap_slopes,
     ),
-    "ALiBi": Oracle(lambda t, numbers, table, distance: t - table[:, None, None] * distance.abs()),
+    # slopes of heads, or of heads and keys
+    "ALiBi": Oracle(lambda t, numbers, table, distance: t - table.view(len(table), 1, -1) * distance.abs()),
     "DistanceBias": Oracle(_distance),
     "Bias": Oracle(lambda t, numbers, table, distance: t + table),
 }

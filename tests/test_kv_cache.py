@@ -140,17 +140,23 @@ def test_a_call_that_touches_no_page(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "terms",
-    [rw.Softcap(3.0), rw.ALiBi.of_heads(HEADS), [rw.DistanceBias(torch.randn(HEADS, 41)), rw.Softcap(5.0)], "bias"],
-    ids=["softcap", "alibi", "distance, softcap", "bias"],
+    [
+        rw.Softcap(3.0),
+        rw.ALiBi.of_heads(HEADS),
+        "slopes",
+        [rw.DistanceBias(torch.randn(HEADS, 41)), rw.Softcap(5.0)],
+        "bias",
+    ],
+    ids=["softcap", "alibi", "slopes", "distance, softcap", "bias"],
 )
 def test_terms_and_sinks(terms: Term | list[Term] | str, backend: str) -> None:
-    """Terms use positions in the sequence; a bias has a column for each of its tokens."""
+    """Terms use positions in the sequence; a bias, and slopes of keys, have a column for each of its tokens."""
     logits = torch.randn(HEADS)
     for nq in (1, 20):
         rows = drawn([300, 65], nq)
         cache = cached(rows, 32)
-        table = torch.randn(2, HEADS, nq, 320)
-        of_all = rw.Bias(table) if terms == "bias" else terms
+        table, slopes = torch.randn(2, HEADS, nq, 320), torch.rand(HEADS, 320)
+        of_all = rw.Bias(table) if terms == "bias" else rw.ALiBi(slopes) if terms == "slopes" else terms
         got = rw.paged_attention(
             queries(rows),
             cache,
@@ -161,6 +167,7 @@ def test_terms_and_sinks(terms: Term | list[Term] | str, backend: str) -> None:
         )
         for b, x in enumerate(rows):
             mine = rw.Bias(table[b : b + 1, ..., : x.k.shape[2]].contiguous()) if terms == "bias" else terms
+            mine = rw.ALiBi(slopes[:, : x.k.shape[2]]) if terms == "slopes" else mine
             want = alone(x, WINDOW, backend, terms=mine, sink_logits=logits)[0]
             if backend == "cpu":
                 assert torch.equal(got[b], want)

@@ -42,7 +42,7 @@ def made(kind: type[Term], n: int, dtype: torch.dtype, g: torch.Generator, *, sh
     sizes = {"batch": 2, "heads": HEADS, "distance": 23, "queries": n, "keys": n}
     tables = []
     for name, axes in kind.axes.items():
-        shape = [1 if shared and axis.shared else sizes[axis.along] for axis in axes]
+        shape = [1 if shared and axis.shared else sizes[axis.along] for axis in axes if not (shared and axis.optional)]
         table = torch.randn(shape, generator=g) if name in kind.learns else torch.rand(shape, generator=g)
         table = table.to(dtype) if kind.places else table
         tables.append(table.requires_grad_(name in kind.learns))
@@ -55,7 +55,8 @@ KINDS = {
 }
 KINDS |= {
     f"shared_{kind.kernel}": (functools.partial(made, kind, shared=True), ORACLES[name].formula)
-    for name, kind in declarations.KINDS.items() if any(axis.shared for axes in kind.axes.values() for axis in axes)
+    for name, kind in declarations.KINDS.items()
+    if any(axis.shared or axis.optional for axes in kind.axes.values() for axis in axes)
 }  # fmt: skip
 
 
@@ -444,6 +445,36 @@ def test_alibi_of_the_paper() -> None:
     # twelve heads: the slopes of eight, then every other one of sixteen
     wanted = [2.0**-i for i in range(1, 9)] + [2 ** -(i / 2) for i in (1, 3, 5, 7)]
     torch.testing.assert_close(rw.ALiBi.of_heads(12).slopes, torch.tensor(wanted))
+
+
+def test_slopes_of_keys_in_a_graph() -> None:
+    """A graph computes with the slopes that it is given, one for each head or for each head and key."""
+    x = inputs(96)
+    torch._dynamo.reset()
+
+    def call(q: Tensor, slopes: Tensor) -> Tensor:
+        return rw.attention(q, x.k, x.v, rw.Causal(), terms=rw.ALiBi(slopes))
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    program = torch.export.export(_Called(call), (x.q, torch.rand(HEADS, 96))).module()
+    for shape in ((HEADS, 96), (HEADS,), (HEADS, 96)):
+        slopes, q = torch.rand(shape), x.q.clone().requires_grad_()
+        got, want = compiled(q, slopes), call(q, slopes)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), q) for out in (got, want)))
+        if len(shape) == 2:
+            torch.testing.assert_close(program(x.q, slopes), want)
+    many = torch.func.vmap(call, in_dims=(0, None))(torch.stack([x.q, -x.q]), slopes)
+    torch.testing.assert_close(many, torch.stack([call(x.q, slopes), call(-x.q, slopes)]))
+
+
+class _Called(torch.nn.Module):
+    def __init__(self, call: Callable[..., Tensor]):
+        super().__init__()
+        self.call = call
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.call(*inputs)
 
 
 @pytest.mark.parametrize("backend", ABLE)
@@ -905,6 +936,14 @@ def test_a_declaration_that_lacks_something() -> None:
                 "learns": ("table",),
             },
             "does not define entry",
+        ),
+        (
+            {
+                "__annotations__": {"table": "Tensor"},
+                "kernel": "x",
+                "axes": {"table": (declarations.Axis("keys", optional=True), declarations.Axis("heads"))},
+            },
+            "an optional axis before another one",
         ),
     ):
         with pytest.raises(TypeError, match=text):

@@ -599,7 +599,7 @@ def _on_grid(term: Term | ScoreMod, grid: Grid) -> Term | ScoreMod:
         raise UnsupportedError("terms", got, "terms that count no distances", remedy)
     tables = []
     for table, axes in zip(term.tables, term.axes.values(), strict=True):
-        for dim, axis in enumerate(axes):
+        for dim, axis in enumerate(axes[: table.ndim]):
             # attention checks the shape of a table
             if axis.along in ("queries", "keys") and table.shape[dim] == grid.tokens:
                 table = grid.flatten(table.unflatten(dim, grid.shape), dim)

@@ -30,7 +30,7 @@ class Term:
     """A term by the name of its kind; "buckets" and the logits of "sinks" are terms too.
 
     ``args`` are its numbers; the reach of a table of distances; whether a table has batch elements and heads of its
-    own, where they may share it; how many buckets, their largest distance, whether they have two sides.
+    own, where they may share it, or an optional axis; how many buckets, their largest distance, whether they have two sides.
     """
 
     kind: str
@@ -69,7 +69,7 @@ class Term:
         for axis in self.axes:
             if axis.along == "distance":
                 shape.append(2 * int(next(rest)) + 1)
-            else:
+            elif not axis.optional or next(rest):
                 shape.append(sizes[axis.along] if not axis.shared or next(rest) else 1)
         return tuple(shape)
 
@@ -172,7 +172,8 @@ def _term(r: Random, s: Sizes, dtype: str) -> Term:
         assert drawn is not None
         return Term(kind, drawn(r))
     if kind == "ALiBi":
-        return Term(kind, (), dtype, r.choice([".uniform_()", ".uniform_()", ".uniform_(0, 0.1)", fill]))
+        fill = r.choice([".uniform_()", ".uniform_()", ".uniform_(0, 0.1)", fill])
+        return Term(kind, (r.random() < 0.3,), dtype, fill)
     if kind == "DistanceBias":
         reach = r.choice([0, 1, 2, 5, r.randint(0, s.nk), r.randint(0, s.nk), s.stop + s.nk])
         return Term(kind, (reach,), dtype, fill, learns=learns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringweave.api import attention
+from ringweave.api import attention, attention_with_lse
 from ringweave.integrations import flash_attn
 from ringweave.integrations.flash_attn import conventions
 
@@ -113,9 +114,9 @@ def test_packed_sequences_with_terms(queries: list[int], keys: list[int], shape:
     check_packed(queries, keys, Options(True), torch.float64)
 
 
-@pytest.mark.parametrize("queries", [[9, 40, 0, 130], [1, 1, 1, 1]], ids=str)
+@pytest.mark.parametrize("queries", [[9, 40, 0, 130], [1, 1, 1, 1], [30, 40, 5, 130]], ids=str)
 def test_packed_sequences_are_one_call(queries: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """So are those with ALiBi and with other numbers of keys; slopes for each sequence need a call for each."""
+    """So are those with ALiBi and with other numbers of keys, also with slopes for each sequence."""
     made = []
 
     def counted(*args: Any, **options: Any) -> Any:
@@ -125,12 +126,55 @@ def test_packed_sequences_are_one_call(queries: list[int], monkeypatch: pytest.M
     monkeypatch.setattr(conventions, "attention", counted)
     keys = [30, 40, 5, 130]
     q, k, v = drawn((sum(queries), 4, 16), (sum(keys), 2, 16), (sum(keys), 2, 16))
-    for slopes, count in ((None, 1), (torch.ones(4), 1), (torch.ones(4, 4), sum(n > 0 for n in queries))):
+    for slopes in (None, torch.ones(4), torch.ones(4, 4)):
         made.clear()
         flash_attn.flash_attn_varlen_func(
             q, k, v, bounds(queries), bounds(keys), max(queries), max(keys), causal=True, alibi_slopes=slopes
         )
-        assert len(made) == count
+        assert len(made) == 1
+
+
+@pytest.mark.parametrize("backend", ["reference", "dense_batched", "cpu"])
+@pytest.mark.parametrize(("queries", "keys"), RAGGED)
+def test_slopes_of_sequences_on_every_backend(
+    queries: list[int], keys: list[int], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conventions, "attention_with_lse", functools.partial(attention_with_lse, backend=backend))
+    slopes = drawn((len(queries), 4), seed=9)[0].abs() / 8
+    for causal, softcap in ((True, 0.0), (False, 2.0)):
+        check_packed(queries, keys, Options(causal, softcap=softcap, slopes=slopes))
+        check_packed(queries, keys, Options(causal, softcap=softcap, slopes=slopes), torch.bfloat16)
+
+
+def test_other_slopes_of_sequences_in_repeated_calls() -> None:
+    """A repeated call reads the slopes that it is given, also those written into the same tensor."""
+    lengths = [30, 7, 0, 90]
+    q, k, v = drawn((127, 4, 16), (127, 2, 16), (127, 2, 16))
+    slopes = torch.zeros(4, 4)
+    for seed in range(4):
+        slopes.copy_(drawn((4, 4), seed=seed)[0].abs() / 8)
+        got = flash_attn.flash_attn_varlen_func(
+            q, k, v, bounds(lengths), bounds(lengths), 90, 90, causal=True, alibi_slopes=slopes
+        )
+        want = packed(q.double(), k.double(), v.double(), lengths, lengths, Options(True, slopes=slopes))[0]
+        torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_nan_in_the_slopes_of_one_sequence() -> None:
+    """The other sequences, and their gradients, are as they were."""
+    lengths = [30, 7, 0, 90]
+    leaves = [x.requires_grad_() for x in drawn((127, 4, 16), (127, 2, 16), (127, 2, 16))]
+    slopes, found = drawn((4, 4), seed=9)[0].abs() / 8, []
+    for slope in (0.5, torch.nan):
+        slopes[1] = slope
+        out = flash_attn.flash_attn_varlen_func(
+            *leaves, bounds(lengths), bounds(lengths), 90, 90, causal=True, alibi_slopes=slopes
+        )
+        found.append([out, *torch.autograd.grad(out[:30].sum() + out[37:].sum(), leaves)])
+    others = torch.tensor([True] * 30 + [False] * 7 + [True] * 90)
+    # the first key of the sequence has the distance 0
+    assert found[1][0][31:37].isnan().all()
+    assert all(torch.equal(one[others], other[others]) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize(("nq", "nk"), [(37, 37), (5, 60), (64, 20)])

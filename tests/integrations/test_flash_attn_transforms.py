@@ -100,7 +100,11 @@ def test_pages_in_transforms() -> None:
 @pytest.mark.parametrize(
     "stops", [((9, 20), (9, 20)), ((9, 20), (0, 32)), ((0, 0), (0, 0)), ((4, 32), (5, 7))], ids=str
 )
-@pytest.mark.parametrize(("version", "slopes"), [("2", None), ("3", None), ("2", torch.tensor([0.5, 0.25]))], ids=str)
+@pytest.mark.parametrize(
+    ("version", "slopes"),
+    [("2", None), ("3", None), ("2", torch.tensor([0.5, 0.25])), ("2", torch.tensor([[0.5, 0.25], [0.1, 0.9]]))],
+    ids=str,
+)
 def test_compiled_packs_that_end_before_the_buffer(
     version: str, slopes: Tensor | None, stops: tuple[tuple[int, ...], ...]
 ) -> None:

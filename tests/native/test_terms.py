@@ -67,7 +67,9 @@ class Scored:
         for (kernel, numbers, _), table in zip(self.terms, tables, strict=True):
             kind = KINDS[kernel]
             if kind.places and table is not None:
-                table = table[:, :, self.places["rows"].long()][..., self.places["columns"].long()]
+                table = table[:, :, self.places["rows"].long()]
+            if table is not None and (kind.places or (kernel == "alibi" and table.ndim == 2)):
+                table = table[..., self.places["columns"].long()]
             t = ORACLES[kind.__name__].formula(t, tuple(numbers), t if table is None else table, distance)
         return t
 
@@ -169,12 +171,20 @@ def terms_of(name: str, plain: Case, places: dict[str, Tensor]) -> tuple[list[Te
     kinds: dict[str, Term] = {
         **{name: (name, list(ORACLES[KINDS[name].__name__].some), None) for name in ALONE},
         "alibi": ("alibi", [], torch.logspace(-1, -3, heads)),
+        "slopes": ("alibi", [], slopes(heads, size[1])),
         "distance": ("distance", [], learned(draw(heads, 81))),
         "bias": ("bias", [], learned(draw(len(plain.x.q), heads, *size))),
         "shared": ("bias", [], learned(draw(1, 1, *size))),
     }
     names = name.split()
     return [kinds[each] for each in names if each in kinds], 20000 if "dropout" in names else 0
+
+
+def slopes(heads: int, columns: int) -> Tensor:
+    """Return slopes for each key: those of a sequence of 50 keys, of one of 20, and so on."""
+    sequence = torch.tensor([50, 20, 1, 0, 70]).repeat(columns)[:columns].cumsum(0)
+    of_sequence = torch.rand(heads, columns, generator=torch.Generator().manual_seed(3)) / 10
+    return of_sequence[:, torch.searchsorted(sequence, torch.arange(columns), right=True)]
 
 
 def scored(name: str, plain: Case, **options: bool) -> Scored:
@@ -185,6 +195,7 @@ def scored(name: str, plain: Case, **options: bool) -> Scored:
 NAMED = [
     *ALONE,
     "alibi",
+    "slopes",
     "distance",
     "bias",
     "shared",
@@ -192,6 +203,7 @@ NAMED = [
     "softcap distance",
     "distance softcap",
     "alibi dropout",
+    "slopes distance",
     "bias softcap",
     "shared distance alibi bias softcap distance softcap shared dropout",
 ]
@@ -223,7 +235,7 @@ def test_few_and_odd_queries(nq: int, heads: tuple[int, int], dims: tuple[int, i
 @every_variant
 @pytest.mark.parametrize("nq", [2, 150])
 @pytest.mark.parametrize("offsets", [False, True])
-@pytest.mark.parametrize("name", [*NAMED[-10:-5], NAMED[-1]])
+@pytest.mark.parametrize("name", [*NAMED[-12:-6], NAMED[-1]])
 def test_uneven_tokens(name: str, offsets: bool, nq: int, variant: str) -> None:
     plain = case(nq, 130, (32, 64), batch=2, heads=4, kv_heads=2, dims=(16, 16), density=0.8)
     each = scored(name, plain, spread=True, offsets=offsets)
@@ -256,7 +268,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("name", [*NAMED[-6:], "distance"])
+@pytest.mark.parametrize("name", [*NAMED[-7:], "distance"])
 @pytest.mark.parametrize("mask", list(MASKS))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_patterns(dtype: str, mask: str, name: str) -> None:
@@ -314,7 +326,7 @@ def test_an_infinite_bias_is_a_mask(nq: int, variant: str) -> None:
 
 @every_variant
 @pytest.mark.parametrize("nq", [3, 100])
-@pytest.mark.parametrize("name", [*NAMED[:-5], NAMED[-1]])
+@pytest.mark.parametrize("name", [*NAMED[:-6], NAMED[-1]])
 def test_nan_in_unattended_keys_changes_nothing(name: str, nq: int, variant: str) -> None:
     mask = random_masks(1, nq, 120, 32, 32, density=0.9)
     dead_q, dead_k = torch.arange(nq) % 7 == 2, torch.arange(120) % 9 == 5
@@ -330,6 +342,8 @@ def test_nan_in_unattended_keys_changes_nothing(name: str, nq: int, variant: str
         if kind == "bias" and table is not None:
             table.data[:, :, :nq][:, :, dead_q] = torch.nan
             table.data[..., :120][..., dead_k] = torch.nan
+        elif kind == "alibi" and table is not None and table.ndim == 2:
+            table[:, :120][:, dead_k] = torch.nan
     dirty = each.run(variant)
     assert all(torch.equal(clean[key], dirty[key]) for key in clean)
 
@@ -495,6 +509,9 @@ REFUSED: list[tuple[str, dict[str, object]]] = [
     ("alibi", {"terms": [("alibi", [], None)]}),
     ("alibi", {"terms": [("alibi", [], draw(3))]}),
     ("alibi", {"terms": [("alibi", [], draw(2).half())]}),
+    ("alibi", {"terms": [("alibi", [], draw(3, 90))]}),
+    ("alibi", {"terms": [("alibi", [], draw(1, 2, 90))]}),
+    ("columns", {"terms": [("alibi", [], draw(2, 89))]}),
     ("distance", {"terms": [("distance", [], draw(2, 4))]}),
     ("distance", {"terms": [("distance", [], draw(2, 0))]}),
     ("distance", {"terms": [("distance", [], draw(3, 5))]}),

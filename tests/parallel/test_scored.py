@@ -40,6 +40,7 @@ def made(name: str, tokens: int = TOKENS, dtype: torch.dtype = torch.float32) ->
     kinds = {
         "softcap": lambda: [rw.Softcap(1.5)],
         "alibi": lambda: [rw.ALiBi(torch.rand(4, generator=g))],
+        "slopes of keys": lambda: [rw.ALiBi(torch.rand(4, tokens, generator=g))],
         "distance": lambda: [rw.DistanceBias(draw(4, 2 * 70 + 1))],
         "bias": lambda: [rw.Bias(draw(2, 4, tokens, tokens))],
         "shared bias": lambda: [rw.Bias(draw(1, 1, tokens, tokens)), rw.Softcap(2.0)],
@@ -150,6 +151,9 @@ CASES = {
     "ring, heads differ": (BY_HEAD, "bias", by("ring", "contiguous")),
     "packed apart": (APART, "alibi", by("allgather", "zigzag", 0.2)),
     "ring, packed apart": (APART, "distance", by("ring", "striped", 0.2)),
+    "mixture, slopes": (rw.LongNet([64, 256], [1, 4]), "slopes of keys", by("allgather", "residue")),
+    "packed apart, slopes": (APART, "slopes of keys", by("allgather", "zigzag", 0.2)),
+    "ring, packed apart, slopes": (APART, "slopes of keys", by("ring", "striped", 0.2)),
     "ring, a cap": (rw.Full(), "softcap", by("ring", "striped", 0.2)),
 }
 

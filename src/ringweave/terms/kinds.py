@@ -64,8 +64,11 @@ class Softcap(Term):
 class ALiBi(Term):
     """A penalty proportional to distance: ``t - slopes[h] * |q - k|``, for any length.
 
+    Packed sequences may have different slopes: the penalty of key j is then ``slopes[h, j] * |q - k|``.
+
     Args:
-        slopes: One per query head, (Hq,): a tensor or a sequence of numbers. They are constants without gradients.
+        slopes: One per query head, (Hq,): a tensor or a sequence of numbers. Or one per query head and key, a tensor
+            (Hq, Nk). They are constants without gradients.
     Raises:
         ShapeError: The slopes have another shape, or require gradients.
     Example:
@@ -77,7 +80,7 @@ class ALiBi(Term):
     """
 
     kernel: ClassVar[str] = "alibi"
-    axes: ClassVar[Mapping[str, tuple[Axis, ...]]] = {"slopes": (Axis("heads"),)}
+    axes: ClassVar[Mapping[str, tuple[Axis, ...]]] = {"slopes": (Axis("heads"), Axis("keys", optional=True))}
     _remedy: ClassVar[str] = "Pass such a tensor, or a list of numbers."
     _constant: ClassVar[str] = "Detach them, or use a DistanceBias, whose table learns."
     distances: ClassVar[bool] = True
@@ -116,7 +119,10 @@ class ALiBi(Term):
 
     def apply(self, t: Tensor, at: Pairs) -> Tensor:
         """Subtract the penalty."""
-        return t - self.slopes.to(t.device, t.dtype)[at.head] * (at.query - at.key).abs()
+        slopes = self.slopes.to(t.device, t.dtype)
+        # indices past the end, in a last tile, are clamped; these pairs are masked
+        of_pair = slopes[at.head] if slopes.ndim == 1 else slopes[at.head, at.column.clamp(max=slopes.shape[1] - 1)]
+        return t - of_pair * (at.query - at.key).abs()
 
 
 @final

@@ -6,6 +6,7 @@ gradient once, for arrays of scores of any shape. Kernels that have the formula 
 
 from __future__ import annotations
 
+import itertools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -51,14 +52,16 @@ class Axis(NamedTuple):
         along: Meaning of its entries: "batch", "heads", "queries" and "keys" have the call's sizes; "distance" has
             2 R + 1 entries, for any R.
         shared: Whether a size of 1 is allowed too, with one entry for all.
+        optional: Whether a table may lack the axis, with one entry for all. Only last axes may be optional.
     """
 
     along: str
     shared: bool = False
+    optional: bool = False
 
     def __str__(self) -> str:
         """Return the axis as :class:`Axes` reads it."""
-        return _LETTERS.get(self.along, self.along) + "|1" * self.shared
+        return _LETTERS.get(self.along, self.along) + "|1" * self.shared + "?" * self.optional
 
 
 _LETTERS = {"batch": "B", "heads": "Hq", "queries": "Nq", "keys": "Nk"}
@@ -108,6 +111,9 @@ class Term(ABC):
             raise TypeError(
                 f"{cls.__name__} has fields {fields}; a term has floats, then a Tensor for each of its axes"
             )
+        for name, axes in cls.axes.items():
+            if any(axis.optional and not after.optional for axis, after in itertools.pairwise(axes)):
+                raise TypeError(f"{cls.__name__}.{name} has an optional axis before another one")
         if not {*cls.learns} <= {*cls.axes}:
             raise TypeError(f"{cls.__name__} learns {cls.learns}, and its tables are {', '.join(cls.axes)}")
         needed = ["kernel", *["slope"] * (not cls.axes), *["entry"] * bool(cls.learns)]
@@ -126,7 +132,8 @@ class Term(ABC):
         for name, axes in self.axes.items():
             table = getattr(self, name)
             self._tables[name].fit(**{name: table}, remedy=self._remedy)
-            for axis, size in zip(axes, table.shape, strict=True):
+            # the table may lack the last axes
+            for axis, size in zip(axes, table.shape, strict=False):
                 if axis.along == "distance" and size % 2 == 0:
                     raise ShapeError(name, f"{size} distances", "2 R + 1 of them, an odd number", "Add an entry.")
             if table.requires_grad:

@@ -12,7 +12,7 @@ from ringweave.plan import BlockPlan
 from ringweave.terms import Term
 from ringweave.terms.operands import TermOperands
 
-from .kernels.score_terms import KINDS
+from .kernels.score_terms import KINDS, SLOPES_OF_KEYS
 from .launch_config import padded
 
 
@@ -100,10 +100,15 @@ def of(terms: TermOperands | None, device: torch.device) -> TermArguments:
         drop = (*(_ALIKE * each for each in (*seed, dropout.threshold)), dropout.factor)
     if not terms.terms:
         return TermArguments(places, drop=drop)
-    kinds = tuple(KINDS[term.kernel] for term in terms.terms)
+    kinds = tuple(SLOPES_OF_KEYS.value if _of_keys(term) else KINDS[term.kernel] for term in terms.terms)
     tables = tuple(_table(term, device) for term in terms.terms)
     numbers = tuple(_numbers(term) for term in terms.terms)
     return TermArguments(places, tables, numbers, drop, kinds, any(bool(term.learns) for term in terms.terms))
+
+
+def _of_keys(term: Term) -> bool:
+    """Return whether a term is ALiBi with a slope for each key."""
+    return term.kernel == "alibi" and term.tables[0].ndim == 2
 
 
 def _table(term: Term, device: torch.device) -> tuple[Tensor, ...]:
@@ -112,9 +117,11 @@ def _table(term: Term, device: torch.device) -> tuple[Tensor, ...]:
 
 
 def _numbers(term: Term) -> tuple[float, ...]:
-    """Return a term's numbers: for distances the table's reach, for a bias the strides of the table."""
+    """Return a term's numbers: for distances the table's reach, for a bias and slopes of keys strides of the table."""
     if term.kernel == "distance":
         return (_ALIKE * (term.tables[0].shape[1] // 2),)
+    if _of_keys(term):
+        return (_ALIKE * term.tables[0].shape[1],)
     if term.kernel != "bias":
         return term.numbers
     table = term.tables[0]

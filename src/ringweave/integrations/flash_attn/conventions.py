@@ -51,7 +51,7 @@ class Options(NamedTuple):
         pattern: Windows and segments, which count from the first key of each sequence.
         scale: Factor of the scores; 1 / sqrt(D) for None.
         softcap: Bound on the scores, before ALiBi; none at 0 or below.
-        slopes: ALiBi's slopes, (H,) or (B, H).
+        slopes: ALiBi's slopes, (H,) or (B, H); in a call of packed sequences, (H, keys).
         dropout: Share of the weights that are dropped.
         with_lse: Whether to return lse.
     """
@@ -87,7 +87,7 @@ class Options(NamedTuple):
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        """The score terms; slopes must be those of one sequence."""
+        """The score terms; slopes must be those of all sequences, or (H, keys)."""
         cap = () if self.softcap <= 0 else (Softcap(self.softcap),)
         return cap if self.slopes is None else (*cap, ALiBi(self.slopes))
 
@@ -99,6 +99,15 @@ class Options(NamedTuple):
     def of_sequence(self, b: int) -> Options:
         """Return the arguments of one sequence."""
         return self if self.slopes is None or self.shared else self._replace(slopes=self.slopes[b])
+
+    def of_keys(self, bounds: Tensor, keys: int) -> Options:
+        """Return the arguments of one call of sequences, with slopes for each of their packed keys if they differ."""
+        if self.slopes is None or self.shared:
+            return self
+        # keys after the last bound are not attended, so their slopes are arbitrary
+        place, ends = torch.arange(keys, device=bounds.device), bounds[1:].long()
+        sequence = torch.searchsorted(ends, place, right=True).clamp(max=len(ends) - 1)
+        return self._replace(slopes=self.slopes[sequence.to(self.slopes.device)].T)
 
 
 class Result(NamedTuple):
@@ -226,22 +235,25 @@ def attend_packed(inputs: Inputs, bounds: tuple[Tensor, Tensor], options: Option
         options: Arguments besides the tokens.
     """
     q, k, v = inputs
-    if torch.compiler.is_compiling() and options.shared:
+    if torch.compiler.is_compiling():
         # a trace does not know the bounds; the operator checks them
-        return _in_documents(inputs, _with_last(bounds, len(q), len(k)), options)
+        documents = _with_last(bounds, len(q), len(k))
+        return _in_documents(inputs, documents, options.of_keys(bounds[1], len(k)))
     of_q, of_k = checked_bounds(bounds, (len(q), len(k)))
     inputs = q[: of_q[-1]], k[: of_k[-1]], v[: of_k[-1]]
     same = of_q == of_k
     count, rows = len(of_q) - 1, min(of_q[-1], DEFAULT_TILE_SIZE)
     few = not same and of_q[-1] <= _FEW * count and rows * of_k[-1] * q.shape[1] > _MANY_PAIRS * count
-    if options.shared and not few and of_q[-1] and of_k[-1]:
+    sizes = [[b - a for a, b in itertools.pairwise(side)] for side in (of_q, of_k)]
+    batch = not options.shared and all(len({*lengths}) == 1 for lengths in sizes)
+    if few or batch or not of_q[-1] or not of_k[-1]:
+        result = _by_sequence(inputs, sizes, options)
+    else:
         # documents of one packing may not be empty
         given: dict[str, Any] = (
             {"cu_seqlens": sorted({*of_q})} if same else {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k}
         )
-        result = _in_documents(inputs, Documents(**given), options)
-    else:
-        result = _by_sequence(inputs, of_q, of_k, options)
+        result = _in_documents(inputs, Documents(**given), options.of_keys(bounds[1], of_k[-1]))
     return with_rest(result, len(q))
 
 
@@ -275,9 +287,16 @@ def _in_documents(inputs: Inputs, documents: Documents, options: Options) -> Res
     return Result(_contiguous(out[0].transpose(0, 1)), None if lse is None else lse[0])
 
 
-def _by_sequence(inputs: Inputs, of_q: list[int], of_k: list[int], options: Options) -> Result:
-    """Compute attention of packed sequences in a call for each, or in one call if they are equally long."""
-    sizes = [[b - a for a, b in itertools.pairwise(bounds)] for bounds in (of_q, of_k, of_k)]
+def _by_sequence(inputs: Inputs, sizes: Sequence[list[int]], options: Options) -> Result:
+    """Compute attention of packed sequences in a call for each, or in one call if they are equally long.
+
+    Args:
+        inputs: q, k and v.
+        sizes: Number of queries and of keys of each sequence.
+        options: Arguments besides the tokens.
+    """
+    of_q, of_k = sizes
+    sizes = of_q, of_k, of_k
     if all(len({*lengths}) == 1 for lengths in sizes):
         q, k, v = (x.unflatten(0, (len(lengths), lengths[0])) for x, lengths in zip(inputs, sizes, strict=True))
         whole = attend((q, k, v), options)

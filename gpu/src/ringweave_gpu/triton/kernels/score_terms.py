@@ -16,6 +16,8 @@ import triton.language as tl
 
 # kinds with tables; kinds from POINTWISE on depend on the score alone, and :func:`pointwise` computes them
 ALIBI, DISTANCE, BIAS = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
+# ALiBi with a slope for each key
+SLOPES_OF_KEYS = tl.constexpr(5)
 POINTWISE = tl.constexpr(16)
 SOFTCAP = tl.constexpr(16)
 #: Kinds of terms that the kernels support, by ``Term.kernel``; the launcher refuses any other.
@@ -83,6 +85,10 @@ def scored(t, b, head, rows, columns, distance, inside, TERMS: tl.constexpr, tab
         slopes = slopes + (slope,)  # type: ignore[assignment]
         if TERMS[i] == ALIBI:
             state -= tl.load(tables[i][0] + head) * tl.abs(distance).to(tl.float32)
+        if TERMS[i] == SLOPES_OF_KEYS:
+            # indices past the end are 0
+            slope_of_key = tl.load(tables[i][0] + head * (numbers[i][0] >> 4) + columns)
+            state -= slope_of_key * tl.abs(distance).to(tl.float32)
         if TERMS[i] == DISTANCE:
             reach = numbers[i][0] >> 4
             entry = tl.minimum(tl.maximum(distance, -reach), reach) + (reach + head * (2 * reach + 1))
