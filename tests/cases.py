@@ -128,3 +128,19 @@ MIXTURES: dict[str, Callable[[int], Pattern]] = {
     "longnet_causal": lambda n: rw.LongNet([32, 128, 512], [1, 2, 8], causal=True, offset="grouped"),
     "longnet_partitioned": lambda n: rw.LongNet([32, 96, 128], [1, 3, 4], heads="partitioned", offset=1),
 }
+
+#: ways to lay tensors (2, H, N, D) out in memory, some of which contain other numbers
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "as they lie": lambda x: x,
+    "heads last": lambda x: x.permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1),
+    "channels apart": lambda x: x.mT.contiguous().mT,
+    "every other token": lambda x: x.repeat_interleave(2, 2)[:, :, ::2],
+    "every third channel": lambda x: x.repeat_interleave(3, 3)[..., ::3],
+    "odd offset": lambda x: torch.cat([torch.randn(3, dtype=x.dtype), x.flatten()])[3:].view(x.shape),
+    "a lazy negation": lambda x: torch.complex(torch.zeros_like(x), -x).conj().imag if x.dtype == torch.float32 else x,
+    "one element for all": lambda x: x[:1].expand(x.shape),
+    "one channel": lambda x: x[..., :1].expand(x.shape),
+    "one token": lambda x: x[:, :, :1].expand(x.shape),
+    "overlapping": lambda x: torch.randn(x[0].numel(), dtype=x.dtype).as_strided(x.shape, (0, x.shape[2], 1, 1)),
+    "tokens before heads": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+}

@@ -93,17 +93,6 @@ def test_backends_compute_without_autocast(backend: str, dtype: torch.dtype) -> 
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def test_composes_with_gradient_checkpointing() -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    x = Inputs.random(90, heads=4, kv_heads=2)
-    pattern = PATTERNS["sinks"](90)
-    plain, again = x.leaves(), x.leaves()
-    want = torch.autograd.grad((rw.attention(*plain, pattern) * x.dout).sum(), plain)
-    out = checkpoint(lambda q, k, v: rw.attention(q, k, v, pattern), *again, use_reentrant=False)
-    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad((out * x.dout).sum(), again), want, strict=True))
-
-
 def test_decode_step_equals_the_last_row() -> None:
     q, k, v = tensors((2, 4, 300, 16), (2, 2, 300, 16), (2, 2, 300, 16))
     pattern = (rw.SlidingWindow(50) | rw.Sinks(4)) & rw.Causal()

@@ -7,19 +7,26 @@ may happen to be exact (with one key, say).
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import ringweave as rw
 from ringweave.backends import BACKENDS, cpu
 from ringweave.errors import UnsupportedError
 from ringweave.patterns import Pattern
 
-from .cases import MIXTURES, PATTERNS
-from .oracle import NAMES, Expected, Inputs, attention, results
+from .cases import LAYOUTS, MIXTURES, PATTERNS
+from .memory.test_oom_retry import short_of
+from .operators import Watching, is_direct
+from .options import learned
+from .oracle import NAMES, Expected, Inputs, attention, errors, results
 
 EVERYTHING = PATTERNS | MIXTURES
 #: backends that take any relation on CPU tensors; the native kernel is missing if there was no compiler
@@ -145,21 +152,7 @@ def test_offset(name: str, sizes: tuple[int, int, int], backend: str) -> None:
     wanted(name, nq, nk, q_offset=q_offset, scale=0.3, heads=4, kv_heads=2).check(backend)
 
 
-def _layouts(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return x (B, H, N, D) with other strides; the last three contain other numbers besides."""
-    flat = torch.randn(x[0].numel() + 3, dtype=x.dtype)
-    return {
-        "channels apart": x.mT.contiguous().mT,
-        "heads last": x.permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1),
-        "every third": x.repeat_interleave(3, 3)[..., ::3],
-        "odd offset": torch.cat([flat[:3], x.flatten()])[3:].view(x.shape),
-        "one channel": x[..., :1].expand(x.shape),
-        "one token": x[:, :, :1].expand(x.shape),
-        "overlapping": flat.as_strided(x.shape, (0, x.shape[2], 1, 1)),
-    }
-
-
-@pytest.mark.parametrize("layout", list(_layouts(torch.zeros(1, 1, 2, 2))))
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("scale", [None, -0.3, 0.0])
 @pytest.mark.parametrize("dim", [20, 32])
 @pytest.mark.parametrize("name", ["full", "causal", "window_and_dilated"])
@@ -170,7 +163,9 @@ def test_layouts_and_scales(
     """Any stride of channels, also 0, in q, k, v and their gradients, and any sign of the scale are right or refused."""
     n = 40
     dtype = torch.float32 if backend == "cpu" else torch.float64
-    q, k, v, dout = (_layouts(torch.randn(1, 2, n, dim, dtype=dtype))[layout].detach() for _ in range(4))
+    # gradients have another layout: where inputs are as they lie, their tokens are before heads, as in most models
+    layouts = [layout] * 3 + [list(LAYOUTS)[list(LAYOUTS).index(layout) - 1]]
+    q, k, v, dout = (LAYOUTS[each](torch.randn(2, 2, n, dim, dtype=dtype)).detach() for each in layouts)
     want = [x.contiguous().requires_grad_() for x in (q, k, v)]
     got = [x.requires_grad_() for x in (q, k, v)]
     exact = rw.attention(*want, PATTERNS[name](n), scale=scale, backend="reference")
@@ -182,16 +177,6 @@ def test_layouts_and_scales(
     torch.testing.assert_close(out, exact, **close)
     slopes = torch.autograd.grad(out, got, dout)
     torch.testing.assert_close(slopes, torch.autograd.grad(exact, want, dout.contiguous()), **close)
-
-
-@pytest.mark.parametrize("backend", RUNNABLE)
-def test_gradient_strides(backend: str) -> None:
-    dtype = torch.float32 if backend == "cpu" else torch.float64
-    q, k, v = (torch.randn(1, 2, 70, 16, dtype=dtype, requires_grad=True) for _ in range(3))
-    dout = torch.randn(1, 70, 2, 16, dtype=dtype).transpose(1, 2)
-    got = torch.autograd.grad(rw.attention(q, k, v, rw.Causal(), backend=backend), (q, k, v), dout)
-    want = torch.autograd.grad(rw.attention(q, k, v, rw.Causal(), backend="reference"), (q, k, v), dout.contiguous())
-    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize(
@@ -475,3 +460,82 @@ def test_equal_keys_share_their_weight_for_scores_of_any_size(backend: str, scal
     torch.testing.assert_close(out, x.v.mean(2, keepdim=True).repeat_interleave(2, 1).expand_as(out))
     top = scale * (x.q @ x.k.repeat_interleave(2, 1).mT)[..., 0]
     torch.testing.assert_close(lse, top, rtol=1e-4, atol=10.0 + 1e-5 * abs(scale))
+
+
+# ---- one call in every way
+
+
+Results = dict[str, Tensor]
+HEADS, TOKENS, QUERIES = 4, 304, 264
+
+
+def repeated(call: Callable[..., Results]) -> Results:
+    """Make a call by the program of an earlier one, and without operators where none is needed."""
+
+    def direct(q: Tensor, *args: Any, **options: Any) -> rw.AttentionOutput:
+        found = rw.attention_with_lse(q, *args, **options)
+        assert is_direct(found.out) != (q.is_neg() or "sink_logits" in options)
+        return found
+
+    call()
+    return call(direct)
+
+
+def watched(call: Callable[..., Results]) -> Results:
+    with Watching():
+        return call()
+
+
+def retried(most: int, call: Callable[..., Results]) -> Results:
+    """Make a call in pieces, after attempts with more pairs of a head and a query ran out of memory."""
+    with short_of(most) as tried:
+        found = call()
+    assert max(heads * rows for heads, rows in tried) > most
+    return found
+
+
+#: Ways to make a call, and whether their sums have the order of an eager call.
+WAYS: dict[str, tuple[Callable[[Callable[..., Results]], Results], bool]] = {
+    "repeated": (repeated, True),
+    "watched": (watched, True),
+    "compiled": (lambda call: call(torch.compile(rw.attention_with_lse, fullgraph=True, backend="aot_eager")), True),
+    "checkpointed": (lambda call: call(partial(checkpoint, rw.attention_with_lse, use_reentrant=False)), True),
+    "retried by heads": (partial(retried, HEADS // 2 * QUERIES), False),
+    "retried by queries": (partial(retried, 2 * 128), False),
+}
+
+
+@pytest.mark.skipif(cpu.module() is None, reason="there was no compiler")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["sinks", "per_head", "documents"])
+@pytest.mark.parametrize("dropout", [None, 0.0, 0.25], ids=["plain", "terms", "terms, dropout"])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_has_eager_results(way: str, dropout: float | None, name: str, dtype: str, layout: str) -> None:
+    """Out, lse and all gradients have the bits of an eager call, or differ by rounding where sums have another order."""
+    x = Inputs.random(QUERIES, TOKENS, batch=2, heads=HEADS, kv_heads=2, value_dim=24, dtype=DTYPES[dtype])
+    pattern = EVERYTHING[name](TOKENS)
+
+    def call(attend: Callable[..., Any] = rw.attention_with_lse) -> Results:
+        torch.manual_seed(1)
+        leaves = [LAYOUTS[layout](each).requires_grad_() for each in (x.q, x.k, x.v)]
+        tables = [learned(HEADS, 41), learned(1, HEADS, QUERIES, TOKENS), learned(HEADS)] * (dropout is not None)
+        options: dict[str, Any] = {"q_offset": TOKENS - QUERIES}
+        if dropout is not None:
+            options["terms"] = rw.Softcap(20.0), rw.DistanceBias(tables[0]), rw.Bias(tables[1])
+            options |= {"sink_logits": tables[2], "dropout": dropout}
+        pair = attend(*leaves, pattern, **options)
+        found = {"out": pair[0].detach(), "lse": pair[1].detach()}
+        for loss in (slice(1), slice(1, 2), slice(2)):
+            grads = torch.autograd.grad(pair[loss], leaves + tables, [x.dout, x.dlse][loss], retain_graph=True)
+            found |= {f"gradient {i} of {loss}": grad for i, grad in enumerate(grads)}
+        return found
+
+    want, (made, same_order) = call(), WAYS[way]
+    torch._dynamo.reset()
+    rw.memory.trim()
+    got = made(call)
+    if same_order:
+        assert [each for each in want if not torch.equal(got[each], want[each])] == []
+    else:
+        assert max(errors(got, want).values()) < (1e-6 if dtype == "fp32" else 1e-4)

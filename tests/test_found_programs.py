@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,8 @@ from ringweave.plan import plan_cache
 from ringweave.precision import as_precision
 from ringweave.program import Program
 
-from .operators import by_operators
+from .cases import LAYOUTS
+from .operators import by_operators, is_direct
 from .options import VALUES
 
 pytest.importorskip("ringweave._cpu", exc_type=ImportError)
@@ -51,40 +51,6 @@ def direct(*args: Any, **options: Any) -> rw.AttentionOutput:
     """Compute through a program that an earlier call compiled."""
     rw.attention_with_lse(*args, **options)
     return rw.attention_with_lse(*args, **options)
-
-
-def is_direct(out: Tensor) -> bool:
-    found = getattr(out.grad_fn, "program", None)
-    return found is not None and found.constant
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "as they lie": lambda x: x,
-    "tokens before heads": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "every other token": lambda x: x.repeat_interleave(2, 2)[:, :, ::2],
-    "one for all": lambda x: x[:1].expand(2, -1, -1, -1),
-    "channels apart": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
-    "a lazy negation": lambda x: torch.complex(torch.zeros_like(x), -x).conj().imag if x.dtype == torch.float32 else x,
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_are_those_of_the_operators(dtype: torch.dtype, layout: str) -> None:
-    q, k, v = (LAYOUTS[layout](x) for x in tensors(dtype))
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out, lse = direct(q, k, v, PATTERN, q_offset=5)
-    assert is_direct(out) != q.is_neg()
-    wanted, wanted_lse = by_operators(q, k, v, PATTERN, q_offset=5)
-    assert torch.equal(out, wanted)
-    assert torch.equal(lse, wanted_lse)
-    for names in (("out",), ("lse",), ("out", "lse")):
-        grads = [torch.randn_like({"out": out, "lse": lse}[name]) for name in names]
-        got, right = (
-            torch.autograd.grad([of[name] for name in names], (q, k, v), grads, retain_graph=True)
-            for of in ({"out": out, "lse": lse}, {"out": wanted, "lse": wanted_lse})
-        )
-        assert all(map(torch.equal, got, right))
 
 
 @pytest.fixture

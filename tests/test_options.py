@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringweave as rw
 from ringweave.call import PER_HEAD, Arguments, pack
 from ringweave.errors import RingweaveError
 
 from .memory.test_oom_retry import short_of
+from .operators import Watching
 from .options import BATCH, DIM, HEADS, KINDS, TOKENS, VALUES, ScoreFunction, learned
 from .parallel.threads import run
 
@@ -422,17 +422,12 @@ def as_on_one(option: str, value: Callable[[], dict[str, Any]], halves: float = 
         torch.testing.assert_close(found[each], x, rtol=halves, atol=halves * float(x.abs().max()), msg=each)
 
 
-class _Watching(TorchDispatchMode):
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return op(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("option", VALUES)
 def test_a_watched_call_uses_an_option(option: str) -> None:
     """A call that a mode watches crosses operators, as text, numbers and tensors, and loses no option there."""
     given = usual("attention", option) | value_of("attention", option)
     alone = measured("attention", given)
-    with _Watching():
+    with Watching():
         watched = measured("attention", given)
     assert torch.equal(watched.out, alone.out)
     for name, grad in alone.grads.items():

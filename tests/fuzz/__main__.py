@@ -24,8 +24,6 @@ from typing import Any
 _AT_ONCE = 2
 # seconds for one case, on a busy machine, and for shrinking
 _LONGEST, _SHRINKING = 240, 20.0
-# that a case is drawn from
-_BYTES = 4000
 
 
 def main() -> int:
@@ -118,7 +116,7 @@ def one(options: argparse.Namespace) -> int:
     from . import sequences
     from .calls import FINE, text
     from .check import Find, Refused, check
-    from .strategies import Choices, calls
+    from .strategies import BYTES, Choices, calls
 
     warnings.simplefilter("error")
     warnings.simplefilter("ignore", hypothesis.errors.HypothesisWarning)
@@ -169,7 +167,7 @@ def one(options: argparse.Namespace) -> int:
             if index and time.monotonic() - start > options.seconds:
                 break
             # uniform draws: Hypothesis' own would be of plain calls for the most part
-            tried.hypothesis.fuzz_one_input(Random(f"{options.backend} {options.seed} {index}").randbytes(_BYTES))
+            tried.hypothesis.fuzz_one_input(Random(f"{options.backend} {options.seed} {index}").randbytes(BYTES))
     except Find:
         with contextlib.suppress(Find, Over):
             tried()

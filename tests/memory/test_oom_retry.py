@@ -110,33 +110,6 @@ def test_each_rung_computes_the_same(name: str, rung: str, backend: str) -> None
         assert all(torch.equal(got[each], whole[each]) for each in exact)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_last_rung_against_the_oracle(dtype: torch.dtype) -> None:
-    """16-bit gradients of keys are rounded once, not once per piece, so they are as exact as in one piece."""
-    x = oracle.Inputs.random(N, heads=HEADS, kv_heads=KV_HEADS, dtype=dtype)
-    pattern = PATTERNS["window"]
-    counts = pattern.to_dense(N).double().expand(1, HEADS, N, N)
-    with short_of(RUNGS["queries"]):
-        got = results(x, pattern)
-    oracle.Expected.of(x, counts).check(got)
-
-
-def test_terms_dropout_and_their_gradients_stay() -> None:
-    tables = [torch.randn(HEADS, 41, requires_grad=True), torch.randn(1, HEADS, N, N, requires_grad=True)]
-    terms = [rw.Softcap(20.0), rw.DistanceBias(tables[0]), rw.Bias(tables[1])]
-    x = oracle.Inputs.random(N, heads=HEADS, kv_heads=KV_HEADS)
-    found = []
-    for most in (10**9, *RUNGS.values()):
-        with short_of(most):
-            torch.manual_seed(5)
-            leaves = x.leaves()
-            out = rw.attention(*leaves, PATTERNS["window"], terms=terms, dropout=0.25, sink_logits=torch.ones(HEADS))
-            found.append([out, *torch.autograd.grad((out * x.dout).sum(), [*leaves, *tables])])
-    for other in found[1:]:
-        for got, want in zip(other, found[0], strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("backend", ["cpu", "dense_batched"])
 def test_distances_in_documents_that_are_packed_apart(backend: str) -> None:
     """A piece of the queries counts distances from the positions that they have in the whole call."""

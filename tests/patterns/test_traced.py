@@ -24,6 +24,7 @@ from ringweave.trace.graph import UntraceableError
 from ringweave.trace.symbols import trace
 from ringweave.types import Place
 
+from ..fuzz.strategies import outcomes
 from ..sampled import is_long
 from ..trace import test_relation_fuzz as fuzz
 from ..trace.definitions import by_pair
@@ -107,19 +108,15 @@ def test_how_many_have_a_pattern() -> None:
     assert len(known) == 114
 
 
-@pytest.mark.parametrize("part", range(10 if is_long() else 3))
-def test_random_masks(part: int) -> None:
-    outcomes = [compared(seed) for seed in range(part * 50, (part + 1) * 50)]
-    assert outcomes.count("zones") >= 15, outcomes
+def test_random_masks() -> None:
+    found = outcomes(compared, fuzz.MASKS, 500 if is_long() else 150)
+    assert found.count("zones") >= 0.3 * len(found), found
 
 
-def compared(seed: int) -> str:
+def compared(mask: tuple[str, Place]) -> str:
     """Compare a random mask with its pattern; return whether it has one, and whether this has zones of comparisons."""
-    text, place = fuzz.drawn_mask(seed)
-    function: Any = eval(f"lambda b, h, q, k: {text}", vars(fuzz))
-    try:
-        want = by_pair(function, place)
-    except (RuntimeError, ValueError, IndexError):
+    (function, want), place = fuzz.defined(mask), mask[1]
+    if want is None:
         return "wrong function"
     first = place.q0 - place.k0
     try:
@@ -129,9 +126,9 @@ def compared(seed: int) -> str:
     if pattern is None or first < 0:
         return "none"
     got = pattern.to_dense(place.nq, place.nk, place.heads, batch=place.batch, q_offset=first)
-    assert torch.equal(got, want), (seed, text, place)
+    assert torch.equal(got, want)
     plan = planned(pattern, place, (16, 32))
-    assert torch.equal(plan.to_dense(), want), (seed, text, place)
+    assert torch.equal(plan.to_dense(), want)
     return "zones" if parts_of(pattern, ZoneTable) else "pattern"
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import random
+import operator
 from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 import ringweave as rw
@@ -15,6 +16,9 @@ from ringweave.patterns.tree import Tree
 from ringweave.plan.from_pattern import build
 from ringweave.relation.shapes import MOST_ZONES
 
+from ..fuzz import ragged
+from ..fuzz.sizes import Sizes
+from ..fuzz.strategies import outcomes
 from ..oracle import Expected, Inputs, results
 from ..sampled import is_long
 from .test_ragged import spells_out
@@ -47,17 +51,6 @@ def along(pattern: Pattern, nodes: Nodes) -> Tensor:
     return pairs & pattern.allows(q, k)
 
 
-def drawn(r: random.Random, tokens: int) -> Nodes:
-    """Draw a tree or several: chains, branches, nodes without tokens, and roots."""
-    parents, lengths = [], []
-    while sum(lengths) < tokens:
-        node = len(parents)
-        parents.append(r.choice([-1, node - 1, node - 1, r.randint(-1, node - 1)]) if node else -1)
-        length = r.choice([0, 0, 1, 1, 2, 5, 16, 17, 40, r.randint(0, tokens)])
-        lengths.append(min(length, tokens - sum(lengths)))
-    return parents, lengths
-
-
 def of_elements(nodes: list[Nodes]) -> rw.Tree:
     """Return the tree of several batch elements, filled with roots of length 0."""
     most = max(len(parents) for parents, _ in nodes)
@@ -82,27 +75,28 @@ COUNTED: list[Callable[[], Pattern]] = [
 ]
 
 
-def expression(r: random.Random, depth: int = 2) -> Pattern:
-    if depth and r.random() < 0.5:
-        kind = r.choice("&|~")
-        part = expression(r, depth - 1)
-        return (
-            ~part
-            if kind == "~"
-            else part & expression(r, depth - 1)
-            if kind == "&"
-            else part | expression(r, depth - 1)
-        )
-    return r.choice(COUNTED)()
+EXPRESSIONS = st.recursive(
+    st.sampled_from(COUNTED).map(lambda make: make()),
+    lambda part: part.map(operator.invert) | st.builds(operator.and_, part, part) | st.builds(operator.or_, part, part),
+    max_leaves=4,
+)
+SEEDS = st.integers(0, 999)
 
 
-@pytest.mark.parametrize("seed", range(200 if is_long() else 20))
-def test_random_trees_have_the_pairs_of_their_definition(seed: int) -> None:
-    r = random.Random(seed)
-    tokens, batch = r.choice([1, 5, 40, 90, 150]), r.choice([1, 1, 3])
-    nodes = [drawn(r, tokens) for _ in range(batch)]
+def nodes_of(tokens: int, batch: int, seed: int) -> list[Nodes]:
+    return ragged.nodes(Sizes(batch, 1, tokens, tokens, 0), True, seed)
+
+
+def test_random_trees_have_the_pairs_of_their_definition() -> None:
+    sizes = st.sampled_from([1, 5, 40, 90, 150]), st.sampled_from([1, 1, 3])
+    drawn = st.tuples(*sizes, SEEDS, EXPRESSIONS, st.floats(0, 1, exclude_max=True))
+    outcomes(has_the_pairs_of_its_definition, drawn, 200 if is_long() else 20)
+
+
+def has_the_pairs_of_its_definition(drawn: tuple[int, int, int, Pattern, float]) -> None:
+    tokens, batch, seed, inner, at = drawn
+    nodes = nodes_of(tokens, batch, seed)
     tree = of_elements(nodes) if batch > 1 else rw.Tree(*nodes[0])
-    inner = expression(r)
     bare = torch.stack([defined(*each)[0] for each in nodes])[:, None]
     counted = torch.stack([along(inner, each) for each in nodes])[:, None]
     causal, near = rw.Causal().to_dense(tokens), rw.SlidingWindow(3).to_dense(tokens)
@@ -117,15 +111,17 @@ def test_random_trees_have_the_pairs_of_their_definition(seed: int) -> None:
             assert torch.equal(plan.to_dense(), dense)
         else:
             spells_out(pattern, dense)
-    first = r.randint(0, tokens - 1)
+    first = int(at * tokens)
     steps = inner.within(tree).to_dense(tokens - first, tokens, batch=batch, q_offset=first)
     assert torch.equal(steps, counted[:, :, first:])
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_positions_and_paths(seed: int) -> None:
-    r = random.Random(seed)
-    nodes = [drawn(r, 60) for _ in range(3)]
+def test_positions_and_paths() -> None:
+    outcomes(has_its_positions_and_paths, SEEDS, 20)
+
+
+def has_its_positions_and_paths(seed: int) -> None:
+    nodes = nodes_of(60, 3, seed)
     tree = of_elements(nodes)
     places = tree.positions()
     assert places.shape == (3, 60)
@@ -202,23 +198,24 @@ def test_patterns_of_batch_elements_along_one_tree() -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference", "dense_batched"])
-@pytest.mark.parametrize("seed", range(4))
-def test_results_and_gradients(seed: int, backend: str) -> None:
+def test_results_and_gradients(backend: str) -> None:
     """Output, lse and gradients against float64, for random trees, bare and with a pattern along the paths."""
-    r = random.Random(seed)
-    tokens = r.choice([70, 200])
-    nodes = [drawn(r, tokens) for _ in range(2)]
-    tree = of_elements(nodes)
-    inner = (rw.SlidingWindow(r.choice([9, 40])) | rw.Sinks(3)) & ~rw.Strided(5)
-    for pattern, pairs in (
-        (tree, [defined(*each)[0] for each in nodes]),
-        (inner.within(tree), [along(inner, each) for each in nodes]),
-    ):
-        x = Inputs.random(tokens, batch=2, heads=4, kv_heads=2, seed=seed)
-        leaves = x.leaves()
-        out, lse = rw.attention_with_lse(*leaves, pattern, backend=backend)
-        counts = torch.stack(pairs)[:, None].expand(2, 4, tokens, tokens)
-        Expected.of(x, counts).check(results(out, lse, x, leaves))
+
+    def check(drawn: tuple[int, int, int]) -> None:
+        tokens, window, seed = drawn
+        nodes = nodes_of(tokens, 2, seed)
+        tree, inner = of_elements(nodes), (rw.SlidingWindow(window) | rw.Sinks(3)) & ~rw.Strided(5)
+        for pattern, pairs in (
+            (tree, [defined(*each)[0] for each in nodes]),
+            (inner.within(tree), [along(inner, each) for each in nodes]),
+        ):
+            x = Inputs.random(tokens, batch=2, heads=4, kv_heads=2, seed=seed)
+            leaves = x.leaves()
+            out, lse = rw.attention_with_lse(*leaves, pattern, backend=backend)
+            counts = torch.stack(pairs)[:, None].expand(2, 4, tokens, tokens)
+            Expected.of(x, counts).check(results(out, lse, x, leaves))
+
+    outcomes(check, st.tuples(st.sampled_from([70, 200]), st.sampled_from([9, 40]), SEEDS), 4)
 
 
 def test_steps_of_a_tree() -> None:

@@ -6,11 +6,13 @@ import gc
 import random
 import re
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 import ringweave as rw
@@ -23,7 +25,9 @@ from ringweave.plan.from_pattern import build
 from ringweave.relation import tiles
 
 from ..cases import PATTERNS as CASES
+from ..fuzz.strategies import outcomes
 from ..operators import by_operators
+from ..sampled import is_long
 
 CAUSAL = rw.Causal()
 #: Patterns that depend on distances, and on some first keys.
@@ -136,50 +140,60 @@ def test_steps_in_pages(name: str) -> None:
             assert torch.equal(rw.paged_attention(here, pages, pattern), side_by_side)
 
 
-@pytest.mark.parametrize("name", list(RAGGED))
-def test_ragged_plans_are_those_by_classes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are equal for all kinds of offsets, lengths, dropped keys and padding, and raise equal errors."""
-    draw = random.Random(name)
+@st.composite
+def ragged(draw: st.DrawFn, pattern: rw.Pattern) -> tuple[rw.Pattern, int, int, dict[str, Any]]:
+    """Draw a call of some queries in a batch: the pattern with its bounds, the lengths, and the plan's other arguments."""
+
+    def one(*values: Any) -> Any:
+        return draw(st.sampled_from(values))
 
     def some(low: int, high: int) -> Tensor:
-        return torch.tensor([draw.choice([low, draw.randint(low, high)]) for _ in range(batch)])
+        return torch.tensor(draw(st.lists(st.just(low) | st.integers(low, high), min_size=batch, max_size=batch)))
 
-    for _ in range(60):
-        batch, nq, nk = draw.choice([1, 2, 5]), draw.choice([1, 1, 2, 5, 16]), draw.choice([256, 500, 1024])
-        tile, pattern, q_offset = draw.choice([(16, 128), (16, 32), (32, 48)]), RAGGED[name], 0
-        lengths = some(0, nk)
-        last = (lengths - nq).clamp(min=0)
-        kind = draw.choice(["pages", "offsets", "trimmed", "lengths", "padding", "both", "wrong"])
-        if kind == "pages":
+    batch, nq, nk, q_offset = one(1, 2, 5), one(1, 1, 2, 5, 16), one(256, 500, 1024), 0
+    lengths = some(0, nk)
+    last = (lengths - nq).clamp(min=0)
+    match one("pages", "offsets", "trimmed", "lengths", "padding", "both", "wrong"):
+        case "pages":
             pattern = with_offsets(pattern, last, 0, batch)[0] & rw.KeyPadding(lengths)
-        elif kind == "offsets":
+        case "offsets":
             pattern, q_offset = with_offsets(pattern, last + 90, 0, batch)
-        elif kind == "trimmed":
+        case "trimmed":
             dropped = some(0, 900)
-            pattern, q_offset = with_offsets(pattern, nk - nq + dropped - draw.choice([0, 0, 70]), dropped, batch)
+            pattern, q_offset = with_offsets(pattern, nk - nq + dropped - one(0, 0, 70), dropped, batch)
             pattern &= rw.KeyPadding(lengths)
-        elif kind == "lengths":
-            pattern, q_offset = pattern & rw.KeyPadding(lengths), draw.choice([nk - nq, nk + 100])
-        elif kind == "padding":
+        case "lengths":
+            pattern, q_offset = pattern & rw.KeyPadding(lengths), one(nk - nq, nk + 100)
+        case "padding":
             pattern, q_offset = pattern & rw.KeyPadding(nk, some(0, nk)), nk - nq
-        elif kind == "both":
+        case "both":
             inside = pattern & rw.KeyPadding(nk + 50, some(0, nk // 2))
             pattern, q_offset = with_offsets(inside, last + 50, 50, batch)
-        else:
-            pattern = with_offsets(pattern, last, 0, batch)[0] & rw.KeyPadding(
-                nk + draw.choice([0, 1]), some(0, nk + 1)
-            )
-        sizes: dict[str, Any] = {"heads": 4, "batch": batch, "q_offset": q_offset, "tile": tile}
-        with monkeypatch.context() as patch:
+        case "wrong":
+            bounds = rw.KeyPadding(nk + one(0, 1), some(0, nk + 1))
+            pattern = with_offsets(pattern, last, 0, batch)[0] & bounds
+    sizes = {"heads": 4, "batch": batch, "q_offset": q_offset, "tile": one((16, 128), (16, 32), (32, 48))}
+    return pattern, nq, nk, sizes
+
+
+@pytest.mark.parametrize("name", list(RAGGED))
+def test_ragged_plans_are_those_by_classes(name: str) -> None:
+    """Plans are equal for all kinds of offsets, lengths, dropped keys and padding, and raise equal errors."""
+
+    def check(call: tuple[rw.Pattern, int, int, dict[str, Any]]) -> None:
+        *given, sizes = call
+        with pytest.MonkeyPatch.context() as patch:
             by_classes(patch)
             try:
-                want = build(pattern, nq, nk, **sizes)
+                want = build(*given, **sizes)
             except rw.RingweaveError as error:
                 patch.undo()
                 with pytest.raises(type(error), match=re.escape(str(error))):
-                    build(pattern, nq, nk, **sizes)
-                continue
-        same(build(pattern, nq, nk, **sizes), want)
+                    build(*given, **sizes)
+                return
+        same(build(*given, **sizes), want)
+
+    outcomes(check, ragged(RAGGED[name]), 600 if is_long() else 60)
 
 
 @pytest.mark.parametrize(
@@ -205,29 +219,33 @@ def test_ragged_steps(name: str, queries: int, monkeypatch: pytest.MonkeyPatch) 
         assert all(map(torch.equal, got, step(n)))
 
 
-def test_lengths_that_shrink_and_sequences_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_that_shrink_and_sequences_replaced() -> None:
     """After writes to lengths, forks and frees of pages, also shared ones, no step uses another step's plan."""
-    pattern = PATTERNS["sinks"]
     q, k, v = torch.randn(3, 4, 1, 16), torch.randn(3, 2, 600, 16), torch.randn(3, 2, 600, 16)
     pages = rw.PagedCache.empty(3, 1024, 2, 16, page=16)
-    draw = random.Random(0)
-    found = []
-    for again in (False, True):
+    kinds = st.sampled_from(["append", "append", "append", "fork", "free"])
+
+    def steps(writes: list[tuple[list[int], str, float]]) -> Iterator[Tensor]:
         pages.free()
-        draw.seed(0)
-        if again:
-            by_classes(monkeypatch)
-        for n in range(40):
-            row = draw.randrange(3)
-            if n % 5 == 4:
-                pages.fork(row, (row + 1) % 3, draw.randint(0, int(pages.lengths[row])))
-            elif int(pages.lengths[row]) > 500 or n % 7 == 6:
+        for (row, other, _), kind, share in writes:
+            if kind == "fork":
+                pages.fork(row, other, int(share * int(pages.lengths[row])))
+            elif kind == "free" or int(pages.lengths[row]) > 500:
                 pages.free([row])
             else:
-                tokens = draw.randint(1, 200)
+                tokens = 1 + int(199 * share)
                 pages.append(k[row : row + 1, :, :tokens], v[row : row + 1, :, :tokens], [row])
-            found.append(rw.paged_attention(q, pages, pattern))
-    assert all(map(torch.equal, found[:40], found[40:]))
+            yield rw.paged_attention(q, pages, PATTERNS["sinks"])
+
+    def check(writes: list[tuple[list[int], str, float]]) -> None:
+        plan_cache.clear()
+        painted = list(steps(writes))
+        with pytest.MonkeyPatch.context() as patch:
+            by_classes(patch)
+            assert all(map(torch.equal, painted, steps(writes)))
+
+    writes = st.tuples(st.permutations(range(3)), kinds, st.floats(0, 1))
+    outcomes(check, st.lists(writes, min_size=40, max_size=40), 20 if is_long() else 2)
 
 
 def test_offsets_written_in_place() -> None:

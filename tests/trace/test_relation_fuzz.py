@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import random
+import functools
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
+from hypothesis import strategies as st
+from torch import Tensor
 
 from ringweave.trace.graph import UntraceableError
 from ringweave.trace.relation import Open, as_relation, leaves
 from ringweave.trace.symbols import trace
 from ringweave.types import Place
 
+from ..fuzz.strategies import outcomes, texts
 from ..sampled import is_long
 from .definitions import by_pair, dense
 from .masks import drawn
@@ -32,107 +35,81 @@ BOOLS = torch.rand(N, generator=drawn(1)) < 0.4
 BLOCKS = torch.rand(N // 8 + 1, N // 8 + 1, generator=drawn(2)) < 0.5
 
 
-def number(r: random.Random, depth: int) -> str:
-    """Return the text of a whole number."""
-    if depth == 0 or r.random() < 0.2:
-        return r.choice(["q", "k", "q", "k", "q", "k", "b", "h", str(r.randint(0, 40))])
-    a, b, side = number(r, depth - 1), number(r, depth - 1), r.choice("qk")
-    whole = f"({a} + 0 * {side})"
-    return r.choice(
-        [
-            f"({a} + {b})",
-            f"({a} - {b})",
-            f"({a} - {b})",
-            f"({a} * {r.randint(-3, 4)})",
-            f"({a} // {r.choice([-7, 2, 5, 16, 64])})",
-            f"({a} % {r.choice([-5, 2, 3, 7, 32])})",
-            f"abs({a} - k)",
-            f"torch.maximum({whole}, {b} + 0 * k)",
-            f"torch.minimum({whole}, {b} + 0 * q)",
-            f"{whole}.clamp({r.randint(-9, 5)}, {r.randint(6, 90)})",
-            f"torch.where(q - k > {r.randint(-9, 9)}, {whole}, {b} + 0 * k)",
-            f"TABLE[{side}]",
-            f"IDS[{side}]",
-            f"ROWS[b, {side}]",
-            f"NARROW[{side}]",
-            "(NARROW[q] - NARROW[k])",
-            f"(NARROW[{side}] * {r.choice([2, 10**5, 10**7])})",
-            f"BYTES[{side}]",
-            f"(BYTES[{side}] + {r.randint(0, 300)})",
-            f"FAR[{side}]",
-            f"({whole} & 15)",
-            f"({whole} >> 2)",
-            f"{whole}.int()",
-            f"BOOLS[{side}].long()",
-        ]
-    )
+NUMBERS = ["{leaf}"] * 6 + [
+    "({n} + {n})", "({n} - {n})", "({n} - {n})", "({n} * {-3..4})", "({n} // {2|5|16|64|-7})", "({n} % {2|3|7|32|-5})",
+    "abs({n} - k)", "torch.maximum({whole}, {n} + 0 * k)", "torch.minimum({whole}, {n} + 0 * q)",
+    "{whole}.clamp({-9..5}, {6..90})", "torch.where(q - k > {-9..9}, {whole}, {n} + 0 * k)", "TABLE[{q|k}]",
+    "IDS[{q|k}]", "ROWS[b, {q|k}]", "NARROW[{q|k}]", "(NARROW[q] - NARROW[k])", "(NARROW[{q|k}] * {2|100000|10000000})",
+    "BYTES[{q|k}]", "(BYTES[{q|k}] + {0..300})", "FAR[{q|k}]", "({whole} & 15)", "({whole} >> 2)", "{whole}.int()",
+    "BOOLS[{q|k}].long()",
+]  # fmt: skip
+COMPARISONS = [
+    "({n} + 0 * q {compare} {n})", "({n} {compare} {n} + 0 * k)", "(q - k {compare} {-60..60})",
+    "(IDS[q] {compare} IDS[k])", "(BYTES[{q|k}] {compare} {-3|80|300|BYTES[q]})", "(FAR[q] {compare} FAR[k])",
+    "(FAR[(q - k).abs()] {compare} k - q + {-3..3})", "BOOLS[{q|k}]", "BLOCKS[q // 8, k // 8]",
+    "(LISTS[q // {1|4}] == (k // {1|3})).any()", "({FLOATS|NANS|FLOATS.half()}[q] {compare} FLOATS[k])",
+    "(BOOLS[q] {compare} BOOLS[k])", "(q * 0.5 {compare} k / 3)",
+]  # fmt: skip
+LOGIC = [
+    "({deep} & {any})", "({deep} | {any})", "~{deep}", "({deep} ^ {any})", "torch.where({deep}, {any}, {flat})",
+    "({deep} == {any})", "torch.logical_and({deep}, {any})", "({deep} + {any})",
+]  # fmt: skip
 
 
-def logic(r: random.Random, depth: int) -> str:
-    """Return the text of a bool."""
-    if depth == 0:
-        compare, n = r.choice(["<", "<=", ">", ">=", "==", "!="]), r.choice([0, 1, 1, 2])
-        return r.choice(
-            [
-                f"({number(r, n)} + 0 * q {compare} {number(r, n)})",
-                f"({number(r, n)} {compare} {number(r, n)} + 0 * k)",
-                f"(q - k {compare} {r.randint(-60, 60)})",
-                f"(IDS[q] {compare} IDS[k])",
-                f"(BYTES[{r.choice('qk')}] {compare} {r.choice([-3, 80, 300, 'BYTES[q]'])})",
-                f"(FAR[q] {compare} FAR[k])",
-                f"(FAR[(q - k).abs()] {compare} k - q + {r.randint(-3, 3)})",
-                f"BOOLS[{r.choice('qk')}]",
-                "BLOCKS[q // 8, k // 8]",
-                f"(LISTS[q // {r.choice([1, 4])}] == (k // {r.choice([1, 3])})).any()",
-                f"({r.choice(['FLOATS', 'NANS', 'FLOATS.half()'])}[q] {compare} FLOATS[k])",
-                f"(BOOLS[q] {compare} BOOLS[k])",
-                f"(q * 0.5 {compare} k / 3)",
-            ]
-        )
-    a, b = logic(r, depth - 1), logic(r, r.randint(0, depth - 1))
-    return r.choice(
-        [
-            f"({a} & {b})",
-            f"({a} | {b})",
-            f"~{a}",
-            f"({a} ^ {b})",
-            f"torch.where({a}, {b}, {logic(r, 0)})",
-            f"({a} == {b})",
-            f"torch.logical_and({a}, {b})",
-            f"({a} + {b})",
-        ]
-    )
+@functools.cache
+def number(depth: int) -> st.SearchStrategy[str]:
+    """Draw the text of a whole number."""
+    leaf = texts(["q", "k", "q", "k", "q", "k", "b", "h", "{0..40}"])
+    if not depth:
+        return leaf
+    inner = number(depth - 1)
+    return texts(NUMBERS, leaf=leaf, n=inner, whole=texts(["({n} + 0 * {q|k})"], n=inner))
 
 
-def drawn_mask(seed: int) -> tuple[str, Place]:
-    """Return the text of a mask function, and the place of a call."""
-    r = random.Random(seed)
-    text = logic(r, r.choice([0, 1, 1, 2, 3]))
-    if seed % 50 == 0:
-        return text, Place(2, 3, 1100, 1300, r.choice([0, 700]), r.choice([0, 5]))
-    sizes = r.choice([1, 2]), r.choice([1, 3]), r.randint(1, 60), r.randint(1, 90)
-    return text, Place(*sizes, r.choice([0, 0, 31]), r.choice([0, 0, 7]), r.choice([0, 2]))
+@functools.cache
+def logic(depth: int) -> st.SearchStrategy[str]:
+    """Draw the text of a bool."""
+    if not depth:
+        compare = texts(["{<|<=|>|>=|==|!=}"])
+        return texts(COMPARISONS, compare=compare, n=st.sampled_from([0, 1, 1, 2]).flatmap(number))
+    return texts(LOGIC, deep=logic(depth - 1), any=st.integers(0, depth - 1).flatmap(logic), flat=logic(0))
 
 
-def checked(seed: int) -> str:
-    """Compare a random mask with its relation; return whether it was recognised."""
-    text, place = drawn_mask(seed)
-    function: Any = eval(f"lambda b, h, q, k: {text}", globals())
+def places(of: int) -> st.SearchStrategy[Place]:
+    """Draw the place of a call; the last of 50 kinds is a long one."""
+    sizes = ([1, 2], [1, 3], range(1, 61), range(1, 91), [0, 0, 31], [0, 0, 7], [0, 2])
+    large = ([2], [3], [1100], [1300], [0, 700], [0, 5])
+    return st.tuples(*map(st.sampled_from, large if of == 49 else sizes)).map(lambda each: Place(*each))
+
+
+#: the text of a mask function, and the place of a call
+MASKS = st.tuples(st.sampled_from([0, 1, 1, 2, 3]).flatmap(logic), st.integers(0, 49).flatmap(places))
+
+
+def defined(mask: tuple[str, Place]) -> tuple[Callable[..., Any], Tensor | None]:
+    """Return a mask's function and its pairs; None where a table is too short, or a divisor is 0."""
+    text, place = mask
+    function = eval(f"lambda b, h, q, k: {text}", globals())
     try:
-        want = by_pair(function, place)
+        return function, by_pair(function, place)
     except (RuntimeError, ValueError, IndexError):
-        # a table that is too short, or a division by 0
+        return function, None
+
+
+def checked(mask: tuple[str, Place]) -> str:
+    """Compare a random mask with its relation; return whether it was recognised."""
+    (function, want), place = defined(mask), mask[1]
+    if want is None:
         return "wrong function"
     try:
         found = as_relation(trace(function), place)
     except UntraceableError:
         return "refused"
-    assert torch.equal(dense(found, place).expand(place[:4]), want), (seed, text, place)
+    assert torch.equal(dense(found, place).expand(place[:4]), want)
     return "open" if any(type(leaf) is Open for leaf in leaves(found)) else "recognised"
 
 
-@pytest.mark.parametrize("part", range(12 if is_long() else 6))
-def test_random_masks(part: int) -> None:
-    outcomes = [checked(seed) for seed in range(part * 50, (part + 1) * 50)]
+def test_random_masks() -> None:
+    found = outcomes(checked, MASKS, 600 if is_long() else 300)
     # most functions are right, and most of these are recognised
-    assert outcomes.count("recognised") >= 25, outcomes
+    assert found.count("recognised") >= len(found) / 2, found
