@@ -73,7 +73,7 @@ def test_a_changed_number_of_a_mask_function_is_read_again(dynamic: bool | None)
 
     torch._dynamo.reset()
     compiled = torch.compile(attend, fullgraph=True, backend="eager", dynamic=dynamic)
-    for window, first in [(3, 0), (5, 0), (7, 0), (7, 2), (-1, 4), (3, 0)]:
+    for window, first in [(3, 0), (5, 0), (7, 2), (3, 0)]:
         assert torch.equal(compiled(window, first), attend(window, first)), (window, first)
 
 
@@ -84,12 +84,12 @@ def test_a_changed_window_of_a_model_is_compiled_again() -> None:
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     outs = []
     with torch.no_grad():
-        for graphs, window in enumerate((5, 3, 2), 1):
+        for graphs, window in enumerate((5, 2), 1):
             model.config.sliding_window = window
             outs.append(compiled(input_ids=IDS, use_cache=False).logits)
             torch.testing.assert_close(outs[-1], model(input_ids=IDS, use_cache=False).logits)
             assert counter.frame_count == graphs
-    assert not torch.equal(outs[0], outs[1])
+    assert not torch.equal(*outs)
 
 
 def test_the_trace_of_a_mask_does_not_read_its_distances(monkeypatch: pytest.MonkeyPatch) -> None:
