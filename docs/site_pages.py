@@ -46,6 +46,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         ("explorer-recorded.html", page(recorded())),
         ("benchmarks/figures.html", figures(results, case)),
         ("benchmarks/figures-intel.html", figures(results / "intel", case)),
+        ("benchmarks/figures-zen5.html", figures(results / "zen5", case)),
         ("benchmarks/figures-avx2.html", figures(results / "avx2", case)),
         ("design.md", (root / "DESIGN.md").read_text("utf-8")),
     ):

@@ -48,6 +48,7 @@ REFUSED: dict[str, list[Any]] = {
     "v": [None, torch.randn(2, 3, 2, 32), torch.randn(2, 2, 1, 32), torch.randn(2, 2, 2, 32).long(), torch.randn(2, 2, 2, 0)],
     "rotary_cos": [None, torch.randn(64, 7), torch.randn(20, 8), torch.randn(64, 24), torch.ones(64, 8).int()],
     "rotary_sin": [None, torch.randn(63, 8), "s"],
+    "causal": ["yes", 1, None], "rotary_interleaved": ["no", 2],
 }  # fmt: skip
 OF_VERSION: dict[str, dict[str, list[Any]]] = {
     "2": {"alibi_slopes": [torch.ones(3), torch.ones(3, 4), torch.ones(4).half(), 0.5]},

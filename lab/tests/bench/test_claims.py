@@ -358,8 +358,15 @@ def of_chosen_keys() -> Iterator[tuple[str, str]]:
         yield "docs/chosen_keys.md", f"| {name} | {mine:.1f} s | {' | '.join(cells)} |"
 
 
-def of_avx2() -> Iterator[tuple[str, str]]:
-    name = "avx2/kernels.jsonl"
+def of_other_processors() -> Iterator[tuple[str, str]]:
+    for folder in ("zen5", "avx2"):
+        yield from _of_processor(folder)
+    speeds = [peak(kernel("zen5/kernels.jsonl", dtype, "forward", "ringweave")) for dtype in ("float32", "bfloat16")]
+    yield AMD, f"{speeds[0]:.0f} GFLOP/s in float32, {speeds[1]:.0f} in bfloat16"
+
+
+def _of_processor(folder: str) -> Iterator[tuple[str, str]]:
+    name = f"{folder}/kernels.jsonl"
     for dtype in ("float32", "bfloat16"):
         for direction in ("forward", BOTH):
             mine = kernel(name, dtype, direction, "ringweave")
@@ -371,7 +378,7 @@ def of_avx2() -> Iterator[tuple[str, str]]:
     for tokens in (32768, 131072):
         size = f"32 over 8 heads of 128, {tokens} tokens"
         shares = [
-            figure("avx2/decode.jsonl", f"{dtype}: share of the speed of memory, medians", size)
+            figure(f"{folder}/decode.jsonl", f"{dtype}: share of the speed of memory, medians", size)
             for dtype in ("float32", "bfloat16", "int8")
         ]
         cells = [
@@ -380,11 +387,11 @@ def of_avx2() -> Iterator[tuple[str, str]]:
         yield AMD, f"{tokens:,} tokens {cells[0]}, {cells[1]} and {cells[2]}"
     size = "8192 tokens, 16 heads over 1 key head of 64"
     blocks = [
-        figure("avx2/selected.jsonl", f"16 blocks of 64, {way} over causal", size)
+        figure(f"{folder}/selected.jsonl", f"16 blocks of 64, {way} over causal", size)
         for way in ("forward", "with gradients")
     ]
     step = figure(
-        "avx2/selected.jsonl", "a step, a new list each time, over the dense step",
+        f"{folder}/selected.jsonl", "a step, a new list each time, over the dense step",
         "65536 keys, 16 heads over 1 key head of 576 and 512, 2048 keys",
     )  # fmt: skip
     yield AMD, f"take {blocks[0]:.2f} of the time of causal attention forward and {blocks[1]:.2f} with gradients"

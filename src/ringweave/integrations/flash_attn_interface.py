@@ -14,7 +14,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from ..checks import LONGEST, whole
+from ..checks import LONGEST, flag, whole
 from ..errors import ShapeError, UnsupportedError, shown
 from ..names import only
 from ..patterns import Pattern, Segments
@@ -54,7 +54,7 @@ def _window(window_size: WindowSize, causal: bool, chunk: int, nq: int, nk: int)
     before, after = sides(window_size)
     left = None if before < 0 or reaches(before, nk - 1) else before
     right = None if after < 0 or reaches(after, nq - 1) else after
-    pattern = relation(left, 0 if causal else right, _NO_LIMIT)
+    pattern = relation(left, 0 if flag("causal", causal, ShapeError) else right, _NO_LIMIT)
     chunk = whole("attention_chunk", chunk, -LONGEST, error=ShapeError)
     return pattern & Segments(chunk) if chunk > 0 else pattern
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...axes import Axes
-from ...checks import LONGEST
-from ...errors import UnsupportedError
+from ...checks import LONGEST, flag
+from ...errors import ShapeError, UnsupportedError
 from ...names import only
 from ...patterns import Pattern
 from ...torch_ops import Differentiable
@@ -51,7 +51,7 @@ def window(window_size: WindowSize, causal: bool, nk: int) -> Pattern:
     A side of -1 beside a limited side is ``nk`` keys wide, which is a limit for queries before the first key.
     """
     left, right = sides(window_size)
-    right = 0 if causal else right
+    right = 0 if flag("causal", causal, ShapeError) else right
     wide = left >= 0 and reaches(left, nk)
     # keys before the first one do not exist: a left side of any width is right, and a trace need not know its kind
     left = -1 if wide else left

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...axes import Axes
+from ...checks import flag
 from ...errors import ShapeError
 
 # flash_attn_with_kvcache rotates in steps of this many dimensions
@@ -57,7 +58,7 @@ class Rotary(NamedTuple):
         if rotated % step or not 0 < rotated <= dim:
             wanted = f"a multiple of {step}, at most the head dim {dim}"
             raise ShapeError("rotary dim", rotated, wanted, "Pass tables of half as many columns.")
-        return Rotary(cos.detach(), sin.detach(), bool(interleaved), prefix, first)
+        return Rotary(cos.detach(), sin.detach(), flag(f"{prefix}interleaved", interleaved, ShapeError), prefix, first)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate vectors (..., N, H, D) at positions (..., N)."""
