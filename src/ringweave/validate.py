@@ -94,8 +94,9 @@ def _check_devices(q: Tensor, k: Tensor, v: Tensor, hosted: bool) -> None:
 
 def autocast(*tensors: Tensor) -> list[Tensor]:
     """Cast inputs to autocast's dtype if it is enabled, as PyTorch's own attention does."""
-    if not all(isinstance(x, Tensor) for x in tensors):
-        return list(tensors)
+    for x in tensors:
+        if not isinstance(x, Tensor):
+            return list(tensors)
     device = tensors[0].device.type
     if device not in AUTOCAST or not torch.is_autocast_enabled(device):
         return list(tensors)
@@ -227,7 +228,9 @@ def _with_precision(given: Arguments, call: Call, terms: tuple[Term, ...]) -> Ch
     tensors = pack(call.pattern, terms, call.dropout, *more)
     # Set after the checks, so that forward runs even on a named backend that refuses the gradient of a table.
     learned = sum(x.numel() for term in terms for x in term.learned if call.needs_grad and x.requires_grad)
-    call = replace(call, kv_dtype=policy.kv, summation_order=policy.summation_order, learned=learned)
+    # torch.compile traces replace() field by field, in each layer
+    if policy.kv is not None or learned or policy.summation_order != call.summation_order:
+        call = replace(call, kv_dtype=policy.kv, summation_order=policy.summation_order, learned=learned)
     return Checked(call, given.q, k, v, tensors, terms)
 
 
@@ -252,7 +255,7 @@ def check_terms(
     """Raise an error unless the terms fit a call of sizes (batch, heads, queries, keys)."""
     for term in terms:
         term.check(*sizes, device)
-    if pattern.tables and any(term.distances for term in terms):
+    if any(term.distances for term in terms) and pattern.tables:
         positioned = sorted({type(term).__name__ for term in terms if term.distances or term.places})
         check_distances(", ".join(positioned), pattern, by_index=any(term.places for term in terms))
 
@@ -295,7 +298,8 @@ def converted(given: Arguments) -> tuple[Arguments, torch.dtype | None]:
     q, k, v = autocast(given.q, given.k, given.v)
     compute = as_precision(given.precision).compute
     if compute is None:
-        return given._replace(q=q, k=k, v=v), None
+        same = q is given.q and k is given.k and v is given.v
+        return given if same else given._replace(q=q, k=k, v=v), None
     check_tensors(q, k, v, hosted=given.on_oom == "stream")
     return given._replace(q=q.to(compute), k=k.to(compute), v=v.to(compute)), q.dtype
 

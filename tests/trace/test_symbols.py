@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from ringweave.patterns.cache_key import CacheKey
 from ringweave.trace.graph import SCORE, B, Graph, H, K, Node, Q, UntraceableError
 from ringweave.trace.operations import DRAWS, FUNCTIONS, SPELLINGS
-from ringweave.trace.symbols import Symbol, trace
+from ringweave.trace.symbols import Symbol, graph_of, trace
 
 Function = Callable[..., Any]
 TABLE = torch.arange(12, device="cpu").view(3, 4)
@@ -586,3 +586,24 @@ def test_the_compiler_traces_a_trace() -> None:
     count, found = torch.compile(build, backend="eager", fullgraph=True)(torch.zeros(2), ids)
     assert count.tolist() == [3, 3]
     assert torch.equal(found, ids + table.sum())
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda b, h, q, k: k <= q,
+        lambda b, h, q, k: q.new_ones((), dtype=torch.bool) & (k > q - 5) & (k <= q),
+        lambda b, h, q, k: (abs(q - k) <= 5) | ~((q + 3) // 4 == k % 7),
+    ],
+)
+def test_a_graph_of_numbers_follows_from_its_key(mask: Any) -> None:
+    graph = trace(mask)
+    again = graph_of(graph.key)
+    assert again is not None
+    assert again.key == graph.key
+    assert repr(again.result) == repr(graph.result)
+
+
+def test_a_key_of_another_dtype_has_no_graph() -> None:
+    *steps, _ = trace(lambda b, h, q, k: k <= q).key
+    assert graph_of((*steps, torch.float64)) is None

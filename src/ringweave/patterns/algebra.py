@@ -38,7 +38,10 @@ class Combined(_Operator):
     sign: ClassVar[str]
 
     def __post_init__(self) -> None:
-        nest(self, 1 + max(part.depth for part in self.parts), sum(part.leaves for part in self.parts))
+        depth = leaves = 0
+        for part in self.parts:
+            depth, leaves = max(depth, part.depth), leaves + part.leaves
+        nest(self, 1 + depth, leaves)
         super().__post_init__()
 
     def appended(self, part: Pattern) -> Self:

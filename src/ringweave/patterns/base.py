@@ -176,9 +176,11 @@ class Pattern(ABC):
     has_function: bool
 
     def __post_init__(self) -> None:
-        parts = self.parts_within()
-        follows = any(part._follows for part in parts)
-        self.write(self._text(), follows, any(part.has_function for part in parts))
+        follows = function = False
+        # a loop in place of any(): torch.compile traces each element of a generator in a frame of its own
+        for part in self.parts_within():
+            follows, function = follows or part._follows, function or part.has_function
+        self.write(self._text(), follows, function)
 
     def write(self, text: str, follows: bool, function: bool) -> None:
         """Store the pattern's text, and whether it follows tensors and contains a function.
@@ -530,7 +532,10 @@ class Composite(Pattern):
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
-        return tuple(table for part in self.parts_within() for table in part.tables)
+        tables: list[Tensor] = []
+        for part in self.parts_within():
+            tables += part.tables
+        return tuple(tables)
 
     def extents(self) -> tuple[int | None, int | None]:
         batch = heads = None
@@ -554,8 +559,10 @@ class Composite(Pattern):
 
     def with_parts(self, parts: Sequence[Pattern]) -> Pattern:
         """Return ``self`` with other parts; ``self`` if they are the same objects."""
-        same = all(new is old for new, old in zip(parts, self.parts_within(), strict=True))
-        return self if same else self.remade(parts)
+        for new, old in zip(parts, self.parts_within(), strict=True):
+            if new is not old:
+                return self.remade(parts)
+        return self
 
 
 def agree(name: str, a: int | None, b: int | None) -> int | None:

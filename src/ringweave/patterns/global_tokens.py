@@ -235,7 +235,10 @@ def _listing(pattern: Pattern, tokens: int) -> list[Sinks]:
         return [pattern] if isinstance(pattern.tokens, tuple) and pattern.tokens[-1:] >= (tokens,) else []
     if pattern.counts_apart:
         return []
-    return [each for part in pattern.parts_within() for each in _listing(part, tokens)]
+    found: list[Sinks] = []
+    for part in pattern.parts_within():
+        found += _listing(part, tokens)
+    return found
 
 
 @declare("Periodic(256, 192, 256)", "By chosen tokens", hostile="Periodic(2**30, 0, 1)")

@@ -62,7 +62,7 @@ class KeyPadding(Enclosing):
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
-        return tuple(bound for bound in (self.stop, self.start) if isinstance(bound, Tensor))
+        return tuple([bound for bound in (self.stop, self.start) if isinstance(bound, Tensor)])
 
     def extents(self) -> tuple[int | None, int | None]:
         return (None if self._rows == 1 else self._rows), None

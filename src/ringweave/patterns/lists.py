@@ -96,10 +96,10 @@ def lists_of(pattern: Pattern) -> Lists | None:
 
 def lists_in(pattern: Pattern) -> list[Pattern]:
     """Return the patterns of lists inside a pattern, itself included, in the order of the text."""
-    if not pattern.tables:
-        return []
-    parts = pattern.parts_within()
-    return [each for part in parts for each in lists_in(part)] or ([pattern] if isinstance(pattern, Listed) else [])
+    found: list[Pattern] = []
+    for part in pattern.parts_within():
+        found += lists_in(part)
+    return found or ([pattern] if isinstance(pattern, Listed) and pattern.tables else [])
 
 
 def with_lists(pattern: Pattern, lists: Iterator[Pattern]) -> Pattern:

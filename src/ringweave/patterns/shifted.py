@@ -157,6 +157,8 @@ def with_offsets(pattern: Pattern, q_offset: int | Tensor, k_offset: int | Tenso
     """
     if not isinstance(pattern, Pattern):
         refuse(pattern)
+    if type(q_offset) is type(k_offset) is int and q_offset == k_offset == 0:
+        return pattern, 0
     sides = [checked_offset(*each, batch) for each in zip(_SIDES, (q_offset, k_offset), strict=True)]
     q, k = sides
     if isinstance(q, int) and isinstance(k, int) and k == 0 and (q == 0 or not places(pattern, 2)):

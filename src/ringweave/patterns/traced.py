@@ -269,10 +269,11 @@ def _stride(runs: list[tuple[float, float]]) -> int:
 
 def _intervals(runs: Runs) -> Pattern:
     """Return the pairs with ``q - k`` in one of several intervals."""
-    found = _not(Full())
+    found: Pattern | None = None
     for least, most in runs:
-        found = found | _interval(least, most)
-    return found
+        part = _interval(least, most)
+        found = part if found is None else found | part
+    return _not(Full()) if found is None else found
 
 
 def _interval(least: float, most: float) -> Pattern:
@@ -297,12 +298,23 @@ def of_keys(keys: Tensor, numbers: bool = False) -> Pattern:
         keys: The table.
         numbers: Whether bounds of all batch elements may be numbers in place of tensors, so that they are constant.
     """
+    bounds, mask = bounds_of_keys(keys, numbers)
+    return bounds if mask is None else bounds & mask
+
+
+def bounds_of_keys(keys: Tensor, numbers: bool = False) -> tuple[KeyPadding, Sinks | None]:
+    """Return the bounds of the keys that a table allows, and a mask, or None if they are all keys inside the bounds.
+
+    Args:
+        keys: As in :func:`of_keys`.
+        numbers: As in :func:`of_keys`.
+    """
     begin = keys.int().argmax(-1)
     end = torch.where(keys.any(-1), keys.shape[1] - keys.flip(-1).int().argmax(-1), 0)
     known = not torch.compiler.is_compiling()
     constant = numbers and known and len(keys) == 1
     bounds = KeyPadding(int(end), int(begin)) if constant else KeyPadding(end, begin)
     if known and bool((keys.sum(-1) == end - begin).all()):
-        return bounds
+        return bounds, None
     # the bounds skip tiles without reading the mask, so they are kept beside it
-    return bounds & Sinks(keys)
+    return bounds, Sinks(keys)

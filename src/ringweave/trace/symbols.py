@@ -31,7 +31,20 @@ from .graph import (
     kind_of,
     nodes_in,
 )
-from .operations import CASTS, DRAWS, FRESH, OPERATORS, SPELLINGS, UNARY, Function, is_torchs, name_of, special, writes
+from .operations import (
+    CASTS,
+    DRAWS,
+    FRESH,
+    FUNCTIONS,
+    OPERATORS,
+    SPELLINGS,
+    UNARY,
+    Function,
+    is_torchs,
+    name_of,
+    special,
+    writes,
+)
 
 _CPU = torch.device("cpu")
 
@@ -131,6 +144,7 @@ _MAKERS: dict[str, Callable[..., Tensor]] = {
     "new_tensor": torch.tensor,
 }
 _NUMBERS = {"new_ones": "one", "new_zeros": "zero"}
+_MADE = {name: method for method, name in _NUMBERS.items()}
 _CONSTANTS = frozenset(
     {int, bool, type(None), str, type(...), torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout}
 )
@@ -551,3 +565,27 @@ def trace(function: Callable[..., Any], dtype: torch.dtype | None = None, *, tra
         # a function that was refused may not have restored the mode either
         if torch.is_grad_enabled() != enabled:
             torch.set_grad_enabled(enabled)
+
+
+def graph_of(key: tuple[Any, ...]) -> Graph | None:
+    """Return the graph of a mask function that has a key, if it consists of operations on indices and numbers.
+
+    Args:
+        key: The key of a graph of :func:`trace`.
+    """
+    steps, result = key[len(MASK_ARGUMENTS) : -2], key[-2]
+
+    def function(*indices: Any) -> Any:
+        values = [*indices]
+        for name, *operands in steps:
+            if name in _MADE:
+                values.append(getattr(values[0], _MADE[name])((), dtype=operands[0]))
+            else:
+                values.append(FUNCTIONS[name](*[values[x] if type(x) is int else x[1] for x in operands]))
+        return values[result]
+
+    try:
+        graph = trace(function)
+    except UntraceableError:
+        return None
+    return graph if graph.key == key else None

@@ -24,7 +24,7 @@ from ...terms import Bias, Softcap, Term
 from ...torch_compat import version
 from ...weights import COLUMNS, by_columns
 from .indexers import all_keys, swap
-from .keywords import DOCUMENTS, OTHER, POSITIONS, READ, apart, check, same_documents
+from .keywords import DOCUMENTS, OTHER, POSITIONS, READ, apart, check, names_documents, same_documents
 from .latents import Latents, expand_later, states_of
 from .masks import ORIGIN, Facts, PatternMask, pattern_mask
 from .model_cache import CACHE, PagedStates
@@ -190,7 +190,8 @@ class LayerCall:
         if self.pattern is None and hasattr(getattr(module, "config", None), RECORD):
             self.pattern = first_use(module)
         # whether anything but the mask matters: a step of a layer without a pattern has no more to ask
-        self.restricts = self.nq > 1 or self.pattern is not None or not DOCUMENTS.isdisjoint(given)
+        self.packed = names_documents(given)
+        self.restricts = self.nq > 1 or self.pattern is not None or self.packed
 
     def mask(
         self, mask: PatternMask | Tensor | None, is_causal: bool | None, window: int | None
@@ -319,7 +320,7 @@ class LayerCall:
         """Return the pattern of the mask, of documents in keywords and of the layer, and the first query's index."""
         facts = mask.facts
         pattern, documents = facts.pattern, None
-        if not DOCUMENTS.isdisjoint(self.given):
+        if self.packed:
             pattern, documents = apart(mask, self.given, self.batch)
         own = self.pattern
         separated = documents is not None or facts.rows is not None or facts.context is not None

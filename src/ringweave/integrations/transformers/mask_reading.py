@@ -13,20 +13,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_scalar, has_static_value
 
 from ...cache import PATTERNS
 from ...checks import INTEGERS
 from ...patterns import Documents, Pattern
 from ...patterns.traced import of_keys, of_relation
-from ...torch_compat import dispatched, require, transforming
+from ...torch_compat import dispatched, outside_transforms, require, transforming
 from ...trace.comparison import Reads, codes, disagreement, reads
-from ...trace.graph import Graph, H, Node, UntraceableError, deps_of, filled_in
+from ...trace.graph import MASK_ARGUMENTS, Graph, H, Node, UntraceableError, deps_of, filled_in
 from ...trace.relation import Runs, as_relation, distances_of, operands
-from ...trace.symbols import trace
+from ...trace.symbols import graph_of, trace
 from ...trace.values import Values
 from ...types import Place
 from .positions import Chunks, MisreadError, Positions
@@ -100,6 +102,14 @@ def _distances(function: MaskFunction, graph: Graph, positions: Positions, packe
     not where the query's position is a tensor.
     """
     within = () if packed is None else (packed.counted, packed.equal)
+    key = _constant(graph.key) if torch.compiler.is_dynamo_compiling() and not graph.tensors else None
+    if key is not None:
+        read, *ends = _text_of_distances(key).split() or [""]
+        if read == _ANY_CALL:
+            numbers = [_OPEN[end] if end in _OPEN else int(end) for end in ends]
+            return tuple(zip(numbers[::2], numbers[1::2], strict=True))
+        if read == _ONE_CALL:
+            return None
     if torch.compiler.is_compiling() or transforming() or dispatched():
         return distances_of(graph, *within)
     key = "mask", codes(function), graph.key
@@ -110,6 +120,52 @@ def _distances(function: MaskFunction, graph: Graph, positions: Positions, packe
             _compare(function, graph, positions, known[0])
             PATTERNS.put(key, known, _BYTES)
     return known[0]
+
+
+_ANY_CALL, _ONE_CALL, _OPEN = "distances", "none", {"inf": math.inf, "-inf": -math.inf}
+
+
+def _constant(key: Any) -> Any:
+    """Return a graph's key as constants of torch.compile, or None if its graph has other parts than whole numbers."""
+    steps: list[Any] = []
+    for name, *given in key[len(MASK_ARGUMENTS) : -2]:
+        if type(name) is not str:
+            return None
+        for place, x in enumerate(given):
+            kind = type(x)
+            if kind is tuple:
+                # the trace has guarded numbers, also symbolic ones, by their values
+                if len(x) != 2 or x[0] is not int or not has_static_value(x[1]):
+                    return None
+                given[place] = int, guard_scalar(x[1])
+            elif kind is not int and kind is not torch.dtype:
+                return None
+        steps.append((name, *given))
+    return (*key[: len(MASK_ARGUMENTS)], *steps, *key[-2:]) if type(key[-2]) is int else None
+
+
+def _text_of_distances(key: Any) -> str:
+    """Return the distances of a graph of constants as text, for code that torch.compile traces.
+
+    The trace takes a text as a constant, but not a tuple. The text is empty for a graph without a reading.
+    """
+    known: str | None = PATTERNS.get(("text", key))
+    if known is None:
+        known = ""
+        with outside_transforms():
+            graph = graph_of(key)
+            if graph is not None:
+                with suppress(UntraceableError):
+                    runs = distances_of(graph)
+                    ends = () if runs is None else [end for run in runs for end in run]
+                    words = [str(int(end)) if math.isfinite(end) else str(end) for end in ends]
+                    known = " ".join([_ONE_CALL if runs is None else _ANY_CALL, *words])
+        PATTERNS.put(("text", key), known, _BYTES)
+    return known
+
+
+# torch.compile calls it instead of tracing it: its argument consists of constants, which determine the result
+_text_of_distances._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _comparable(graph: Graph, positions: Positions) -> bool:

@@ -17,7 +17,7 @@ from ...patterns.base import parts_of
 from ...trace.graph import UntraceableError
 from .mask_reading import read, read_sharded
 from .packing import positions_of_the_call
-from .positions import Positions, bounds_of, joined
+from .positions import Positions, joined
 
 if TYPE_CHECKING:
     from ...parallel import ContextParallel
@@ -523,5 +523,5 @@ def _padded(
     known = positions.padding(padding)
     if known is None:
         return pattern, rows
-    bounds = bounds_of(known)
-    return joined([pattern, known]), rows if bounds is None else bounds
+    bounds, mask = known
+    return joined([pattern, bounds] if mask is None else [pattern, bounds, mask]), bounds

@@ -12,9 +12,9 @@ from torch import Tensor
 from ...cache import PATTERNS
 from ...errors import PatternError, UnsupportedError, in_a_line, shown
 from ...patterns import Documents, Full, KeyPadding, Pattern, Segments, Sinks, from_mask_mod
-from ...patterns.algebra import And
+from ...patterns.algebra import And, join
 from ...patterns.recorded import unrecorded
-from ...patterns.traced import of_distances, of_documents, of_keys
+from ...patterns.traced import bounds_of_keys, of_distances, of_documents
 from ...trace.graph import UntraceableError
 from ...trace.relation import ALL, Runs
 from ...types import Place
@@ -110,8 +110,8 @@ class Positions:
         """Return the documents of the keys by the numbers (B, positions) of all tokens."""
         return of_documents(numbers[: self.batch, self.kv_offset : self.kv_offset + self.nk])
 
-    def padding(self, mask: Tensor) -> Pattern | None:
-        """Return the pattern of the keys that exist, or None if all are known to exist.
+    def padding(self, mask: Tensor) -> tuple[KeyPadding, Sinks | None] | None:
+        """Return the patterns of the keys that exist, bounds and perhaps a mask, or None if all are known to exist.
 
         Padding on the left and on the right becomes bounds of keys; padding between keys also needs a mask of keys.
         Both restrict keys only: a query that is padding attends keys like any other query.
@@ -126,7 +126,7 @@ class Positions:
         mask = mask[:, self.kv_offset : self.kv_offset + self.nk].bool()
         if missing > 0:
             mask = torch.nn.functional.pad(mask, (0, missing))
-        return None if not torch.compiler.is_compiling() and bool(mask.all()) else of_keys(mask)
+        return None if not torch.compiler.is_compiling() and bool(mask.all()) else bounds_of_keys(mask)
 
     def function(self, function: Callable[..., Any], why: Exception) -> Pattern:
         """Return the pattern of a mask function that is called with index tensors, tile by tile, during planning.
@@ -147,11 +147,6 @@ class Positions:
         return unrecorded(of_places, str(why)) if isinstance(why, MisreadError) else from_mask_mod(of_places)
 
 
-def bounds_of(pattern: Pattern) -> KeyPadding | None:
-    """Return the bounds of keys of :meth:`Positions.padding`, from which a layer's pattern counts."""
-    return next((part for part in pattern.parts_within() or (pattern,) if isinstance(part, KeyPadding)), None)
-
-
 def joined(patterns: list[Pattern]) -> Pattern:
     """Intersect patterns, with one KeyPadding and one mask of keys: torch.compile cannot compare two of them."""
     pattern: Pattern | None = None
@@ -166,10 +161,8 @@ def joined(patterns: list[Pattern]) -> Pattern:
                 mask = known if mask is None else mask & known
             else:
                 pattern = part if pattern is None else pattern & part
-    for keys in (bounds, None if mask is None else Sinks.own(mask)):
-        if keys is not None:
-            pattern = keys if pattern is None else pattern & keys
-    return Full() if pattern is None else pattern
+    found = [each for each in (pattern, bounds, None if mask is None else Sinks.own(mask)) if each is not None]
+    return found[0] if len(found) == 1 else join(And, *(found or (Full(),)))
 
 
 def _overlap(one: KeyPadding, other: KeyPadding) -> KeyPadding:
