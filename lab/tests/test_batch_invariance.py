@@ -15,7 +15,7 @@ def test_every_way_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row has the same bits for any threads, batch, chunks, steps, pages and padding, in each dtype and grouping."""
     pytest.importorskip("ringweave._cpu", exc_type=ImportError)
     found = batch_invariance.compared((300, 1300))
-    features = dict.fromkeys(["dilated", "LongNet", "terms, sinks", "dropout", "8 bits"], 6)
+    features = dict.fromkeys(["dilated", "LongNet", "terms, sinks", "dropout", "8 bits", "chosen keys"], 6)
     assert {each.added: each.cases for each in found} == {"causal": 18, **features}
     assert [each for each in found if each.equal < each.cases] == []
     one = batch_invariance.Bits("another function", "causal", 9, 9)

@@ -1,6 +1,7 @@
 """``ringweave bits``: check that different ways to compute a row give the same bits on this machine.
 
-Outputs are compared for equality, without a tolerance. A case is a dtype, a grouping of heads and a length.
+Outputs, and gradients of queries that choose their keys, are compared for equality, without a tolerance. A case is a
+dtype, a grouping of heads and a length.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from ringweave.api import attention, paged_attention
 from ringweave.cli import terminal
 from ringweave.kv_cache import PagedCache
-from ringweave.patterns import Causal, Dilated, KeyPadding, LongNet, Pattern, SlidingWindow
+from ringweave.patterns import Causal, Dilated, KeyPadding, LongNet, Pattern, Selected, SlidingWindow
 from ringweave.precision import Precision
 from ringweave.terms import ALiBi, DistanceBias, Softcap
 
@@ -27,6 +28,9 @@ _DIM = 64
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HEADS = ((4, 4), (4, 1), (8, 2))
 _LENGTHS = (300, 1500, 3000)
+_CHOSEN, _KEYS = "chosen keys", 48
+# so many heads share chosen keys that backward computes the listed pairs alone
+_SHARING = ((12, 1), (16, 1), (32, 2))
 
 
 class Bits(NamedTuple):
@@ -59,6 +63,7 @@ ADDED: dict[str, Callable[[int], dict[str, Any]]] = {
     "terms, sinks": _terms,
     "dropout": lambda heads: {"dropout": 0.25},
     "8 bits": lambda heads: {"precision": Precision(kv=torch.int8)},
+    _CHOSEN: lambda heads: {},
 }
 
 
@@ -68,12 +73,20 @@ class _Whole(NamedTuple):
     v: Tensor
     out: Tensor
     added: dict[str, Any]
+    lists: Tensor | None = None  # the keys that each query chose, also later ones, (N, n)
 
     @property
     def pattern(self) -> Pattern:
         """The pattern of the calls."""
+        return self.rows(0, self.q.shape[2])
+
+    def rows(self, first: int, last: int) -> Pattern:
+        """Return the pattern of the queries from ``first`` on, with the keys before ``last``."""
         pattern: Pattern = self.added.get("pattern", Causal())
-        return pattern
+        if self.lists is None:
+            return pattern
+        lists = self.lists[first:last]
+        return Selected(lists.where(lists < last, -1)) & pattern
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | None = None, q_offset: int = 0) -> Tensor:
         with torch.random.fork_rng([]):
@@ -111,18 +124,32 @@ def _steps(x: _Whole) -> bool:
 
 
 def _part(x: _Whole, first: int, last: int) -> bool:
-    got = x.attend(x.q[:, :, first:last], x.k[:, :, :last], x.v[:, :, :last], q_offset=first)
+    got = x.attend(x.q[:, :, first:last], x.k[:, :, :last], x.v[:, :, :last], x.rows(first, last), first)
     return torch.equal(got, x.out[:, :, first:last])
+
+
+def _gradient(x: _Whole) -> bool:
+    n = x.q.shape[2]
+
+    def grad(first: int, last: int) -> Tensor:
+        leaf = x.q[:, :, first:last].detach().requires_grad_()
+        # keys that learn too take part in backward
+        k, v = (y[:, :, :last].detach().requires_grad_() for y in (x.k, x.v))
+        out = x.attend(leaf, k, v, x.rows(first, last), first)
+        return torch.autograd.grad(out, (leaf, k, v), x.out[:, :, first:last])[0]
+
+    return torch.equal(grad(n // 2, n), grad(0, n)[:, :, n // 2 :])
 
 
 def _pages(x: _Whole) -> bool:
     batch, heads, n, _ = x.k.shape
     added = dict(x.added)
-    precision, pattern = added.pop("precision", None), added.pop("pattern", Causal())
+    precision = added.pop("precision", None)
+    added["pattern"] = x.rows(n // 2, n)
     dtype = x.k.dtype if precision is None else None
     cache = PagedCache.empty(batch, n, heads, _DIM, page=16, dtype=dtype, precision=precision)
     cache.append(x.k, x.v)
-    return torch.equal(paged_attention(x.q[:, :, n // 2 :], cache, pattern, **added), x.out[:, :, n // 2 :])
+    return torch.equal(paged_attention(x.q[:, :, n // 2 :], cache, **added), x.out[:, :, n // 2 :])
 
 
 def _padded_right(x: _Whole) -> bool:
@@ -148,13 +175,16 @@ WAYS: dict[str, Callable[[_Whole], bool]] = {
     "padding on the right": _padded_right,
     "padding on the left, of a tile": _padded_left,
 }
+#: The same for gradients of queries that choose their keys. In other calls they are sums in an order of the whole call.
+OF_CHOSEN = {"gradients of half of the queries": _gradient}
 
 
-#: Ways that do not exist: paged calls support no dropout, and padding on the left moves the positions that it drops. A
-#: mixture has no pages and no padding.
+#: Ways that do not exist: paged calls support no dropout, and padding on the left moves the positions that it drops and
+#: the chosen keys. A mixture has no pages and no padding.
 _WITHOUT = {
     "dropout": {"pages of 16 tokens", "padding on the left, of a tile"},
     "LongNet": {"pages of 16 tokens", "padding on the right", "padding on the left, of a tile"},
+    _CHOSEN: {"padding on the left, of a tile"},
 }
 
 
@@ -169,15 +199,18 @@ def compared(lengths: tuple[int, ...] = _LENGTHS) -> list[Bits]:
     for kind, (added, make) in enumerate(ADDED.items()):
         places = itertools.product(range(len(_DTYPES)), range(len(_HEADS)), range(len(lengths)))
         for i, j, at in places:
-            dtype, (heads, kv_heads), n = _DTYPES[i], _HEADS[j], lengths[at]
+            dtype, (heads, kv_heads), n = _DTYPES[i], (_SHARING if added == _CHOSEN else _HEADS)[j], lengths[at]
             if kind and (i + j + at + kind) % 3:
                 continue
             q, k, v = (
                 torch.randn(2, h, n, _DIM, generator=draw, device="cpu").to(dtype) for h in (heads, kv_heads, kv_heads)
             )
-            whole = _Whole(q, k, v, q, make(heads))
+            whole, ways = _Whole(q, k, v, q, make(heads)), WAYS
+            if added == _CHOSEN:
+                lists = torch.randint(n, (n, _KEYS), generator=draw, dtype=torch.int32, device="cpu")
+                whole, ways = whole._replace(lists=lists), WAYS | OF_CHOSEN
             whole = whole._replace(out=whole.attend(q, k, v))
-            for way, same in WAYS.items():
+            for way, same in ways.items():
                 if way not in _WITHOUT.get(added, ()):
                     equal.setdefault((way, added), []).append(same(whole))
     return [Bits(*key, sum(found), len(found)) for key, found in equal.items()]
@@ -191,7 +224,7 @@ def command(
     if as_json:
         console.print(json.dumps([each._asdict() for each in found], indent=2), markup=False, soft_wrap=True)
     else:
-        console.print("Bits of forward on this CPU, compared with one call over everything (torch.equal):")
+        console.print("Bits on this CPU, compared with one call over everything (torch.equal):")
         kinds = list(dict.fromkeys(each.added for each in found))
         table = Table("cases with the same bits", *kinds, box=None, pad_edge=False)
         cells: dict[str, dict[str, str]] = {}
