@@ -24,7 +24,7 @@ from ...terms import Bias, Softcap, Term
 from ...torch_compat import version
 from ...weights import COLUMNS, by_columns
 from .indexers import all_keys, swap
-from .keywords import DOCUMENTS, OTHER, POSITIONS, READ, apart, check, names_documents, same_documents
+from .keywords import DOCUMENTS, OTHER, POSITIONS, READ, apart, check, same_documents
 from .latents import Latents, expand_later, states_of
 from .masks import ORIGIN, Facts, PatternMask, pattern_mask
 from .model_cache import CACHE, PagedStates
@@ -189,8 +189,8 @@ class LayerCall:
         self.pattern: Pattern | None = getattr(module, ATTRIBUTE, None)
         if self.pattern is None and hasattr(getattr(module, "config", None), RECORD):
             self.pattern = first_use(module)
+        self.packed = not DOCUMENTS.isdisjoint(given)
         # whether anything but the mask matters: a step of a layer without a pattern has no more to ask
-        self.packed = names_documents(given)
         self.restricts = self.nq > 1 or self.pattern is not None or self.packed
 
     def mask(

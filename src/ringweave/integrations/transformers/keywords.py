@@ -71,14 +71,6 @@ def check(given: Mapping[str, Any]) -> None:
             warn_once(f"keyword {name}", name, shown(value), wanted, remedy)
 
 
-def names_documents(given: Mapping[str, Any]) -> bool:
-    """Return whether keywords name packed documents.
-
-    torch.compile traces the look-ups of names, in each layer, faster than an operation of sets.
-    """
-    return "cu_seq_lens_q" in given or "cu_seq_lens_k" in given or "seq_idx" in given
-
-
 def apart(mask: PatternMask, given: Mapping[str, Any], batch: int) -> tuple[Pattern, Documents | None]:
     """Restrict a mask to the packed documents that keywords name, and return its pattern with the documents.
 
