@@ -35,6 +35,7 @@ from .plan import BlockPlan, Branch, branches, branches_of_step, summands
 from .plan.tile_size import default_tile_size
 from .terms.function import FUNCTION
 from .terms.term import tables_in
+from .torch_compat import constant_in_traces
 from .types import acc_dtype
 
 if TYPE_CHECKING:
@@ -85,12 +86,10 @@ def check_name(name: object) -> None:
         named_backend(name)
 
 
+# it may import what other distributions declare
+@constant_in_traces
 def _known(name: str) -> bool:
     return name in BACKENDS
-
-
-# torch.compile calls it instead of tracing it, since it may import what other distributions declare
-_known._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def preference(device: str) -> list[str]:

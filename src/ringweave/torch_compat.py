@@ -301,6 +301,16 @@ def without_function_modes() -> AbstractContextManager[None]:
     return nullcontext() if _hides_functions is None else _hides_functions()
 
 
+def constant_in_traces(function: Function) -> Function:
+    """Let ``torch.compile`` call a function of constants, instead of tracing it, and keep its result as a constant.
+
+    ``torch.compiler.assume_constant_result`` does the same, but imports the compiler. A torch that does not know the
+    attribute traces the function.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 _without_transforms = find("_C._DisableFuncTorch")
 _without_modes = find("utils._python_dispatch._disable_current_modes")
 

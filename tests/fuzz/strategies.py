@@ -16,7 +16,7 @@ from .calls import Call, draw
 from .sizes import Sizes
 
 _FINE = 2**12
-#: that a case is drawn from
+#: number of bytes that a case is drawn from
 BYTES = 4000
 
 

@@ -244,12 +244,14 @@ def attend_packed(inputs: Inputs, bounds: tuple[Tensor, Tensor], options: Option
     same = of_q == of_k
     count, rows = len(of_q) - 1, min(of_q[-1], DEFAULT_TILE_SIZE)
     few = not same and of_q[-1] <= _FEW * count and rows * of_k[-1] * q.shape[1] > _MANY_PAIRS * count
-    sizes = [[b - a for a, b in itertools.pairwise(side)] for side in (of_q, of_k)]
-    batch = not options.shared and all(len({*lengths}) == 1 for lengths in sizes)
-    if few or batch or not of_q[-1] or not of_k[-1]:
-        result = _by_sequence(inputs, sizes, options)
+    # documents of one packing may not be empty
+    apart = few or not of_q[-1] or not of_k[-1]
+    queries, keys = ([b - a for a, b in itertools.pairwise(side)] for side in (of_q, of_k))
+    if len({*queries}) == len({*keys}) == 1 and (apart or not options.shared):
+        result = _as_batch(inputs, (count, queries[0]), (count, keys[0]), options)
+    elif apart:
+        result = _by_sequence(inputs, queries, keys, options)
     else:
-        # documents of one packing may not be empty
         given: dict[str, Any] = (
             {"cu_seqlens": sorted({*of_q})} if same else {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k}
         )
@@ -287,22 +289,17 @@ def _in_documents(inputs: Inputs, documents: Documents, options: Options) -> Res
     return Result(_contiguous(out[0].transpose(0, 1)), None if lse is None else lse[0])
 
 
-def _by_sequence(inputs: Inputs, sizes: Sequence[list[int]], options: Options) -> Result:
-    """Compute attention of packed sequences in a call for each, or in one call if they are equally long.
+def _as_batch(inputs: Inputs, of_q: tuple[int, int], of_k: tuple[int, int], options: Options) -> Result:
+    """Compute attention of packed sequences of one length in one call; both sizes are (sequences, tokens)."""
+    q, k, v = (x.unflatten(0, size) for x, size in zip(inputs, (of_q, of_k, of_k), strict=True))
+    whole = attend((q, k, v), options)
+    return Result(whole.out.flatten(0, 1), None if whole.lse is None else whole.lse.transpose(0, 1).flatten(1))
 
-    Args:
-        inputs: q, k and v.
-        sizes: Number of queries and of keys of each sequence.
-        options: Arguments besides the tokens.
-    """
-    of_q, of_k = sizes
-    sizes = of_q, of_k, of_k
-    if all(len({*lengths}) == 1 for lengths in sizes):
-        q, k, v = (x.unflatten(0, (len(lengths), lengths[0])) for x, lengths in zip(inputs, sizes, strict=True))
-        whole = attend((q, k, v), options)
-        return Result(whole.out.flatten(0, 1), None if whole.lse is None else whole.lse.transpose(0, 1).flatten(1))
+
+def _by_sequence(inputs: Inputs, queries: list[int], keys: list[int], options: Options) -> Result:
+    """Compute attention of packed sequences, which have so many queries and keys, in a call for each."""
     # the gradients of a split are joined once, where those of slices are summed in full
-    each = zip(*(x.split(lengths) for x, lengths in zip(inputs, sizes, strict=True)), strict=True)
+    each = zip(*(x.split(lengths) for x, lengths in zip(inputs, (queries, keys, keys), strict=True)), strict=True)
     parts = [attend((q[None], k[None], v[None]), options.of_sequence(b)) for b, (q, k, v) in enumerate(each)]
     lse = joined(parts, 2)
     return Result(torch.cat([part.out[0] for part in parts]), None if lse is None else lse[0])

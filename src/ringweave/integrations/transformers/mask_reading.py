@@ -24,7 +24,7 @@ from ...cache import PATTERNS
 from ...checks import INTEGERS
 from ...patterns import Documents, Pattern
 from ...patterns.traced import of_keys, of_relation
-from ...torch_compat import dispatched, outside_transforms, require, transforming
+from ...torch_compat import constant_in_traces, dispatched, outside_transforms, require, transforming
 from ...trace.comparison import Reads, codes, disagreement, reads
 from ...trace.graph import MASK_ARGUMENTS, Graph, H, Node, UntraceableError, deps_of, filled_in
 from ...trace.relation import Runs, as_relation, distances_of, operands
@@ -102,7 +102,8 @@ def _distances(function: MaskFunction, graph: Graph, positions: Positions, packe
     not where the query's position is a tensor.
     """
     within = () if packed is None else (packed.counted, packed.equal)
-    key = _constant(graph.key) if torch.compiler.is_dynamo_compiling() and not graph.tensors else None
+    constant = packed is None and not graph.tensors and torch.compiler.is_dynamo_compiling()
+    key = _constant(graph.key) if constant else None
     if key is not None:
         read, *ends = _text_of_distances(key).split() or [""]
         if read == _ANY_CALL:
@@ -144,10 +145,12 @@ def _constant(key: Any) -> Any:
     return (*key[: len(MASK_ARGUMENTS)], *steps, *key[-2:]) if type(key[-2]) is int else None
 
 
+@constant_in_traces
 def _text_of_distances(key: Any) -> str:
     """Return the distances of a graph of constants as text, for code that torch.compile traces.
 
-    The trace takes a text as a constant, but not a tuple. The text is empty for a graph without a reading.
+    The constants determine the result. The trace takes a text as a constant, but not a tuple. The text is empty for a
+    graph without a reading.
     """
     known: str | None = PATTERNS.get(("text", key))
     if known is None:
@@ -162,10 +165,6 @@ def _text_of_distances(key: Any) -> str:
                     known = " ".join([_ONE_CALL if runs is None else _ANY_CALL, *words])
         PATTERNS.put(("text", key), known, _BYTES)
     return known
-
-
-# torch.compile calls it instead of tracing it: its argument consists of constants, which determine the result
-_text_of_distances._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _comparable(graph: Graph, positions: Positions) -> bool:
