@@ -20,7 +20,7 @@ from ringweave.patterns.base import parts_of
 from ringweave.patterns.recorded import Recorded
 from ringweave.types import Place
 
-from ..trace.masks import both, causal, masks, transformers
+from ..trace.masks import both, causal, masks
 from .flex_cases import allowed
 
 N = 100
@@ -158,52 +158,6 @@ def one_block(function: Callable[..., Any]) -> BlockMask:
     return BlockMask.from_kv_blocks(one, one[..., None] - 1, BLOCK_SIZE=128, mask_mod=function, seq_lengths=(N, N))
 
 
-class Reads:
-    """An object with a value that mask functions read."""
-
-    width = 5
-
-
-width = 5
-
-
-def test_nothing_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each change of a value that a function reads makes another pattern."""
-    reads, box, array, near = Reads(), [5], torch.arange(N).numpy() // 9, 5
-    tables = [torch.arange(N) // 9 for _ in range(4)]
-    large, weight = torch.arange(2**18) // 9, torch.nn.Parameter(torch.tensor(5.0))
-
-    def rebind() -> None:
-        nonlocal near
-        near = 12
-
-    def same(table: Tensor) -> Callable[..., Any]:
-        return lambda b, h, q, k: table[q] == table[k]
-
-    cases: list[tuple[Callable[..., Any], Callable[[], Any]]] = [
-        (lambda b, h, q, k: q - k < near, rebind),
-        (lambda b, h, q, k: q - k < width, lambda: monkeypatch.setitem(globals(), "width", 12)),
-        (lambda b, h, q, k: q - k < box[0], lambda: box.__setitem__(0, 12)),
-        (lambda b, h, q, k: q - k < reads.width, lambda: setattr(reads, "width", 12)),
-        (same(tables[0]), tables[0].zero_),
-        (same(tables[1]), tables[1].data.zero_),
-        (same(tables[2]), lambda: tables[2].numpy().fill(0)),
-        (same(large), large.zero_),
-        (lambda b, h, q, k: same(torch.from_numpy(array))(b, h, q, k), lambda: array.fill(0)),
-        (lambda b, h, q, k: q - k < weight, lambda: weight.data.fill_(12)),
-        (lambda b, h, q, k: q - k < tables[3][20].item(), lambda: tables[3].fill_(12)),
-    ]
-    for number, (function, change) in enumerate(cases):
-        mask = one_block(function)
-        before = dense(mask)
-        assert torch.equal(before, allowed(mask, 1, 1, N, N)), number
-        assert recognised(mask), number
-        change()
-        after = dense(mask)
-        assert torch.equal(after, allowed(mask, 1, 1, N, N)), number
-        assert not torch.equal(after, before), number
-
-
 def test_tables_of_blocks_are_followed() -> None:
     mask = listed([[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]])
     assert pattern_of(mask, PLACE) == rw.Causal()
@@ -244,15 +198,6 @@ def test_functions_that_ask_for_a_type() -> None:
     for function in (honest, asking, both(asking), both(honest), both(honest), both(asking)):
         mask.mask_mod = function
         assert torch.equal(dense(mask), allowed(mask, 1, 1, N, N))
-
-
-@pytest.mark.parametrize("name", ["tests: sparse", "tests: rows", "hostile: bits", "tests: residues"])
-def test_others_are_evaluated(name: str) -> None:
-    place = Place(2, 4, N, N)
-    mask = created(masks()[name].function, place)
-    assert not recognised(mask, place)
-    assert torch.equal(dense(mask, place), allowed(mask, *place[:4]))
-    assert pattern_of(mask, place) is pattern_of(mask, place)
 
 
 @pytest.mark.parametrize("sides", [1, 2])
@@ -322,12 +267,3 @@ def test_a_failure_leaves_nothing() -> None:
         dense(mask)
     fails[0] = False
     assert pattern_of(mask, PLACE) == rw.Causal()
-
-
-def test_masks_of_transformers() -> None:
-    """The library's own functions, in a batch that is packed in different ways."""
-    place = Place(2, 1, 300, 300)
-    for name in ("packed", "packed window", "packed chunks", "chunks, padded", "window"):
-        mask = created(transformers()[name].function, place, 64)
-        assert recognised(mask, place)
-        assert torch.equal(dense(mask, place), allowed(mask, *place[:4]))

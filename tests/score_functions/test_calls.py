@@ -580,16 +580,19 @@ def test_a_repeated_call_has_the_pattern_of_the_first() -> None:
 
 
 def test_autocast_does_not_reach_the_function() -> None:
-    x, w = Inputs.random(40, heads=HEADS), torch.randn(16, 16)
+    """A product in the function is in its own dtype, forward and backward; the call rounds queries, keys and values."""
+    x, w = Inputs.random(40, heads=HEADS), torch.randn(16, 16, requires_grad=True)
     for function in (
         lambda s, b, h, q, k: s + (w @ w)[q % 16, k % 16] / 9,
         unread(lambda s, b, h, q, k: s + (w @ w)[q % 16, k % 16] / 9),
     ):
-        with torch.autocast("cpu", torch.bfloat16):
-            got = rw.attention(x.q, x.k, x.v, rw.Causal(), terms=function)
-        assert got.dtype == torch.bfloat16
-        halves = [each.bfloat16() for each in (x.q, x.k, x.v)]
-        assert torch.equal(got, rw.attention(*halves, rw.Causal(), terms=function))
+        found = []
+        for enabled, inputs in ((True, (x.q, x.k, x.v)), (False, [each.bfloat16() for each in (x.q, x.k, x.v)])):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                out = rw.attention(*inputs, rw.Causal(), terms=function)
+            found.append([out, *torch.autograd.grad(out.float().sum(), w)])
+        assert found[0][0].dtype == torch.bfloat16
+        assert all(map(torch.equal, *found))
 
 
 # ---- explanation -----------------------------------------------------------------------------------------------------
