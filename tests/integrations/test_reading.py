@@ -6,7 +6,6 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import pytest
@@ -304,16 +303,6 @@ def cells(function: Callable[..., Any]) -> list[Any]:
     return found
 
 
-def test_equal_functions_are_recognised_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    recognised: list[object] = []
-    distances_of = mask_reading.distances_of
-    monkeypatch.setattr(mask_reading, "distances_of", lambda graph: recognised.append(graph) or distances_of(graph))
-    KEPT.clear()
-    for width in (5, 5, 6, 5):
-        pattern_mask(B, N, N, 0, 0, WINDOW(width))
-    assert len(recognised) == 2
-
-
 def test_a_changed_closure_is_read_anew() -> None:
     window = WINDOW(5)
     check(window)
@@ -335,18 +324,6 @@ def test_a_changed_closure_is_read_anew() -> None:
     check(window)
     parts.cell_contents = ()
     assert bool(allowed(window).all())
-
-
-def test_functions_of_equal_code_and_other_nesting_are_told_apart() -> None:
-    """Functions with equal code but other nesting are read as different masks, each after all others."""
-    a, b, c = masks.causal_mask_function, OVERLAY(3), OVERLAY(6)
-    both_sides = masks.sliding_window_bidirectional_overlay(2)
-    functions: list[Callable[..., Any]] = []
-    for one, two, three in itertools.permutations((a, b, c, both_sides), 3):
-        for outer, inner in ((EITHER, BOTH), (BOTH, EITHER), (BOTH, BOTH), (EITHER, EITHER)):
-            functions += [outer(one, inner(two, three)), outer(inner(one, two), three), outer(one, inner(two), three)]
-    for function in functions + functions[::-1]:
-        check(function)
 
 
 CHUNKS = masks.chunked_causal_mask_function
@@ -408,96 +385,6 @@ def test_known_functions_are_not_traced(monkeypatch: pytest.MonkeyPatch) -> None
     assert [found(functools.partial(WINDOW(5))) for _ in range(2)] == [1, 1]
     rw.memory.trim()
     assert found(WINDOW(5)) == 1
-
-
-def test_functions_that_read_or_write_more_are_traced_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    width = 3
-    numbers = [4]
-
-    def counts(b: Any, h: Any, q: Any, k: Any) -> Any:
-        nonlocal width
-        width += 1
-        return k > q - width
-
-    def of_list(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return k > q - numbers[0]
-
-    def of_module(b: Any, h: Any, q: Any, k: Any) -> Any:
-        from math import inf as to
-
-        return k > q - 5 if to > 0 else k <= q
-
-    def of_inner(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return (lambda: k > q - B)()
-
-    def of_attribute(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return k > q - of_attribute.device  # type: ignore[attr-defined]
-
-    of_attribute.device = 4  # type: ignore[attr-defined]
-    widths = [pattern_mask(B, N, N, 0, 0, counts).pattern.to_dense(N)[0, 0, -1].sum() for _ in range(3)]
-    assert widths == sorted(set(widths))
-    for function in (of_list, of_module, of_inner, of_attribute):
-        check(function)
-    numbers[0] = of_attribute.device = 7  # type: ignore[attr-defined]
-    monkeypatch.setattr("math.inf", -1.0)
-    monkeypatch.setitem(globals(), "B", 3)
-    for function in (of_list, of_module, of_inner, of_attribute):
-        got = pattern_mask(2, N, N, 0, 0, function).pattern.to_dense(N, batch=2)
-        wanted = masks.sdpa_mask(2, N, N, 0, 0, function, allow_is_causal_skip=False, use_vmap=False)
-        assert wanted is not None
-        assert torch.equal(got.expand(2, -1, -1, -1), wanted), function
-
-
-class Width(int):
-    """A number with an attribute besides its value."""
-
-    now = 3
-
-
-def test_changes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions may read tensors, objects, other files' functions, defaults, module names and nested code."""
-    blocks = BLOCKS.clone()
-
-    def made(text: str) -> Any:
-        # its globals say that it is defined in the library
-        scope: dict[str, Any] = {}
-        exec(text, vars(masks), scope)
-        return scope["f"]
-
-    monkeypatch.setattr(masks, "limit", 4, raising=False)
-    by_name = made("def f(b, h, q, k): return k > q - limit")
-    by_default = made("def f(b, h, q, k, left=4): return k > q - left")
-    by_inner = made("def f(b, h, q, k): return (lambda: k > q - limit)()")
-
-    def mine(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return k > q - Width.now
-
-    functions = {
-        "subclass": OVERLAY(Width(9)),
-        "tensor": masks.blockwise_overlay(blocks),
-        "partial": functools.partial(mine),
-        "lambda": mine,
-        "in a union": EITHER(masks.sliding_window_bidirectional_overlay(1), mine),
-        "in an intersection": BOTH(masks.causal_mask_function, functools.partial(mine)),
-        "in a union, tensor": EITHER(masks.sliding_window_bidirectional_overlay(0), masks.blockwise_overlay(blocks)),
-        "name": by_name,
-        "default": by_default,
-        "code in code": by_inner,
-        "globals": FunctionType(masks.causal_mask_function.__code__, {}),
-    }
-    before = {name: allowed(function) for name, function in functions.items()}
-    monkeypatch.setattr(Width, "now", 7)
-    monkeypatch.setattr(masks, "limit", 2)
-    by_default.__defaults__ = (6,)
-    blocks[:, :2] = 5
-    for name, function in functions.items():
-        check(function)
-        assert name in ("globals", "subclass") or not torch.equal(allowed(function), before[name]), name
-    # a builtin that the module hides
-    two_sided = masks.sliding_window_bidirectional_overlay(4)
-    before_ = allowed(two_sided)
-    monkeypatch.setattr(masks, "abs", lambda x: x, raising=False)
-    assert not torch.equal(allowed(two_sided), before_)
 
 
 STEPS: dict[str, tuple[Callable[[int], tuple[int, int]], Callable[..., Any] | None]] = {

@@ -197,6 +197,33 @@ def test_writes_that_a_view_may_share_are_refused(function: Function) -> None:
 # ---- identity --------------------------------------------------------------------------------------------------------
 
 
+class Window:
+    """An object to call, with an attribute of its class and one of its own."""
+
+    step = 1
+
+    def __init__(self) -> None:
+        self.reach = 3
+
+    def __call__(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return self.near((q - k) // self.step)
+
+    def near(self, distance: Any) -> Any:
+        return distance.abs() <= self.reach
+
+
+class Slotted:
+    __slots__ = ("reach",)
+
+
+class Looked(dict):  # type: ignore[type-arg]
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+ARRAY = np.arange(9)
+
+
 class Changes:
     """Functions that read a value of each kind, and changes of the values."""
 
@@ -217,6 +244,37 @@ class Changes:
         def code(b: Any, h: Any, q: Any, k: Any) -> Any:
             return q >= k
 
+        def keyword(b: Any, h: Any, q: Any, k: Any, *, w: int = 3) -> Any:
+            return q - k < w
+
+        def attribute(b: Any, h: Any, q: Any, k: Any) -> Any:
+            return q - k < attribute.reach  # type: ignore[attr-defined]
+
+        def helper(x: Any) -> Any:
+            return x <= space.reach
+
+        def imports(b: Any, h: Any, q: Any, k: Any) -> Any:
+            from tests.trace.test_symbols import ARRAY
+
+            return q - k < int(ARRAY[3])
+
+        def imports_from(b: Any, h: Any, q: Any, k: Any) -> Any:
+            from . import test_symbols
+
+            return q - k < int(test_symbols.ARRAY[3])
+
+        @functools.lru_cache
+        def cached(nothing: int) -> int:
+            return int(ARRAY[3])
+
+        def count_on() -> None:
+            operator.iadd(ARRAY, 1)
+            cached.cache_clear()
+
+        attribute.reach = 3  # type: ignore[attr-defined]
+        Window.step = 1
+        window, slotted, looked, view = Window(), Slotted(), Looked(reach=3), memoryview(bytearray([3]))
+        slotted.reach = 3  # type: ignore[attr-defined]
         part = functools.partial(lambda b, h, q, k, w: q - k < w, w=3)
         learns = torch.ones(3, device="cpu")
         self.cases: dict[str, tuple[Function, Callable[[], object]]] = {
@@ -227,7 +285,26 @@ class Changes:
             "object": (lambda b, h, q, k: q - k < space.reach, lambda: setattr(space, "reach", 5)),
             "module": (lambda b, h, q, k: q - k < getattr(module, "rea" + "ch"), lambda: setattr(module, "reach", 5)),
             "default": (default, lambda: setattr(default, "__defaults__", (5,))),
+            "keyword": (keyword, lambda: operator.setitem(keyword.__kwdefaults__, "w", 5)),
             "partial": (part, lambda: part.keywords.update(w=5)),
+            "partial of an object": (
+                functools.partial(lambda own, b, h, q, k: q - k < own.reach, window),
+                lambda: setattr(window, "reach", 5),
+            ),
+            "attribute of the function": (attribute, lambda: setattr(attribute, "reach", 5)),
+            "inner function": (lambda b, h, q, k: (lambda x: x < width)(q - k), lambda: rebind(5)),
+            "helper": (lambda b, h, q, k: helper(q - k), lambda: setattr(space, "reach", 5)),
+            "globals()": (lambda b, h, q, k: q - k < globals()["WIDTH"], lambda: globals().update(WIDTH=5)),
+            "import": (imports, lambda: operator.iadd(ARRAY, 1)),
+            "relative import": (imports_from, lambda: operator.iadd(ARRAY, 1)),
+            "cache": (lambda b, h, q, k: q - k < cached(0), count_on),
+            "called": (window, lambda: setattr(window, "reach", 5)),
+            "method": (window.__call__, lambda: setattr(window, "reach", 5)),
+            "class": (window, lambda: setattr(Window, "step", 2)),
+            "slots": (lambda b, h, q, k: q - k < slotted.reach, lambda: setattr(slotted, "reach", 5)),
+            "looked up": (lambda b, h, q, k: q - k < looked.reach, lambda: looked.update(reach=5)),
+            "memory": (lambda b, h, q, k: q - k < view[0], lambda: operator.setitem(view, 0, 5)),
+            "in a list": (lambda b, h, q, k: q - k < [window][0].reach, lambda: setattr(window, "reach", 5)),
             "code": (code, lambda: setattr(code, "__code__", (lambda b, h, q, k: q > k).__code__)),
             "type of a number": (lambda b, h, q, k: q * box[0] >= k, lambda: operator.setitem(box, 0, float(box[0]))),
             "bool for a number": (lambda b, h, q, k: q * held["n"] >= k, lambda: held.update(n=True)),
