@@ -80,20 +80,6 @@ def test_ranks_without_tokens(tokens: int, schedule: str) -> None:
         )  # fmt: skip
 
 
-@pytest.mark.usefixtures("_one_seed")
-def test_queries_that_move() -> None:
-    """Rows of global tokens are computed where their keys are, with the gradients of captured tensors for those pairs."""
-    x = Inputs.random(4096, heads=2, dim=8)
-    pattern = rw.SlidingWindow(64) | rw.Global(32)
-
-    def moves(mesh: Any) -> bool:
-        ctx = ContextParallel(mesh, pattern, 4096, heads=(2, 2), schedule="ring", placement="contiguous")
-        return any(stage.remote for stage in ctx.schedules.of(pattern).stages)
-
-    assert all(run(4, moves)[1:])
-    compare(x, pattern, given("rows", 4096, 1, 2), by("ring", "contiguous", 0.1), "auto")
-
-
 @pytest.mark.parametrize("schedule", ["allgather", "ring"])
 def test_large_scores(schedule: str) -> None:
     """Weights of a large score are as exact as on one device by the terms."""
