@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -71,17 +73,61 @@ def drawn(n: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(B, n, E, generator=torch.Generator().manual_seed(n)).to(dtype).requires_grad_()
 
 
-def compare(layer: nn.MixtureOfBlockAttention, x: Tensor, tolerance: float) -> None:
-    """The output and the gradients of the input and of all parameters equal those of the definition in float64."""
+def gradients(out: Tensor, x: Tensor, layer: torch.nn.Module, upstream: Tensor) -> list[Tensor]:
+    """Return the gradients of the input and of all parameters; few tokens need not reach each."""
+    leaves = [x, *layer.parameters()]
+    found = torch.autograd.grad(out, leaves, upstream.to(out.dtype), allow_unused=True)
+    return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True)]
+
+
+def agree(layer: torch.nn.Module, x: Tensor, define: Callable[..., Tensor], tolerance: float) -> None:
+    """The output and the gradients of the input and of all parameters equal those of a definition in float64."""
     exact, y = copy.deepcopy(layer).double(), x.detach().double().requires_grad_()
-    got, want = layer(x), definition(exact, y)
+    got = layer(x)
+    want = define(exact, y)
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
     upstream = torch.randn_like(want)
-    grads = torch.autograd.grad(got, [x, *layer.parameters()], upstream.to(got.dtype))
-    wanted = torch.autograd.grad(want, [y, *exact.parameters()], upstream)
-    for one, other in zip(grads, wanted, strict=True):
+    pairs = zip(gradients(got, x, layer, upstream), gradients(want, y, exact, upstream), strict=True)
+    for one, other in pairs:
         scale = float(other.abs().max())
         torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=tolerance * max(1.0, scale))
+
+
+def alone_in_documents(layer: torch.nn.Module, x: Tensor, lengths: list[int]) -> None:
+    """The output and the gradients of packed documents equal those of each document alone."""
+    out = layer(x, documents=rw.Documents(lengths))
+    alone = torch.cat([layer(part) for part in x.split(lengths, 1)], 1)
+    torch.testing.assert_close(out, alone, rtol=1e-9, atol=1e-9)
+    one, other = (torch.autograd.grad(y.square().sum(), [x, *layer.parameters()]) for y in (out, alone))
+    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def as_one_process(
+    ranks: int, alone: torch.nn.Module, make: Callable[[rw.ContextParallel], torch.nn.Module], x: Tensor, placement: str
+) -> None:
+    """Ranks with two key heads have the output of one process.
+
+    Also gradients: those of the inputs are of the shard, and those of the parameters are a rank's share.
+    """
+    n, want = x.shape[1], alone(x)
+    wanted = torch.autograd.grad(want.square().sum(), [x, *alone.parameters()])
+
+    def job(transport: Threaded) -> tuple[Tensor, ...]:
+        ctx = rw.ContextParallel(transport, rw.Causal(), n, heads=(4, 2), placement=placement)
+        layer = make(ctx).double()
+        layer.load_state_dict(alone.state_dict())
+        local = ctx.shard(x.detach()).requires_grad_()
+        out = layer(local)
+        real = (ctx.positions < n)[None, :, None]
+        grads = torch.autograd.grad((out * real).square().sum(), [local, *layer.parameters()])
+        return ctx.unshard(out), ctx.unshard(grads[0]), *grads[1:]
+
+    found = run(ranks, job)
+    for out, dx, *_ in found:
+        torch.testing.assert_close(out, want, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(dx, wanted[0], rtol=1e-9, atol=1e-9)
+    for at, grad in enumerate(wanted[1:], 2):
+        torch.testing.assert_close(sum(each[at] for each in found), grad, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -89,19 +135,19 @@ def compare(layer: nn.MixtureOfBlockAttention, x: Tensor, tolerance: float) -> N
     ("n", "side", "top_k"), [(61, 8, 3), (64, 16, 2), (50, 7, 4), (5, 8, 3), (33, 8, 1), (40, 8, 99), (1, 4, 2)]
 )
 def test_the_definition(kv_heads: int, n: int, side: int, top_k: int) -> None:
-    compare(made(num_kv_heads=kv_heads, block_size=side, top_k=top_k), drawn(n), 1e-9)
+    agree(made(num_kv_heads=kv_heads, block_size=side, top_k=top_k), drawn(n), definition, 1e-9)
 
 
 @pytest.mark.parametrize(
     "options", [{"rotary_base": 100.0}, {"qk_norm": True}, {"bias": False}], ids=lambda x: next(iter(x))
 )
 def test_the_definition_with_options(options: dict[str, Any]) -> None:
-    compare(made(**options), drawn(50), 1e-9)
+    agree(made(**options), drawn(50), definition, 1e-9)
 
 
 @pytest.mark.parametrize("side", [8, 16, 32])
 def test_the_definition_in_float32(side: int) -> None:
-    compare(made(torch.float32, block_size=side), drawn(130, torch.float32), 2e-5)
+    agree(made(torch.float32, block_size=side), drawn(130, torch.float32), definition, 2e-5)
 
 
 def test_the_definition_in_bfloat16() -> None:
@@ -158,12 +204,7 @@ def test_steps_over_a_cache(steps: list[int], base: float | None) -> None:
 
 @pytest.mark.parametrize("base", [None, 100.0])
 def test_documents_are_as_alone(base: float | None) -> None:
-    layer, x = made(rotary_base=base), drawn(60)
-    out = layer(x, documents=rw.Documents([13, 40, 7]))
-    alone = torch.cat([layer(part) for part in x.split([13, 40, 7], 1)], 1)
-    torch.testing.assert_close(out, alone, rtol=1e-9, atol=1e-9)
-    one, other = (torch.autograd.grad(y.square().sum(), [x, *layer.parameters()]) for y in (out, alone))
-    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    alone_in_documents(made(rotary_base=base), drawn(60), [13, 40, 7])
 
 
 def test_batch_elements_have_documents_of_their_own() -> None:
@@ -180,28 +221,9 @@ def test_batch_elements_have_documents_of_their_own() -> None:
     ("ranks", "n", "placement"), [(1, 60, "contiguous"), (2, 128, "zigzag"), (3, 301, "striped"), (2, 200, "auto")]
 )
 def test_ranks_compute_what_one_process_computes(ranks: int, n: int, placement: str) -> None:
-    """Also gradients: those of the inputs are of the shard, and those of the parameters are a rank's share."""
     options = {"num_kv_heads": 2, "rotary_base": 100.0, "top_k": 2, "block_size": 16}
-    alone, x = made(**options), drawn(n)
-    want = alone(x)
-    wanted = torch.autograd.grad(want.square().sum(), [x, *alone.parameters()])
-
-    def job(transport: Threaded) -> tuple[Tensor, ...]:
-        ctx = rw.ContextParallel(transport, rw.Causal(), n, heads=(H, 2), placement=placement)
-        layer = nn.MixtureOfBlockAttention(E, H, **options, context=ctx).double()
-        layer.load_state_dict(alone.state_dict())
-        local = ctx.shard(x.detach()).requires_grad_()
-        out = layer(local)
-        real = (ctx.positions < n)[None, :, None]
-        grads = torch.autograd.grad((out * real).square().sum(), [local, *layer.parameters()])
-        return ctx.unshard(out), ctx.unshard(grads[0]), *grads[1:]
-
-    found = run(ranks, job)
-    for out, dx, *_ in found:
-        torch.testing.assert_close(out, want, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(dx, wanted[0], rtol=1e-9, atol=1e-9)
-    for at, grad in enumerate(wanted[1:], 2):
-        torch.testing.assert_close(sum(each[at] for each in found), grad, rtol=1e-9, atol=1e-9)
+    make = functools.partial(nn.MixtureOfBlockAttention, E, H, **options)
+    as_one_process(ranks, made(**options), lambda ctx: make(context=ctx), drawn(n), placement)
 
 
 def test_the_state_of_dense_attention_loads() -> None:

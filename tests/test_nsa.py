@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,9 +17,8 @@ import ringweave as rw
 from ringweave import nn
 
 from .parallel.threads import Threaded, run
-from .test_moba import turned
+from .test_moba import E, agree, alone_in_documents, as_one_process, drawn, turned
 
-E, B = 32, 2
 SIZES = {"compress_block": 8, "compress_stride": 4, "block_size": 16, "top_k": 4, "window": 10}
 
 
@@ -102,29 +102,9 @@ def made(dtype: torch.dtype = torch.float64, heads: int = 4, **options: Any) -> 
     return layer.to(dtype)
 
 
-def drawn(n: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(B, n, E, generator=torch.Generator().manual_seed(n)).to(dtype).requires_grad_()
-
-
-def gradients(out: Tensor, x: Tensor, layer: torch.nn.Module, upstream: Tensor) -> list[Tensor]:
-    leaves = [x, *layer.parameters()]
-    found = torch.autograd.grad(out, leaves, upstream.to(out.dtype), allow_unused=True)
-    # too few tokens for a compressed block
-    return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True)]
-
-
 def compare(layer: nn.NativeSparseAttention, x: Tensor, tolerance: float) -> None:
-    """The output and the gradients of the input and of all parameters equal those of the definition in float64."""
-    exact, y = copy.deepcopy(layer).double(), x.detach().double().requires_grad_()
     with listed_by(layer) as lists:
-        got = layer(x)
-    want = definition(exact, y, lists[0] if x.dtype == torch.float32 else None)
-    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
-    upstream = torch.randn_like(want)
-    pairs = zip(gradients(got, x, layer, upstream), gradients(want, y, exact, upstream), strict=True)
-    for one, other in pairs:
-        scale = float(other.abs().max())
-        torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=tolerance * max(1.0, scale))
+        agree(layer, x, lambda *of: definition(*of, lists[0] if x.dtype == torch.float32 else None), tolerance)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1), (16, 1), (16, 8)])
@@ -252,12 +232,7 @@ def test_steps_over_a_cache(steps: list[int], options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("base", [None, 100.0])
 def test_documents_are_as_alone(base: float | None) -> None:
-    layer, x = made(rotary_base=base, num_kv_heads=2), drawn(90)
-    out = layer(x, documents=rw.Documents([23, 62, 5]))
-    alone = torch.cat([layer(part) for part in x.split([23, 62, 5], 1)], 1)
-    torch.testing.assert_close(out, alone, rtol=1e-9, atol=1e-9)
-    one, other = (torch.autograd.grad(y.square().sum(), [x, *layer.parameters()]) for y in (out, alone))
-    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    alone_in_documents(made(rotary_base=base, num_kv_heads=2), drawn(90), [23, 62, 5])
 
 
 @pytest.mark.parametrize(
@@ -265,28 +240,9 @@ def test_documents_are_as_alone(base: float | None) -> None:
     [(1, 90, "contiguous"), (2, 128, "zigzag"), (3, 301, "striped"), (2, 700, "contiguous"), (2, 200, "auto")],
 )
 def test_ranks_compute_what_one_process_computes(ranks: int, n: int, placement: str) -> None:
-    """Also gradients: those of the inputs are of the shard, and those of the parameters are a rank's share."""
     options = {"num_kv_heads": 2, "rotary_base": 100.0}
-    alone, x = made(**options), drawn(n)
-    want = alone(x)
-    wanted = torch.autograd.grad(want.square().sum(), [x, *alone.parameters()])
-
-    def job(transport: Threaded) -> tuple[Tensor, ...]:
-        ctx = rw.ContextParallel(transport, rw.Causal(), n, heads=(4, 2), placement=placement)
-        layer = nn.NativeSparseAttention(E, 4, **SIZES | options, context=ctx).double()
-        layer.load_state_dict(alone.state_dict())
-        local = ctx.shard(x.detach()).requires_grad_()
-        out = layer(local)
-        real = (ctx.positions < n)[None, :, None]
-        grads = torch.autograd.grad((out * real).square().sum(), [local, *layer.parameters()])
-        return ctx.unshard(out), ctx.unshard(grads[0]), *grads[1:]
-
-    found = run(ranks, job)
-    for out, dx, *_ in found:
-        torch.testing.assert_close(out, want, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(dx, wanted[0], rtol=1e-9, atol=1e-9)
-    for at, grad in enumerate(wanted[1:], 2):
-        torch.testing.assert_close(sum(each[at] for each in found), grad, rtol=1e-9, atol=1e-9)
+    make = functools.partial(nn.NativeSparseAttention, E, 4, **SIZES | options)
+    as_one_process(ranks, made(**options), lambda ctx: make(context=ctx), drawn(n), placement)
 
 
 @pytest.mark.parametrize(("ranks", "n", "placement"), [(2, 128, "zigzag"), (3, 301, "striped"), (2, 700, "contiguous")])
