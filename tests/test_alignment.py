@@ -157,27 +157,6 @@ def _call(pattern: rw.Pattern = STREAMING, nq: int = 4, **options: Any) -> Tenso
     return rw.attention(x.q, x.k, x.v, pattern, **options)
 
 
-@pytest.mark.parametrize(
-    ("call", "kind", "text"),
-    [
-        (lambda: _call(q_offset="last"), rw.ShapeError, "q_offset: got 'last'; wanted an int, an integer tensor () or (2,), or 'end'. Pass 'end' if"),
-        (lambda: _call(q_offset="end", k_offset="end"), rw.ShapeError, "k_offset: got 'end'; wanted an int"),
-        (lambda: _call(q_offset="end", nq=9), rw.ShapeError, "q_offset: got 'end' for 9 queries and 8 keys; wanted at most as many queries as keys"),
-        (lambda: _call(rw.Causal() & rw.KeyPadding(3), q_offset="end"), rw.ShapeError, "q_offset: got 'end' for 4 queries and 3 keys"),
-        (lambda: _call(rw.Causal() & rw.KeyPadding([3, 8]), q_offset="end"), rw.ShapeError, "q_offset: got -1 in batch element 0"),
-        (lambda: _call(rw.Causal() & rw.KeyPadding([3, 8, 9]), q_offset="end"), rw.PatternError, "batch"),
-        (lambda: _call(rw.LongNet([8], [1]) , q_offset="end", k_offset=1), rw.PatternError, "q_offset, k_offset"),
-        (lambda: rw.explain(rw.Causal(), 4, q_offset="end"), rw.ShapeError, "nk: got None; wanted the number of keys"),
-        (lambda: rw.plan(rw.Causal(), 4, q_offset="end"), rw.ShapeError, "nk: got None; wanted the number of keys"),
-        (lambda: rw.plan(rw.Causal(), 4, 8, q_offset="first"), rw.ShapeError, "q_offset: got 'first'"),
-        (lambda: _call(nq=8, q_offset="end", context=rw.ContextParallel(None, STREAMING, 8, heads=(4, 4))), rw.UnsupportedError, "q_offset, k_offset: got 'end', a tensor, or a k_offset, with a context"),
-    ],
-)  # fmt: skip
-def test_errors(call: Callable[[], object], kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind, match=re.escape(text)):
-        call()
-
-
 # ---- probable mistakes -----------------------------------------------------------------------------------------------
 
 

@@ -844,7 +844,7 @@ def names_of_wrong_calls() -> dict[str, Any]:
     return {
         "rw": rw, "torch": torch, "np": np, "q": torch.zeros(1, 4, 10, 8), "k": torch.zeros(1, 2, 12, 8), "v": torch.zeros(1, 2, 12, 8),
         "x": torch.zeros(2, 20, 32), "grid": torch.zeros(2, 2, 12, 9, 8), "step": torch.zeros(2, 4, 1, 24), "cache": cache,
-        "pages": pages, "moba": moba(), "shared": moba(context), "lists": torch.zeros(8, 3, dtype=torch.int64),
+        "pages": pages, "moba": moba(), "shared": moba(context), "context": context, "lists": torch.zeros(8, 3, dtype=torch.int64),
     }  # fmt: skip
 
 

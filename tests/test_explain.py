@@ -157,15 +157,6 @@ def test_text_says_the_same() -> None:
     assert json.loads(json.dumps(facts)) == facts
 
 
-def test_bad_sizes() -> None:
-    with pytest.raises(rw.ShapeError, match="kv_heads: got 3; wanted a divisor of the 8 query heads"):
-        explain(rw.Full(), 16, heads=8, kv_heads=3)
-    with pytest.raises(rw.ShapeError, match="nq: got 0; wanted at least 1"):
-        explain(rw.Full(), 0, 5)
-    with pytest.raises(rw.PatternError, match="heads = 2"):
-        explain(rw.PerHead([rw.Causal(), rw.Full()]), 16, heads=4)
-
-
 def test_how_functions_are_computed() -> None:
     """A function with the pairs of a pattern is that pattern; another one is evaluated, or called."""
 

@@ -5,7 +5,6 @@ import torch
 
 import ringweave as rw
 from ringweave.backends import cpu
-from ringweave.errors import ShapeError
 from ringweave.merge import merge_into
 
 
@@ -112,13 +111,3 @@ def test_nan_is_not_hidden() -> None:
     got = rw.merge(outs, lses)
     assert got.out[..., 0, :].isnan().all()
     assert got.lse[..., 0].isnan().all()
-
-
-def test_errors() -> None:
-    outs, lses = parts(2)
-    with pytest.raises(ShapeError, match="got 0 and 0 parts"):
-        rw.merge([], [])
-    with pytest.raises(ShapeError, match="got 2 and 1 parts"):
-        rw.merge(outs, lses[:1])
-    with pytest.raises(ShapeError, match="in every part"):
-        rw.merge(outs, [lses[0], lses[1][..., :3]])

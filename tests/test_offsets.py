@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -196,27 +196,3 @@ def test_equal_steps_share_their_plan() -> None:
     first = plan(torch.tensor([256, 100, 256, 100]))
     assert plan(torch.tensor([256, 100, 256, 100])) is first
     assert first.row_ptr.shape[0] == 2
-
-
-def _call(pattern: Pattern = STREAMING, **options: object) -> Tensor:
-    x = Inputs.random(4, 8, batch=2, heads=HEADS)
-    return rw.attention(x.q, x.k, x.v, pattern, **options)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("call", "kind", "text"),
-    [
-        (lambda: _call(q_offset=torch.ones(2)), rw.ShapeError, r"q_offset: got Tensor of torch.float32 \(2,\); wanted an int, or an integer tensor \(\) or \(2,\)"),
-        (lambda: _call(q_offset=torch.ones(3).int()), rw.ShapeError, r"Tensor of torch.int32 \(3,\); wanted .* each of the 2 batch"),
-        (lambda: _call(q_offset=torch.tensor([0, -2])), rw.ShapeError, "q_offset: got -2 in batch element 1; wanted 0 to 2147483643"),
-        (lambda: _call(k_offset=torch.tensor(2**40)), rw.ShapeError, "k_offset: got 1099511627776; wanted 0 to 2147483639"),
-        (lambda: _call(rw.LongNet([8], [1]), q_offset=torch.tensor(3)), rw.PatternError, r"q_offset, k_offset: got LongNet\(\[8\], \[1\]\) with a tensor"),
-        (lambda: _call(rw.LongNet([8], [1]), k_offset=3), rw.PatternError, "q_offset, k_offset: got LongNet.* or a k_offset; wanted a relation"),
-        (lambda: _call(rw.KeyPadding([9, 13]), k_offset=torch.tensor([0, 4])), rw.PatternError, "stop 13 in batch element 1; wanted 0 <= start <= stop <= 12"),
-        (lambda: _call(terms=rw.ALiBi([1.0] * 4), q_offset=2**30, k_offset=2**30, backend="cpu"), rw.UnsupportedError, "offsets: got a position of 1073741824 with terms"),
-        (lambda: rw.explain(rw.Causal(), 4, q_offset=torch.tensor(3)), rw.ShapeError, "nk: got None; wanted the number of keys"),
-    ],
-)  # fmt: skip
-def test_errors(call: Callable[[], object], kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind, match=text):
-        call()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
 import ringweave as rw
 from ringweave.backends import cpu
@@ -220,50 +218,6 @@ def test_modules_contexts_and_graphs_take_it() -> None:
         rw.attention(q, q, q, rw.Causal(), context=context, precision=rw.Precision(wire="bf16"))
     with pytest.raises(rw.UnsupportedError, match="with context"):
         rw.attention(q, q, q, rw.Causal(), context=context, precision=policy)
-
-
-def _q() -> Tensor:
-    return torch.randn(1, 2, 40, 16)
-
-
-_PAGES = (torch.zeros(2, 1).int(), torch.zeros(2).int())
-REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "a wire": (lambda: rw.Precision(wire="fp8"), "precision.wire"),
-    "tf32": (lambda: rw.Precision(compute="tf32"), "precision.compute: got 'tf32'"),  # type: ignore[arg-type]
-    "no policy": (lambda: rw.attention(_q(), _q(), _q(), precision="int8"), "wanted a Precision"),  # type: ignore[arg-type]
-    "a gradient": (
-        lambda: rw.attention(_q().requires_grad_(), _q(), _q(), precision=rw.Precision(kv=torch.int8)), "forward-only",
-    ),
-    "dropout": (
-        lambda: rw.attention(_q(), _q(), _q(), dropout=0.1, precision=rw.Precision(kv=torch.int8)), "with dropout",
-    ),
-    "a backend": (
-        lambda: rw.attention(_q(), _q(), _q(), backend="sdpa", precision=rw.Precision(kv=torch.int8)),
-        "it reads no keys and values in torch.int8",
-    ),
-    "a dtype too": (
-        lambda: rw.PagedCache.empty(1, 16, 1, 8, dtype=torch.float16, precision=rw.Precision(kv=torch.int8)),
-        "dtype: got torch.float16",
-    ),
-    "no scales": (lambda: rw.PagedCache(*(torch.zeros(2, 1, 16, 8).to(torch.int8),) * 2, *_PAGES), "scales: got None"),
-    "scales of floats": (
-        lambda: rw.PagedCache(*(torch.zeros(2, 1, 16, 8),) * 2, *_PAGES, scales=(torch.zeros(2, 1, 16),) * 2),
-        "wanted None with torch.float32",
-    ),
-    "scales that do not fit": (
-        lambda: rw.PagedCache(
-            *(torch.zeros(2, 1, 16, 8).to(torch.int8),) * 2, *_PAGES, scales=(torch.zeros(2, 1, 8),) * 2
-        ),
-        "k_scales: got shape .* with page = 16",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", list(REFUSED))
-def test_refusals(what: str) -> None:
-    call, said = REFUSED[what]
-    with pytest.raises(rw.RingweaveError, match=said):
-        call()
 
 
 def test_the_kernel_refuses_8_bits_without_scales() -> None:

@@ -290,12 +290,6 @@ def test_drop_rate(backend: str, p: float) -> None:
     torch.testing.assert_close(out[out != 0], torch.full_like(out[out != 0], 1 / n / (1 - p)))
 
 
-def test_dropout_keeps_lse() -> None:
-    x = inputs(80)
-    dropped = rw.attention_with_lse(x.q, x.k, x.v, dropout=0.5)
-    torch.testing.assert_close(dropped.lse, rw.attention_with_lse(x.q, x.k, x.v).lse)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", ["auto", *ABLE])
 def test_sinks(backend: str, dtype: torch.dtype) -> None:
@@ -333,20 +327,8 @@ def test_bias_of_minus_infinity_leaves_pairs_out(backend: str) -> None:
     table[..., 5, :] = -torch.inf
     got = ours(x, rw.Full(), [rw.Bias(table)], backend)
     causal = ours(x, rw.Causal(), [], backend)
-    assert torch.equal(
-        got["lse"][:, :, 5],
-        torch.full(
-            (
-                2,
-                HEADS,
-                7 - 6,
-            ),
-            -torch.inf,
-        )
-        .double()
-        .expand(2, HEADS, 1)[..., 0],
-    )
-    assert torch.equal(got["out"][:, :, 5], torch.zeros_like(got["out"][:, :, 5]))
+    assert got["lse"][:, :, 5].isneginf().all()
+    assert not got["out"][:, :, 5].any()
     others = [i for i in range(n) if i != 5]
     torch.testing.assert_close(got["out"][:, :, others], causal["out"][:, :, others])
 

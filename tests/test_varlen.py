@@ -378,18 +378,6 @@ def test_bounds_that_change_recompile_nothing(terms: str | None) -> None:
     assert counter.frame_count == 1
 
 
-def test_refusals() -> None:
-    q = torch.randn(10, 2, 16)
-    with pytest.raises(
-        rw.ShapeError, match=r"q: got Tensor of torch.float32 \(1, 10, 2, 16\); wanted \(tokens, heads, dim\)"
-    ):
-        rw.varlen_attention(q[None], q, q, [0, 10])
-    with pytest.raises(rw.PatternError, match="documents of 9 tokens in all for 10 keys"):
-        rw.varlen_attention(q, q, q, [0, 4, 9])
-    with pytest.raises(rw.PatternError, match="LongNet"):
-        rw.varlen_attention(q, q, q, [0, 10], pattern=rw.LongNet([4], [1]))
-
-
 @pytest.mark.parametrize(
     ("pattern", "options", "got"),
     [

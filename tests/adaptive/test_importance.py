@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -328,35 +327,3 @@ def test_a_placement_that_cuts_through_blocks() -> None:
 
     for placement in ("contiguous", "zigzag"):
         run(2, job, placement)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"density": 0}, "density: got 0"),
-        ({"density": 1.5}, "density: got 1.5; wanted at most 1"),
-        ({"decay": 1.0}, "decay: got 1.0"),
-        ({"block_size": 256}, "block_size: got 256; wanted at most 128"),
-        ({"block_size": 40}, "block_size: got 40; wanted a multiple of 16"),
-        ({"heads": 0}, "heads: got 0"),
-        ({"local": -1}, "local: got -1"),
-        ({"context": ContextParallel(None, rw.Causal(), 64, heads=(4, 4))}, "context: got 64 tokens, 4 heads"),
-        ({"context": "ring"}, "context: got str; wanted a ContextParallel or None"),
-    ],
-)
-def test_errors(changes: dict[str, Any], said: str) -> None:
-    options: dict[str, Any] = {"heads": 4, "density": 0.2, "block_size": SIDE} | changes
-    with pytest.raises(rw.RingweaveError, match=said):
-        ImportanceTracker(N, **options)
-
-
-def test_errors_of_use() -> None:
-    tracker = ImportanceTracker(N, heads=HEADS, density=0.2, block_size=SIDE)
-    q, k, _ = topics(n=256)
-    with pytest.raises(rw.ShapeError, match=r"q: got shape .* wanted \(B, Hq, N, D\) with N = 768"):
-        tracker.update(q, k, q[..., 0])
-    with pytest.raises(rw.ShapeError, match="state: got"):
-        tracker.load_state_dict({"version": 1})
-    with pytest.raises(rw.ShapeError, match="indices: got"):
-        tracker.load_state_dict(ImportanceTracker(256, heads=HEADS, density=0.2, block_size=SIDE).state_dict())
-    assert list(itertools.chain(tracker.state_dict())) == ["indices", "mass", "trials", "tried", "weight", "version"]

@@ -147,22 +147,6 @@ def test_a_decoding_step_and_chunks() -> None:
     assert out.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (lambda: BlockIndexer(16, 4, 3), "kv_heads: got 3"),
-        (lambda: BlockIndexer(16, 4, block_size=32, pool=12), "pool: got 12"),
-        (lambda: indexer()(torch.zeros(1, 2, 64, 16), torch.zeros(1, 2, 64, 16), top_k=2), "2 and 2 heads of 16"),
-        (lambda: indexer()(*inputs().leaves()[:2], top_k=2, q_offset=7), "q_offset: got 7"),
-        (lambda: indexer().loss(inputs().q, inputs().k, tile_mass(inputs().q, inputs().k, torch.zeros(2, 4, 256),
-                                                                  rw.Causal(), tile=64)), "mass.plan"),
-    ],
-)  # fmt: skip
-def test_refusals(call: object, text: str) -> None:
-    with pytest.raises(rw.ShapeError, match=text):
-        call()  # type: ignore[operator]
-
-
 @pytest.mark.parametrize("heads", ["query", "kv", "shared"])
 def test_ranks_score_their_own_rows_and_have_one_table(heads: str) -> None:
     """The shared table equals that of one process, for every placement that splits at blocks, also with padding."""

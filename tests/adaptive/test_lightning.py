@@ -13,7 +13,6 @@ import ringweave as rw
 from ringweave.adaptive import lightning_indexer, lightning_scores
 from ringweave.backends import BACKENDS, cpu
 from ringweave.environment import CPU_VARIANT
-from ringweave.errors import PatternError, ShapeError, UnsupportedError
 
 from ..parallel.processes import forked
 
@@ -396,35 +395,3 @@ def test_scores_in_a_compiled_step() -> None:
     grads = torch.autograd.grad(loss(*x), list(x))
     got = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="eager")(*x), list(x))
     assert all(torch.equal(a, b) for a, b in zip(got, grads, strict=True))
-
-
-def test_errors() -> None:
-    x = inputs(20)
-    q, k, weights = x
-    indices = lightning_indexer(*x, 3)
-    cases = [
-        (ShapeError, "q: got shape", lambda: lightning_indexer(q[0], k, weights, 3)),
-        (ShapeError, "k: got shape", lambda: lightning_indexer(q, k[..., :8], weights, 3)),
-        (ShapeError, "weights: got shape", lambda: lightning_indexer(q, k, weights[:, :9], 3)),
-        (ShapeError, "k.dtype", lambda: lightning_indexer(q, k.half(), weights, 3)),
-        (ShapeError, "q.dtype", lambda: lightning_indexer(q.int(), k, weights, 3)),
-        (ShapeError, "k", lambda: lightning_indexer(q, [1], weights, 3)),
-        (ShapeError, "without an empty axis", lambda: lightning_indexer(q, k[:, :0], weights, 3)),
-        (ShapeError, "top_k", lambda: lightning_indexer(*x, 0)),
-        (ShapeError, "top_k", lambda: lightning_indexer(*x, 2.0)),
-        (ShapeError, "scale", lambda: lightning_indexer(*x, 3, scale=float("nan"))),
-        (ShapeError, "q_offset", lambda: lightning_indexer(*x, 3, q_offset=-1)),
-        (ShapeError, "q_offset", lambda: lightning_indexer(*x, 3, q_offset="last")),
-        (PatternError, "index heads choose together", lambda: lightning_indexer(*x, 3, rw.PerHead([rw.Causal()] * 3))),
-        (PatternError, "LongNet", lambda: lightning_indexer(*x, 3, rw.LongNet([4], [1]))),
-        (PatternError, "batch = 3", lambda: lightning_indexer(*x, 3, rw.KeyPadding(torch.tensor([1, 2, 3])))),
-        (PatternError, "a ringweave pattern", lambda: lightning_indexer(*x, 3, None)),
-        (UnsupportedError, "vmap", lambda: torch.vmap(lambda a: lightning_indexer(a, k, weights, 3))(q[None])),
-        (ShapeError, "indices", lambda: lightning_scores(*x, indices[0])),
-        (ShapeError, "indices", lambda: lightning_scores(*x, indices.float())),
-        (ShapeError, "indices: got 20", lambda: lightning_scores(*x, indices.masked_fill(indices == 0, 20))),
-        (ShapeError, "indices: got -2", lambda: lightning_scores(*x, indices.masked_fill(indices == 0, -2))),
-    ]
-    for kind, words, call in cases:
-        with pytest.raises(kind, match=words):
-            call()

@@ -130,22 +130,6 @@ def test_threads_change_no_bits() -> None:
     assert torch.equal(found[0], found[2])
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "text"),
-    [
-        ({"per": "key"}, rw.UnsupportedError, "per"),
-        ({"backend": "flex"}, rw.UnsupportedError, "backend"),
-        ({"lse": torch.zeros(1, 2, 9)}, rw.ShapeError, r"lse: got shape \(1, 2, 9\); wanted \(B, Hq, Nq\) with Nq = "),
-        ({"pattern": rw.LongNet([32], [2])}, rw.PatternError, "one branch"),
-    ],
-)
-def test_refusals(change: dict[str, object], error: type[Exception], text: str) -> None:
-    x = Inputs.random(64)
-    arguments = {"q": x.q, "k": x.k, "lse": torch.zeros(1, 2, 64), "pattern": rw.Causal()} | change
-    with pytest.raises(error, match=text):
-        tile_mass(arguments.pop("q"), arguments.pop("k"), arguments.pop("lse"), arguments.pop("pattern"), **arguments)
-
-
 def test_transforms_see_no_derivative() -> None:
     x = Inputs.random(64)
     lse = rw.attention_with_lse(x.q, x.k, x.v, rw.Causal()).lse

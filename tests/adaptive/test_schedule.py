@@ -62,31 +62,3 @@ def test_a_loaded_schedule_continues() -> None:
     second.load_state_dict(first.state_dict())
     assert second.pattern.density(256) == first.pattern.density(256)
     assert densities(second, 13) == whole[7:]
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"start": 0}, "start: got 0; wanted above 0"),
-        ({"end": 1.5}, "end: got 1.5; wanted at most 1"),
-        ({"ramp": 0}, "ramp: got 0; wanted at least 1"),
-        ({"warmup": 0.5}, "warmup: got 0.5; wanted an int"),
-        ({"every": 0}, "every: got 0; wanted at least 1"),
-        ({"shape": "sigmoid"}, "shape: got 'sigmoid'; wanted one of linear, cosine, cubic"),
-        ({"pattern": rw.Causal()}, "wanted a function of a density"),
-    ],
-)
-def test_errors(changes: dict[str, Any], said: str) -> None:
-    options: dict[str, Any] = {"pattern": blocks, "start": 0.5, "end": 0.1, "ramp": 4} | changes
-    with pytest.raises(rw.RingweaveError, match=said):
-        rw.adaptive.SparsitySchedule(**options)
-
-
-def test_errors_of_use() -> None:
-    schedule = rw.adaptive.SparsitySchedule(lambda density: density, start=0.5, end=0.1, ramp=4)  # type: ignore
-    with pytest.raises(rw.PatternError, match=r"pattern\(0.5\): got 0.5; wanted a pattern"):
-        _ = schedule.pattern
-    with pytest.raises(rw.PatternError, match="pattern: got None; wanted a function"):
-        _ = rw.adaptive.SparsitySchedule(start=0.5, end=0.1, ramp=4).pattern
-    with pytest.raises(rw.PatternError, match=r"state: got \['step'\]"):
-        schedule.load_state_dict({"step": 1})

@@ -415,32 +415,6 @@ def test_duplicate_empty_and_padded_rows_give_exact_gradients() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "error", "text"),
-    [
-        ({}, rw.PatternError, "got none of them"),
-        ({"top_k": 3, "density": 0.5}, rw.PatternError, "top_k and density"),
-        ({"top_k": 1}, rw.PatternError, "at least 2: local=1 and sinks=1"),
-        ({"density": 1.5}, rw.PatternError, "density"),
-        ({"mass": 0.5, "method": "bounds"}, rw.PatternError, "which does not estimate it"),
-        ({"top_k": 3, "method": "best"}, rw.UnsupportedError, "method"),
-        ({"top_k": 3, "heads": "all"}, rw.UnsupportedError, "heads"),
-        ({"top_k": 3, "method": "antidiagonal", "stride": 12}, rw.PatternError, "stride: got 12"),
-        ({"top_k": 3, "pool": 12}, rw.PatternError, "pool: got 12"),
-        ({"top_k": 3, "pool": 16, "method": "bounds"}, rw.PatternError, "pool: got 16"),
-        ({"top_k": 3, "stride": 16, "method": "mean"}, rw.PatternError, "stride: got 16; wanted None with .*'mean'"),
-        ({"top_k": 3, "bounds": True, "method": "mean"}, rw.PatternError, "bounds: got .*; wanted None with .*'mean'"),
-        ({"top_k": 3, "bounds": True, "method": "antidiagonal"}, rw.PatternError, "Use it with 'bounds'"),
-    ],
-)
-def test_refusals(how: dict[str, object], error: type[Exception], text: str) -> None:
-    x = Inputs.random(128)
-    if "bounds" in how:
-        how = how | {"bounds": KeyBounds(x.k, 32, capacity=128)}
-    with pytest.raises(error, match=text):
-        select(x.q, x.k, block_size=32, **how)
-
-
-@pytest.mark.parametrize(
     "how",
     [
         {},
@@ -557,21 +531,3 @@ def test_documents_of_queries_and_keys_choose_as_steps_would() -> None:
         shape = queries.stop - queries.start, keys.stop - keys.start
         expected[0, :, queries, keys] = alone.to_dense(*shape, q_offset=offset, heads=4)[0]
     assert torch.equal(got, expected)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"documents": rw.Documents([100, 99])}, "documents of 199 tokens"),
-        ({"documents": rw.Documents([200]), "q_offset": 3}, "documents: got documents with q_offset=3; wanted whole"),
-        ({"documents": rw.Documents(ids=torch.arange(200) % 2)}, "one in several pieces"),
-        (
-            {"documents": rw.Documents(cu_seqlens_q=[0, 50, 200], cu_seqlens_k=[0, 100, 200])},
-            "one of 150 queries and 100",
-        ),
-    ],
-)
-def test_documents_that_are_refused(options: dict[str, Any], text: str) -> None:
-    x = Inputs.random(200, 200, dim=16)
-    with pytest.raises(rw.PatternError, match=text):
-        select(x.q, x.k, block_size=16, top_k=3, **options)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import ringweave as rw
-from ringweave.errors import UnsupportedError
 
 from ..oracle import Inputs
 from ..test_conformance import POWERS, check_powers, conforms, run, with_powers
@@ -112,20 +111,6 @@ def test_a_step_at_the_end_of_a_cache() -> None:
     keys, values = (t[:, :, chosen].repeat_interleave(HEADS // KV_HEADS, 1) for t in (x.k, x.v))
     weights = torch.softmax(x.q[:, :, -1:] @ keys.mT / x.q.shape[-1] ** 0.5, -1)
     torch.testing.assert_close(step, weights @ values)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "options", "reason"),
-    [
-        (rw.Causal(), {}, "it computes lists of keys"),
-        (rw.Selected(torch.zeros(N, 1).long()) & rw.PerHead([rw.Causal(), rw.Full()] * 4), {}, "differs between heads"),
-    ],
-)
-def test_refusals(pattern: rw.Pattern, options: dict[str, object], reason: str) -> None:
-    """A call that it cannot compute is refused with the reason."""
-    x = Inputs.random(N, batch=2, heads=HEADS, kv_heads=KV_HEADS)
-    with pytest.raises(UnsupportedError, match=reason):
-        rw.attention(x.q, x.k, x.v, pattern, backend="gather", **options)  # type: ignore[arg-type]
 
 
 def test_auto_takes_it_where_the_native_kernel_does_not_run() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -43,55 +41,6 @@ def test_entries_are_the_allowed_pairs(name: str, monkeypatch: pytest.MonkeyPatc
         assert torch.equal(strip.transposed(ones).to_dense().T, strip.matrix(ones).to_dense())
     assert torch.equal(found.bool(), plan.to_dense())
     assert found.max() <= 1
-
-
-def test_nothing_is_attended() -> None:
-    q, k, v = (torch.randn(2, 2, 70, 8, requires_grad=True) for _ in range(3))
-    nothing = ~rw.Full()
-    out, lse = rw.attention_with_lse(q, k, v, nothing, backend="torch_sparse")
-    assert not out.any()
-    assert lse.isneginf().all()
-    assert not any(x.any() for x in torch.autograd.grad(out.sum(), (q, k, v)))
-
-
-def test_rows_with_all_scores_minus_infinity() -> None:
-    """Rows with all scores -inf give zero gradients to keys and values, and 0 * inf to queries, as the definition does."""
-    q, k, v, dout = (torch.rand(1, 1, 40, 8) for _ in range(4))
-    k[..., 1] = -torch.inf
-    q[..., 1] = 1.0
-    dout[:, :, 7] = torch.nan
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    grads = {}
-    for backend in ("reference", "torch_sparse"):
-        out = rw.attention(*leaves, backend=backend)
-        assert not out.any()
-        grads[backend] = torch.autograd.grad(out, leaves, dout)
-    assert not any(x.any() for x in grads["torch_sparse"][1:])
-    torch.testing.assert_close(grads["torch_sparse"], grads["reference"], equal_nan=True)
-
-
-def _call(**options: object) -> torch.Tensor:
-    x = torch.randn(1, 2, 64, 16)
-    return rw.attention(x, x, x, rw.SlidingWindow(9), backend="torch_sparse", **options)  # type: ignore[arg-type]
-
-
-def _paged(**options: object) -> torch.Tensor:
-    cache = rw.PagedCache.empty(1, 64, 2, 16, page=16, **options)  # type: ignore[arg-type]
-    cache.append(*(torch.randn(1, 2, 20, 16) for _ in range(2)))
-    return rw.paged_attention(torch.randn(1, 2, 1, 16), cache, backend="torch_sparse")
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda: _call(terms=rw.Softcap(3.0)), "it computes no Softcap. Use backend='auto' or 'dense_batched'"),
-        (lambda: _call(dropout=0.5), "it computes no dropout. Use backend='auto' or 'dense_batched'"),
-        (_paged, "it reads no pages. Use backend='auto' or 'dense_batched'"),
-    ],
-)
-def test_refusals(call: Callable[[], object], said: str) -> None:
-    with pytest.raises(UnsupportedError, match=said):
-        call()
 
 
 def test_on_a_gpu_it_is_refused() -> None:

@@ -90,9 +90,9 @@ def test_a_refused_call_leaves_the_tokens() -> None:
     bias, bounds = torch.zeros(2, 1, 1, 16), torch.tensor([0, 1, 2])
     with pytest.raises(rw.UnsupportedError, match="output_attentions: got keys in pages"):
         model(IDS[:, 11:12], output_attentions=True, **{CACHE: cache})
-    with pytest.raises(rw.UnsupportedError, match="a mask or bias of numbers"):
+    with pytest.raises(rw.UnsupportedError, match=f"{CACHE}: got a mask or bias of numbers"):
         model(IDS[:, 11:12], attention_mask=bias, **{CACHE: cache})
-    with pytest.raises(rw.UnsupportedError, match=r"keys in pages.*call patch\(model\)"):
+    with pytest.raises(rw.UnsupportedError, match=rf"{CACHE}: got a use of keys in pages.*call patch\(model\)"):
         model_of("llama", "eager").eval()(IDS[:, 11:12], **{CACHE: cache})
     with pytest.raises(rw.UnsupportedError, match="some are cached"):
         model(IDS[:, 11:12], cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, **{CACHE: cache})

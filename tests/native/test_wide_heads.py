@@ -96,11 +96,3 @@ def test_tile_mass(dtype: str, variant: str, monkeypatch: pytest.MonkeyPatch) ->
     want = rw.adaptive.tile_mass(q.float(), k.float(), lse, rw.Causal(), tile=32, backend="dense_batched")
     torch.testing.assert_close(found.values, want.values, rtol=1e-5 if dtype == "fp32" else 1e-3, atol=1e-6)
     torch.testing.assert_close(found.values.sum(), torch.tensor(200.0), rtol=1e-3, atol=0)
-
-
-@pytest.mark.parametrize(("dim", "value_dim", "named"), [(648, 64, "D = 648"), (64, 648, "Dv = 648")])
-def test_more_channels_are_refused(dim: int, value_dim: int, named: str) -> None:
-    """The refusal names the limit."""
-    x = Inputs.random(16, dim=dim, value_dim=value_dim)
-    with pytest.raises(rw.UnsupportedError, match=rf"head dimensions of 8, 16, \.\.\. 640, and got {named}"):
-        rw.attention(x.q, x.k, x.v, backend="cpu")

@@ -94,21 +94,5 @@ def test_shards_by_head() -> None:
     assert torch.equal(torch.cat(parts, 1), mixture.to_dense(128, heads=4))
 
 
-def test_patterns_that_cannot_be_sharded() -> None:
-    each = rw.PerHead([rw.Causal(), rw.Full(), rw.Causal()])
-    with pytest.raises(rw.PatternError, match="ranks: got 2; wanted a divisor of the 3 query heads"):
-        each.shard(0, 2)
-    with pytest.raises(rw.PatternError, match="heads: got 4; wanted 3, which PerHead"):
-        each.shard(0, 2, heads=4)
-    with pytest.raises(rw.PatternError, match="rank: got 2"):
-        each.shard(2, 2)
-    with pytest.raises(rw.PatternError, match="heads: got None; wanted a number, for a function that reads the head"):
-        rw.from_mask_mod(lambda b, h, q, k: q > k + h).shard(0, 2)
-    for mixture in (
-        rw.LongNet([32], [4]),
-        rw.LongNet([32], [2], offset="grouped"),
-        rw.LongNet([8], [1], heads="partitioned"),
-    ):
-        with pytest.raises(rw.PatternError, match="wanted heads that attend the same keys on 2 ranks as on one"):
-            mixture.shard(0, 2, heads=4)
+def test_a_mixture_of_one_offset_is_its_own_shard() -> None:
     assert rw.LongNet([32], [4], offset=1).shard(1, 2) == rw.LongNet([32], [4], offset=1)

@@ -88,14 +88,6 @@ def test_table_from_indices() -> None:
     assert table.mask.int().tolist() == [[1, 1, 0], [0, 0, 1], [1, 1, 1]]
 
 
-def test_natten_attends_exactly_the_window() -> None:
-    for tokens, window, dilation in ((50, 7, 1), (53, 5, 3), (64, 8, 2)):
-        dense = rw.patterns.natten_1d(window, dilation, tokens=tokens).to_dense(tokens)[0, 0]
-        assert (dense.sum(-1) == window).all()
-        q, k = dense.nonzero(as_tuple=True)
-        assert ((q - k) % dilation == 0).all()
-
-
 def test_longnet_definition() -> None:
     """LongNet allows the pairs of the paper's formula, computed pair by pair."""
     segments, rates, n, heads = (8, 16), (2, 4), 21, 4

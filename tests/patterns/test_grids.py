@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import ringweave as rw
 from ringweave.backends import cpu
-from ringweave.errors import PatternError, ShapeError
+from ringweave.errors import PatternError
 from ringweave.plan import Branch, branches
 
 from ..oracle import Inputs
@@ -258,23 +258,6 @@ def test_a_grid_is_a_value() -> None:
 )  # fmt: skip
 def test_chosen_boxes(shape: tuple[int, ...], box: tuple[int, ...]) -> None:
     assert rw.Grid(shape).tile == box
-
-
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (lambda g: g.flatten(torch.zeros(8, 9), 0), r"x: got \(8, 9\), from axis 0 on; wanted axes of \(8, 8\) there"),
-        (lambda g: g.flatten(torch.zeros(2, 8, 8), 2), r"x: got \(2, 8, 8\), from axis 2 on; wanted axes of \(8, 8\) there"),
-        (lambda g: g.flatten(torch.zeros(8, 8), 2), "dim: got 2; wanted at most 1"),
-        (lambda g: g.flatten(torch.zeros(8, 8), -3), "dim: got -3; wanted at least -2"),
-        (lambda g: g.flatten(torch.nested.nested_tensor([torch.zeros(8, 8)], layout=torch.jagged), 0), "x: got a nested tensor; wanted a dense tensor"),
-        (lambda g: g.flatten(torch.zeros(()), 0), "x: got a tensor without axes"),
-        (lambda g: g.unflatten(torch.zeros(3, 65), 1), r"x: got \(3, 65\), axis 1; wanted 64 tokens there"),
-    ],
-)  # fmt: skip
-def test_layout_errors(call: object, text: str) -> None:
-    with pytest.raises(ShapeError, match=text):
-        call(rw.Grid((8, 8)))  # type: ignore[operator]
 
 
 # ---- through the library ---------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ringweave as rw
-from ringweave.errors import PatternError
 from ringweave.patterns import rebuild
 from ringweave.patterns.block_sets import ListedBlocks, MaskBlocks
 from ringweave.patterns.view import in_view
@@ -148,38 +147,6 @@ def test_repr() -> None:
     assert repr(table) == "BlockTable(<2x5x9 blocks, at most 3 a row>, (16, 32))"
     assert table.spec == "BlockTable(_, (16, 32), key_blocks=9)"
     assert repr(rw.BlockTable(table.mask, 64)) == "BlockTable(<2x5x9 blocks>, 64)"
-
-
-@pytest.mark.parametrize(
-    ("indices", "counts", "key_blocks", "text"),
-    [
-        (torch.zeros(2, 2), torch.ones(2), 2, r"indices.dtype: got torch.float32; wanted torch.uint8 or"),
-        (torch.zeros(2, 2).bool(), torch.ones(2), 2, "indices.dtype: got torch.bool"),
-        (torch.zeros(2).long(), torch.ones(()), 2, r"indices: got shape \(2,\); wanted \(q, n\), \(H, q, n\) or"),
-        (torch.zeros(0, 2).long(), torch.ones(0), 2, r"indices: got shape \(0, 2\)"),
-        ([[0]], torch.ones(1), 2, r"indices: got \[list\]; wanted a tensor \(q, n\)"),
-        (
-            torch.zeros(2, 2).long(),
-            torch.ones(3).int(),
-            2,
-            r"counts: got shape \(3,\); .* with q = 2, the q of indices",
-        ),
-        (torch.zeros(2, 2).long(), None, 2, "counts: got None; wanted a tensor"),
-        (torch.zeros(2, 2).long(), torch.ones(2).int(), 0, "key_blocks: got 0; wanted at least 1"),
-        (
-            torch.zeros(2, 2).long(),
-            torch.ones(2),
-            2,
-            "counts.dtype: got torch.float32",
-        ),
-        (torch.zeros(2, 2).long(), torch.tensor([1, -1]), 2, r"counts: got -1..1; wanted 0..2"),
-        (torch.zeros(2, 2).long(), torch.tensor([1, 3]), 2, r"counts: got 1..3; wanted 0..2"),
-        (torch.tensor([[2**40]]), torch.ones(1).int(), 2, "indices: got 1099511627776..1099511627776; wanted 0..1"),
-    ],
-)
-def test_errors(indices: Tensor, counts: Tensor, key_blocks: int, text: str) -> None:
-    with pytest.raises(PatternError, match=text):
-        rw.BlockTable(indices=indices, counts=counts, key_blocks=key_blocks)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])

@@ -120,21 +120,6 @@ def test_a_list_for_every_token_attends_its_blocks() -> None:
     torch.testing.assert_close(rw.attention(q, k, v, pattern), rw.attention(q, k, v, pattern, backend="reference"))
 
 
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (lambda t: t.plan(N, heads=5, batch=2), "BlockTable: got tables of 2 key heads for 5 query heads; wanted a table for each key head"),
-        (lambda t: rw.attention(*(torch.ones(2, h, N, 8) for h in (6, 3, 3)), t), "for 6 query heads over 3 key heads"),
-        (lambda t: rw.explain(t, N, heads=6, kv_heads=3, batch=2), "for 6 query heads over 3 key heads"),
-        (lambda t: t.select(0, 0), r"BlockTable: got tables per key head; wanted a call's heads. Call bound\(heads\) first"),
-        (lambda t: rw.BlockTable(MASK[:, :, :1], SIDE).plan(33, N, heads=2, batch=2), r"a table of \(1, 4\) blocks"),
-    ],
-)  # fmt: skip
-def test_errors(call: Callable[[BlockTable], object], text: str) -> None:
-    with pytest.raises(rw.RingweaveError, match=text):
-        call(rw.BlockTable(MASK, SIDE, heads="kv"))
-
-
 def test_fresh_tables_are_planned_as_others() -> None:
     """For a table with one head for all, heads="kv" makes no difference."""
     one = rw.BlockTable(MASK[0, 0], SIDE, heads="kv")

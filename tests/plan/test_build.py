@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 import ringweave as rw
-from ringweave.errors import PatternError, ShapeError
 from ringweave.patterns import Pattern, rebuild
 from ringweave.patterns.shifted import places
 from ringweave.plan import pack_masks, unpack_masks
@@ -268,15 +267,6 @@ def _seconds(pattern: Pattern, n: int) -> float:
     start = time.thread_time()
     build(pattern, n, n, tile=(128, 128))
     return time.thread_time() - start
-
-
-def test_errors() -> None:
-    with pytest.raises(ShapeError, match=r"nk: got 0; wanted at least 1"):
-        rw.plan(rw.Causal(), 4, 0)
-    with pytest.raises(ShapeError, match=r"tile: got \(100, 100\); wanted multiples of 16"):
-        rw.plan(rw.Causal(), 4, tile=100)
-    with pytest.raises(PatternError, match="wanted a relation"):
-        rw.plan(rw.LongNet([4], [2]), 8)
 
 
 def test_masks_are_packed_and_unpacked() -> None:
