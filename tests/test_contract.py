@@ -34,6 +34,7 @@ import torch
 import ringweave as rw
 from ringweave.call import Arguments
 from ringweave.errors import RingweaveError
+from ringweave.integrations import flash_attn, flash_attn_interface
 from ringweave.patterns.declared import DECLARED
 from ringweave.patterns.shifted import with_offsets
 from ringweave.terms import KINDS, Term
@@ -841,7 +842,11 @@ def names_of_wrong_calls() -> dict[str, Any]:
         return rw.nn.MixtureOfBlockAttention(32, 4, block_size=8, top_k=3, context=context)
 
     context = rw.ContextParallel(None, rw.Causal(), 20, heads=(4, 4), placement="contiguous")
-    return {
+    flash: dict[str, Any] = {
+        "flash": flash_attn, "flash3": flash_attn_interface, "fq": torch.zeros(2, 20, 4, 16), "fk": torch.zeros(2, 30, 2, 16),
+        "tokens": torch.zeros(60, 2, 16), "cu": torch.tensor([0, 10, 40], dtype=torch.int32),
+    }  # fmt: skip
+    return flash | {
         "rw": rw, "torch": torch, "np": np, "q": torch.zeros(1, 4, 10, 8), "k": torch.zeros(1, 2, 12, 8), "v": torch.zeros(1, 2, 12, 8),
         "x": torch.zeros(2, 20, 32), "grid": torch.zeros(2, 2, 12, 9, 8), "step": torch.zeros(2, 4, 1, 24), "cache": cache,
         "pages": pages, "moba": moba(), "shared": moba(context), "context": context, "lists": torch.zeros(8, 3, dtype=torch.int64),

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringweave.errors import UnsupportedError
 from ringweave.integrations import flash_attn
 
 from .flash import Options, allowed
@@ -88,13 +87,6 @@ def test_dropout_repeats_under_a_seed_and_not_otherwise() -> None:
         assert all(map(torch.equal, results[-1][1:], repeated))
     assert all(map(torch.equal, results[0], results[1]))
     assert not torch.equal(results[0][0], results[2][0])
-
-
-def test_softcap_with_dropout_is_refused() -> None:
-    x = torch.randn(1, 8, 2, 16)
-    with pytest.raises(UnsupportedError, match="softcap"):
-        flash_attn.flash_attn_func(x, x, x, 0.1, softcap=10.0)
-    flash_attn.flash_attn_func(x, x, x, 0.1, softcap=0.0)
 
 
 def test_weights_of_a_call_without_keys() -> None:
