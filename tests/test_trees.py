@@ -89,31 +89,3 @@ def test_losses_and_gradients_are_those_of_separate_rows(align: bool | None) -> 
         separate.append((layer(x, x, x)[0][0] * w).sum())
     torch.testing.assert_close(losses, separate)
     torch.testing.assert_close(got, torch.autograd.grad(torch.stack(separate).sum(), parameters))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (lambda: ([1, 2], [torch.ones(2)]), r"prompt: got .*; wanted a tensor \(tokens, ...\)"),
-        (lambda: (torch.tensor(1), [torch.ones(2)]), "prompt"),
-        (lambda: (torch.ones(2), []), "completions: got .*; wanted a list of tensors"),
-        (lambda: (torch.ones(2), torch.ones(2)), "completions"),
-        (lambda: (torch.ones(2), [torch.ones(2), torch.ones(2).long()]), "completion 1: got .*int64"),
-        (lambda: (torch.ones(2, 3), [torch.ones(2, 4)]), "completion 0"),
-        (lambda: (torch.ones(2, 3), [torch.ones(2)]), "completion 0"),
-        (lambda: (torch.ones(2, 3), ["text"]), "completion 0"),
-    ],
-)
-def test_mistakes(arguments: object, message: str) -> None:
-    with pytest.raises(rw.ShapeError, match=message):
-        rw.trees.pack(*arguments())  # type: ignore[operator]
-
-
-def test_mistakes_of_options() -> None:
-    packed = rw.trees.pack(torch.arange(3), [torch.arange(2)])
-    for x, dim in ((torch.ones(6), 0), (torch.ones(1, 5), 0), (torch.ones(5), 1), (torch.ones(5), -2), ([1] * 5, 0)):
-        with pytest.raises(rw.ShapeError, match="x: got .*; wanted a tensor with the 5 packed tokens"):
-            rw.trees.unpack(x, packed, dim=dim)  # type: ignore[arg-type]
-    for align in (0, -1, 1.5, "yes"):
-        with pytest.raises(rw.PatternError, match="align"):
-            rw.trees.pack(torch.arange(3), [torch.arange(2)], align=align)  # type: ignore[arg-type]
