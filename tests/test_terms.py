@@ -168,15 +168,27 @@ def runs(backend: str, dtype: torch.dtype) -> None:
 PAIRS = [("softcap", "distance"), ("distance", "softcap"), ("alibi", "bias"), ("shared_bias", "softcap")]
 
 
+@functools.lru_cache(maxsize=1)
+def defined(name: str, names: tuple[str, ...], n: int, dtype: torch.dtype, sinks: bool = False) -> tuple[Any, ...]:
+    """Return inputs, a pattern, terms, logits and the formula, which is computed once for all backends in turn."""
+    x, terms = inputs(n, dtype), make(names, n, dtype)
+    pattern = PATTERNS[name](n) if name in PATTERNS else (rw.SlidingWindow(40) | rw.Sinks(3)) & rw.Causal()
+    logits = torch.randn(HEADS, generator=torch.Generator().manual_seed(0)) if sinks else None
+
+    @functools.cache
+    def formula(kind: torch.dtype, order: int) -> dict[str, Tensor]:
+        return dense(x, pattern, names, terms, kind, sinks=logits, order=order)
+
+    return x, pattern, terms, logits, formula
+
+
+@pytest.mark.parametrize("backend", ABLE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("names", [(name,) for name in KINDS] + PAIRS, ids="-".join)
-@pytest.mark.parametrize("backend", ABLE)
-def test_formula(backend: str, names: tuple[str, ...], dtype: torch.dtype) -> None:
+def test_formula(names: tuple[str, ...], dtype: torch.dtype, backend: str) -> None:
     runs(backend, dtype)
-    n = 150
-    x, pattern, terms = inputs(n, dtype), (rw.SlidingWindow(40) | rw.Sinks(3)) & rw.Causal(), make(names, n, dtype)
-    got = ours(x, pattern, terms, backend)
-    check(got, lambda kind, order: dense(x, pattern, names, terms, kind, order=order), dtype)
+    x, pattern, terms, _, formula = defined("a window and sinks", names, 150, dtype)
+    check(ours(x, pattern, terms, backend), formula, dtype)
 
 
 def drawn() -> list[tuple[tuple[str, str], str, torch.dtype, int]]:
@@ -195,27 +207,21 @@ def drawn() -> list[tuple[tuple[str, str], str, torch.dtype, int]]:
 def test_pairs_of_terms(names: tuple[str, str], pattern: str, dtype: torch.dtype, kv_heads: int) -> None:
     n = 61
     x, terms, relation = inputs(n, dtype, kv_heads), make(names, n, dtype), PATTERNS[pattern](n)
-    known: dict[tuple[torch.dtype, int], dict[str, Tensor]] = {}
 
+    @functools.cache
     def formula(kind: torch.dtype, order: int) -> dict[str, Tensor]:
-        if (kind, order) not in known:
-            known[kind, order] = dense(x, relation, names, terms, kind, order=order)
-        return known[kind, order]
+        return dense(x, relation, names, terms, kind, order=order)
 
     for backend in ("cpu", "dense_batched"):
         check(ours(x, relation, terms, backend), formula, dtype)
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", sorted({*PATTERNS} - TREES))
 @pytest.mark.parametrize("backend", ABLE)
-def test_every_pattern(backend: str, name: str) -> None:
-    n, names = 97, ("softcap", "distance", "bias")
-    x, pattern, terms = inputs(n), PATTERNS[name](n), make(names, n, torch.float32)
-    torch.manual_seed(0)
-    sinks = torch.randn(HEADS)
-    got = ours(x, pattern, terms, backend, sinks=sinks)
-    check(got, lambda kind, order: dense(x, pattern, names, terms, kind, sinks=sinks, order=order), torch.float32)
+@pytest.mark.parametrize("name", sorted({*PATTERNS} - TREES))
+def test_every_pattern(name: str, backend: str) -> None:
+    x, pattern, terms, sinks, formula = defined(name, ("softcap", "distance", "bias"), 97, torch.float32, True)
+    check(ours(x, pattern, terms, backend, sinks=sinks), formula, torch.float32)
 
 
 @pytest.mark.parametrize("backend", ABLE)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from ringweave.errors import UnsupportedError
 from ringweave.integrations import flash_attn, flash_attn_interface
@@ -97,38 +98,39 @@ def test_pages_in_transforms() -> None:
             out.mul_(2).sum().backward()
 
 
-@pytest.mark.parametrize(
-    "stops", [((9, 20), (9, 20)), ((9, 20), (0, 32)), ((0, 0), (0, 0)), ((4, 32), (5, 7))], ids=str
-)
+#: The ends of two sequences of queries, and of their keys, in a buffer of 32 tokens.
+STOPS = [((9, 20), (9, 20)), ((9, 20), (0, 32)), ((0, 0), (0, 0)), ((4, 32), (5, 7))]
+
+
 @pytest.mark.parametrize(
     ("version", "slopes"),
     [("2", None), ("3", None), ("2", torch.tensor([0.5, 0.25])), ("2", torch.tensor([[0.5, 0.25], [0.1, 0.9]]))],
     ids=str,
 )
-def test_compiled_packs_that_end_before_the_buffer(
-    version: str, slopes: Tensor | None, stops: tuple[tuple[int, ...], ...]
-) -> None:
+def test_compiled_packs_that_end_before_the_buffer(version: str, slopes: Tensor | None) -> None:
     """Tokens after the last bound give 0 in one graph too, have no gradients, and reach no other token."""
-    x = torch.randn(32, 2, 16)
-    rest = max(stops[0][-1], stops[1][-1])
-    x[rest:] = torch.nan
-    of_q, of_k = (torch.tensor([0, *each], dtype=torch.int32) for each in stops)
 
     def call(x: Tensor, of_q: Tensor, of_k: Tensor) -> tuple[Tensor, Tensor]:
         function, terms = MODULES[version].flash_attn_varlen_func, {} if slopes is None else {"alibi_slopes": slopes}
         return function(x, x, x, of_q, of_k, 32, 32, causal=True, return_attn_probs=True, **terms)[:2]
 
     torch._dynamo.reset()
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    found = []
-    for each in (call, compiled):
-        leaf = x.clone().requires_grad_()
-        out, lse = each(leaf, of_q, of_k)
-        assert not out[stops[0][-1] :].any()
-        found.append((out.detach(), lse.detach(), torch.autograd.grad(out.square().sum(), leaf)[0]))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
-    assert not found[1][2][rest:].any()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, fullgraph=True, backend=counter)
+    for stops in STOPS:
+        x, rest = torch.randn(32, 2, 16), max(stops[0][-1], stops[1][-1])
+        x[rest:] = torch.nan
+        of_q, of_k = (torch.tensor([0, *each], dtype=torch.int32) for each in stops)
+        found = []
+        for each in (call, compiled):
+            leaf = x.clone().requires_grad_()
+            out, lse = each(leaf, of_q, of_k)
+            assert not out[stops[0][-1] :].any()
+            found.append((out.detach(), lse.detach(), torch.autograd.grad(out.square().sum(), leaf)[0]))
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other)
+        assert not found[1][2][rest:].any()
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (5, 0), (5, -1), (3, 4), (-1, 4)], ids=str)
