@@ -431,18 +431,28 @@ def test_a_growing_cache_compiles_nothing_anew() -> None:
 
 # ---- several ranks ---------------------------------------------------------------------------------------------------
 
+#: Numbers of ranks, and options of their contexts.
+PARTS: list[tuple[int, dict[str, str]]] = [
+    (2, {}),
+    (3, {}),
+    *((ranks, {"placement": placement, "schedule": schedule})
+      for ranks, placement in [(2, "contiguous"), (2, "zigzag"), (3, "striped")]
+      for schedule in ["allgather", "ring"]),
+]  # fmt: skip
+
 
 @pytest.mark.parametrize("block_size", [1, 16])
-@pytest.mark.parametrize("lead", [(), (2,), (4,)], ids=str)
+@pytest.mark.parametrize("lead", [(), (2,), (1, 2), (4,)], ids=str)
 def test_a_context_equals_one_device(lead: tuple[int, ...], block_size: int) -> None:
-    n = 300
+    """A rank's queries and keys are some of the whole call's, to which rows and indices belong; gradients too."""
+    n = 301
     x = Inputs.random(n, batch=1, heads=4, kv_heads=2, dim=16)
-    heads = "kv" if lead == (2,) else "query"
+    heads = "kv" if lead[-1:] == (2,) else "query"
     lists = rw.Selected(chosen(*lead, n, 9, nk=n, block_size=block_size), block_size, heads=heads)
     for pattern in (lists & rw.Causal(), lists & rw.Causal() | rw.SlidingWindow(11) & rw.Causal()):
         want = alone(x, pattern)
-        for ranks in (2, 3):
-            found = joined(spread(ranks, x, pattern), n)
+        for ranks, options in PARTS:
+            found = joined(spread(ranks, x, pattern, **options), n)
             for name, result in found.items():
                 torch.testing.assert_close(
                     result, want[name], atol=1e-5, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"

@@ -194,31 +194,6 @@ def test_rows_belong_to_the_queries_of_the_call(offset: int | Tensor | str, k_of
 # ---- the pattern as a value ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["allgather", "ring"])
-@pytest.mark.parametrize(("ranks", "placement"), [(2, "contiguous"), (2, "zigzag"), (3, "striped")])
-def test_ranks_compute_their_rows_of_lists_that_heads_share(ranks: int, placement: str, schedule: str) -> None:
-    """A rank's queries and keys are some of the whole call's, to which rows and indices belong; gradients too."""
-    n, side = 701, 16
-    inputs = Inputs.random(n, heads=4, kv_heads=2)
-    lists = torch.randint(-1, 44, (1, 2, n, 5), generator=torch.Generator().manual_seed(ranks))
-    pattern = rw.Selected(lists, side, heads="kv") & rw.Causal()
-
-    def computed(context: rw.ContextParallel | None) -> list[Tensor]:
-        whole = inputs.q, inputs.k, inputs.v, inputs.dout
-        q, k, v, dout = whole if context is None else (context.shard(x, 2) for x in whole)
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = rw.attention(*leaves, pattern, context=context)
-        found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-        return found if context is None else [context.unshard(x, 2) for x in found]
-
-    def job(transport: Threaded) -> list[Tensor]:
-        options = {"heads": (4, 2), "placement": placement, "schedule": schedule}
-        return computed(rw.ContextParallel(transport, pattern, n, **options))
-
-    for found in run(ranks, job):
-        torch.testing.assert_close(found, computed(None), rtol=1e-5, atol=1e-5)
-
-
 def test_gather_does_not_compute_a_part_of_a_call() -> None:
     inputs = Inputs.random(701)
     pattern = rw.Selected(torch.arange(701)[:, None])
