@@ -20,7 +20,7 @@ from ..patterns.within import by_head
 from ..plan import BlockPlan, Branch, Spacing
 from ..plan.block_plan import PackedPlan
 from ..plan.subplan import CutBranch
-from ..precision import STORED
+from ..precision import STORED, as_codes
 from ..terms import KINDS, Term
 from ..terms.operands import TermOperands
 from ..torch_compat import are_plain_cpu
@@ -122,11 +122,6 @@ def shared_lists(branch: Branch, group: int, features: frozenset[str]) -> Lists 
 def _chosen(plan: BlockPlan) -> Tensor | None:
     """Return the keys of packed lists; None for another plan."""
     return plan.chosen if isinstance(plan, PackedPlan) else None
-
-
-def as_codes(x: Tensor) -> Tensor:
-    """Return 8-bit floats as bytes, which the extension takes, and other types as they are."""
-    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 def prepared(
