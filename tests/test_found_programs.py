@@ -172,7 +172,8 @@ def test_a_repeated_call_looks_up_no_program(monkeypatch: pytest.MonkeyPatch) ->
         looks(**changed)
         assert looks(**changed) == 0
         assert looks()
-    monkeypatch.setenv("RINGWEAVE_CPU_VARIANT", "generic")
+    # a build for one machine has no other variant, and to name its own is another setting, too
+    monkeypatch.setenv("RINGWEAVE_CPU_VARIANT", cpu.module().variants()[-1])  # type: ignore[union-attr]
     assert looks()
     monkeypatch.delenv("RINGWEAVE_CPU_VARIANT")
     looks()
@@ -697,7 +698,8 @@ def test_patterns_with_tensors_of_their_own_are_found_by_the_object(
     with monkeypatch.context() as patched:
         patched.setattr(api, "checked", lambda given: pytest.fail("a known call is checked again"))
         third = computed()
-        # other sizes, and an equal pattern, are other calls
+        # other sizes are another call, and so is an equal pattern if its contents take long to compare
+        patched.setattr(program_cache, "_MOST_CONTENTS", 0)
         for call in (
             lambda: rw.attention(q[:1], k[:1], v[:1], pattern),
             lambda: rw.attention(q, k, v, by_tables()[name]),
@@ -706,6 +708,36 @@ def test_patterns_with_tensors_of_their_own_are_found_by_the_object(
                 call()
     for got in (second, third):
         assert all(map(torch.equal, got, first))
+
+
+@pytest.mark.parametrize("name", by_tables())
+def test_equal_patterns_that_are_made_for_each_call_share_a_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors()
+    first, second = (rw.attention(q, k, v, by_tables()[name]) for _ in range(2))
+    with monkeypatch.context() as patched:
+        patched.setattr(api, "checked", lambda given: pytest.fail("a known call is checked again"))
+        for _ in range(2):
+            assert torch.equal(rw.attention(q, k, v, by_tables()[name]), first)
+        # the shape of a pattern's tensors does not decide
+        with pytest.raises(pytest.fail.Exception):
+            rw.attention(q, k, v, rw.Documents([21, 29]))
+    assert torch.equal(second, first)
+
+
+def test_documents_of_other_lengths_have_programs_of_their_own() -> None:
+    q, k, v = tensors(grad=True)
+    row, column = torch.arange(37)[:, None], torch.arange(50)
+    for _ in range(4):
+        for middle in (20, 31, 5):
+            ids = (column >= middle).long()
+            for pattern, causal in ((rw.Documents([middle, 50 - middle]), False), (rw.Documents(ids=ids), True)):
+                mask = (ids[:37, None] == ids) & ((column <= row) | (not causal))
+                repeated = (x.repeat_interleave(2, 1) for x in (k, v))
+                want = torch.nn.functional.scaled_dot_product_attention(q, *repeated, mask)
+                out = rw.attention(q, k, v, pattern & rw.Causal() if causal else pattern)
+                torch.testing.assert_close(out, want)
+                slopes = [torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, want)]
+                torch.testing.assert_close(*slopes, rtol=1e-4, atol=1e-4)
 
 
 def test_a_pattern_that_follows_a_tensor_is_checked_at_each_call() -> None:
@@ -721,8 +753,8 @@ def test_a_pattern_that_follows_a_tensor_is_checked_at_each_call() -> None:
 def test_a_pattern_that_is_called_once_is_not_kept() -> None:
     q, k, v = tensors()
     gone = []
-    for _ in range(3):
-        pattern = rw.Causal() & rw.Documents([20, 30])
+    for n in range(3):
+        pattern = rw.Causal() & rw.Documents([20 + n, 30 - n])
         rw.attention(q, k, v, pattern)
         gone.append(weakref.ref(pattern))
     del pattern

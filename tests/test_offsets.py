@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -143,6 +143,15 @@ def test_dropout_counts_positions(backend: str, nq: int) -> None:
         for b, (i, j) in enumerate(zip(FIRST_Q.tolist(), FIRST_K.tolist(), strict=True))
     ])  # fmt: skip
     follows(x, pattern, [], [], backend, keep=keep, dropout=0.3)
+
+
+@pytest.mark.parametrize("kind", [int, torch.tensor])
+def test_terms_at_far_positions_run_on_a_backend_that_has_them(kind: Callable[[int], int | Tensor]) -> None:
+    """Offsets that leave the native kernel's range of positions are part of the pattern, and auto looks for them there."""
+    q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
+    terms, far = rw.ALiBi(torch.tensor([0.5, 0.25])), {"q_offset": kind(2**30), "k_offset": kind(2**30)}
+    want = rw.attention(q, k, v, rw.Causal(), terms=terms)
+    torch.testing.assert_close(rw.attention(q, k, v, rw.Causal(), terms=terms, **far), want)
 
 
 def test_a_bias_counts_places() -> None:

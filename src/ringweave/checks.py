@@ -53,6 +53,14 @@ def whole(
     return value
 
 
+def block_sides(block_size: object) -> tuple[int, int]:
+    """Return the sides of a block, at least 1 each, from one side or two; raise PatternError otherwise."""
+    sides = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
+    if len(sides) != 2:
+        raise PatternError("block_size", shown(sides), "one side or two", "Pass (queries, keys).")
+    return whole("block_size", sides[0], 1), whole("block_size", sides[1], 1)
+
+
 def whole_fields(record: object, **least: int) -> None:
     """Convert fields of a frozen record to whole numbers, each with its least value."""
     for name, low in least.items():

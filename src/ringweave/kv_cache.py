@@ -20,7 +20,7 @@ from .patterns.alignment import ends_at_query
 from .patterns.cache_key import TableId
 from .patterns.shifted import with_offsets
 from .plan.cuda_sync import capturing, require_no_capture, wait_for_stream
-from .precision import STORED, Precision, Scales, as_precision, quantize_rows
+from .precision import STORED, Precision, Scales, as_codes, as_precision, quantize_rows
 from .torch_compat import require, version
 from .types import DTYPES
 
@@ -229,7 +229,7 @@ class PagedCache:
         if copied:
             source, target = torch.tensor(copied, device=self.k.device).T
             for of in (self.k, self.v, *(self.scales or ())):
-                _indexed(of)[target] = _indexed(of)[source]
+                as_codes(of)[target] = as_codes(of)[source]
         try:
             if entries:
                 book.take(entries, copied)
@@ -254,7 +254,7 @@ class PagedCache:
                 for of, x, scales in zip((self.k, self.v), (k, v), self.scales, strict=True):
                     x, scale = quantize_rows(x, of.dtype)
                     scales.transpose(1, 2).index_put_(at, scale.transpose(1, 2))
-                    _indexed(of).transpose(1, 2).index_put_(at, _indexed(x).transpose(1, 2))
+                    as_codes(of).transpose(1, 2).index_put_(at, as_codes(x).transpose(1, 2))
 
     def fork(self, source: int | Sequence[int], target: int | Sequence[int], length: int | None = None) -> None:
         """Let target sequences start with the tokens of sources; they share pages until one of them writes.
@@ -375,11 +375,6 @@ def _checked_scales(scales: object, k: Tensor) -> Scales | None:
     sizes: dict[str, Any] = {"pages": pages, "Hkv": heads, "page": page}
     _SCALES.fit(k_scales=pair.k, v_scales=pair.v, **sizes, device=k.device, remedy=remedy)
     return pair
-
-
-def _indexed(x: Tensor) -> Tensor:
-    """Return a tensor that supports indexed writes: 8-bit floats do not, so they are viewed as bytes."""
-    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 def check_pages(table: NDArray[np.int32], lengths: NDArray[np.int32], pages: int, size: int) -> None:

@@ -110,6 +110,11 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (codes.round_() if dtype == torch.int8 else codes).to(dtype), scale
 
 
+def as_codes(x: Tensor) -> Tensor:
+    """View 8-bit floats as bytes, since extensions and indexed writes do not take them; return others as they are."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+
+
 def dequantize_rows(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the values of stored rows: codes times scales."""
     return x.to(dtype) * scale[..., None]

@@ -38,6 +38,11 @@ if TYPE_CHECKING:
 
 # approximate bytes of a cached program, and of its prepared kernel arguments for each row and tile
 _PROGRAM_BYTES, _ROW_BYTES, _TILE_BYTES = 16 * 2**10, 64, 16
+# To compare contents up to this size takes less time than a call that is checked again. The other number is the most
+# that a key with such contents takes.
+_MOST_CONTENTS, _MARK_BYTES = 2**13, 2**14
+# in place of a program, after the first call of a pattern with such contents
+_CALLED = object()
 
 
 class CallKey(NamedTuple):
@@ -253,7 +258,7 @@ class _Object:
 
 
 def _of_object(pattern: Pattern, key: CallKey, version: object) -> Found:
-    """Look up the program of a pattern with tensors of its own by the object: its contents take long to compare.
+    """Look up the program of a pattern with tensors of its own: by small contents, or by the object.
 
     A program is kept from the second call on, since a model that makes a pattern for each step may call it once.
     """
@@ -262,16 +267,29 @@ def _of_object(pattern: Pattern, key: CallKey, version: object) -> Found:
         return _NOTHING
     if key.q[2] == 1 or "Selected" in names_in(pattern._spec):
         return _of_lists(pattern, key, version)
-    of_object = _Object(pattern), key
-    program: Program | None = PROGRAMS.get(of_object)
-    if program is not None and program.tuning_version is version:
-        _remember_last(pattern, key, program)
-        return Found(None, program)
-    if pattern.__dict__.get("_called") == key:
-        return Found(of_object, None)
+    contents = _contents(pattern)
+    name = contents or _Object(pattern), key
+    known, again = PROGRAMS.get(name), pattern.__dict__.get("_called") == key
+    if isinstance(known, Program) and known.tuning_version is version:
+        if again:
+            _remember_last(pattern, key, known)
+        else:
+            object.__setattr__(pattern, "_called", key)
+        return Found(None, known)
+    if again or known is not None:
+        return Found(name, None)
     if pattern._constant and all(table.device in (_CPU, key.place) for table in pattern.tables):
         object.__setattr__(pattern, "_called", key)
+        if contents is not None:
+            PROGRAMS.put(name, _CALLED, _MARK_BYTES)
     return _NOTHING
+
+
+def _contents(pattern: Pattern) -> Hashable | None:
+    """Return a pattern's text and the contents of its tensors; None if these are large, or may change."""
+    tables = pattern.tables
+    small = sum([table.nbytes for table in tables]) <= _MOST_CONTENTS
+    return pattern.value() if small and pattern._constant and are_plain_cpu(tables) else None
 
 
 def _of_lists(pattern: Pattern, key: CallKey, version: Any) -> Found:

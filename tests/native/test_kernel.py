@@ -247,7 +247,9 @@ def test_the_gil_is_released() -> None:
 
 
 def test_variants() -> None:
-    assert VARIANTS[-1] == "generic"
+    # a build for one machine may have no generic variant
+    assert "generic" not in VARIANTS[:-1]
+    assert VARIANTS
 
 
 @pytest.mark.measures

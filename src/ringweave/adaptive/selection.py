@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checks import flag, number, one_of, whole
+from ..checks import block_sides, flag, number, one_of, whole
 from ..errors import PatternError, ShapeError, shown
 from ..patterns import BlockTable, Documents, Pattern, Selected
 from ..patterns.block_sets import ListedBlocks
@@ -361,13 +361,10 @@ def grid_of(
         PatternError: block_size, causal, local or sinks is invalid.
         ShapeError: q_offset is not a position.
     """
-    sides = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
-    if len(sides) != 2:
-        raise PatternError("block_size", shown(sides), "one side or two", "Pass (queries, keys).")
     return BlockGrid(
         q.shape[2],
         k.shape[2],
-        (whole("block_size", sides[0], 1), whole("block_size", sides[1], 1)),
+        block_sides(block_size),
         whole("q_offset", q_offset, 0, error=ShapeError),
         flag("causal", causal),
         whole("local", local, 0),

@@ -15,12 +15,14 @@ from ..environment import CPU_VARIANT
 from ..errors import UnsupportedError
 from ..merge import merge_into as merge_with_torch
 from ..native import module as module
+from ..patterns.base import parts_of
 from ..patterns.lists import Lists
+from ..patterns.shifted import Offsets
 from ..patterns.within import by_head
 from ..plan import BlockPlan, Branch, Spacing
 from ..plan.block_plan import PackedPlan
 from ..plan.subplan import CutBranch
-from ..precision import STORED
+from ..precision import STORED, as_codes
 from ..terms import KINDS, Term
 from ..terms.operands import TermOperands
 from ..torch_compat import are_plain_cpu
@@ -122,11 +124,6 @@ def shared_lists(branch: Branch, group: int, features: frozenset[str]) -> Lists 
 def _chosen(plan: BlockPlan) -> Tensor | None:
     """Return the keys of packed lists; None for another plan."""
     return plan.chosen if isinstance(plan, PackedPlan) else None
-
-
-def as_codes(x: Tensor) -> Tensor:
-    """Return 8-bit floats as bytes, which the extension takes, and other types as they are."""
-    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 def prepared(
@@ -333,12 +330,19 @@ def unsupported_reason(call: Call, branch: Branch) -> str | None:
         return "the native kernel is missing: ringweave was installed without a C++ compiler, or with wheel.cmake=false"
     if call.dtype not in _DTYPES:
         return f"it computes float32, bfloat16 and float16, and got {call.dtype}"
-    if call.features and branch.rate * (branch.q_offset + branch.nq + branch.nk) > _FARTHEST:
+    if call.features and _last_position(call, branch) > _FARTHEST:
         return f"it supports terms and dropout only at positions below {_FARTHEST}"
     for name, dim in (("D", call.head_dim), ("Dv", call.value_dim)):
         if dim % 8 or dim > _MOST_CHANNELS:
             return f"it needs head dimensions of 8, 16, ... {_MOST_CHANNELS}, and got {name} = {dim}"
     return None
+
+
+def _last_position(call: Call, branch: Branch) -> int:
+    """Return a number that no position exceeds; offsets that a transform holds are checked when the operator runs."""
+    last = branch.rate * (branch.q_offset + branch.nq + branch.nk)
+    offsets = [part for part in parts_of(call.pattern, Offsets) if part.readable()]
+    return max(last, *(max(each.most()) + max(call.nq, call.nk) for each in offsets)) if offsets else last
 
 
 def scratch(call: Call, branch: Branch) -> int:

@@ -18,12 +18,12 @@ from ..patterns.lists import MANY, Lists
 from ..patterns.located import located
 from ..plan import branches, summands, view_of_step
 from ..plan.tile_size import default_tile_size
-from ..precision import Scales
+from ..precision import Scales, as_codes
 from ..relation.rows import tree_of
 from ..types import Pages
 from . import forks
 from .backend import PreparedStep
-from .cpu import as_codes, merge_into, module, shared_lists, variant
+from .cpu import merge_into, module, shared_lists, variant
 
 # the positions for which a pattern gives its zones, at least; twice as many as there are keys
 _POSITIONS = 2**12

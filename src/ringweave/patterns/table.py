@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..axes import Axes
-from ..checks import one_of, whole
-from ..errors import PatternError, shown
+from ..checks import block_sides, one_of, whole
+from ..errors import PatternError
 from ..relation.node import FAR, Node
 from ..relation.transforms import by_place
 from ..relation.zones import Zones
@@ -78,10 +78,7 @@ class BlockTable(Pattern):
             raise PatternError("mask, indices", "neither or both", "exactly one", "Pass mask= or indices=.")
         if mask is not None and (counts is not None or key_blocks is not None):
             raise PatternError("counts, key_blocks", "a mask beside them", "indices", "Leave them out.")
-        sides = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
-        if len(sides) != 2:
-            raise PatternError("block_size", shown(sides), "one side or two", "Pass (queries, keys).")
-        self.block_size = whole("block_size", sides[0], 1), whole("block_size", sides[1], 1)
+        self.block_size = block_sides(block_size)
         self.blocks: BlockSet = _of_indices(indices, counts, key_blocks) if mask is None else _of_mask(mask)
         # query heads for each head of the table; None until the number of heads of the call is known
         several = one_of("heads", heads, ("query", "kv")) == "kv" and (1, *self.blocks.shape)[-3] > 1

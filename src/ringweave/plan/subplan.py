@@ -88,7 +88,7 @@ def subplan(
     Returns:
         A plan of ``rows`` by ``columns``; its lengths end inside a tile if the whole's last tile does and is extracted.
     """
-    new_row, new_col = _numbers(rows, plan.q_tiles), _numbers(columns, plan.kv_tiles)
+    new_row, new_col = numbers_of(rows, plan.q_tiles), numbers_of(columns, plan.kv_tiles)
     pointers, all_columns, all_bits = plan.row_ptr.numpy(), plan.col.numpy(), plan.mask_id.numpy()
     sets = []
     for group, pointer in enumerate(pointers):
@@ -114,7 +114,8 @@ def subplan(
     )
 
 
-def _numbers(chosen: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+def numbers_of(chosen: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """Return the place of each tile among the chosen ones, -1 for the others."""
     numbers = np.full(count, -1, np.int64)
     numbers[chosen] = np.arange(len(chosen))
     return numbers

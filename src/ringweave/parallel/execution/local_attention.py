@@ -17,7 +17,7 @@ from ...backends.backend import Backend, Heads, Upstream
 from ...call import Operands
 from ...memory.workspace import Workspace
 from ...plan import Branch
-from ...plan.subplan import CutBranch, subplan
+from ...plan.subplan import CutBranch, numbers_of, subplan
 from ...program import choose_backend
 from ...terms.operands import TermOperands
 from ..planning.demand import Bools, Demand
@@ -38,7 +38,7 @@ class QueryView(NamedTuple):
         shard_tokens = Tokens.at(demand.shard_places(runs))
         if _hold_whole(demand, runs, rows):
             return QueryView(shard_tokens, None)
-        return QueryView(shard_tokens, Tokens.at(demand.buffer_places(runs, _places_of(rows, demand.plan.q_tiles))))
+        return QueryView(shard_tokens, Tokens.at(demand.buffer_places(runs, numbers_of(rows, demand.plan.q_tiles))))
 
     def of_kernel(self, x: Tensor) -> Tensor:
         """Return the rows of these queries from a kernel's result."""
@@ -69,8 +69,8 @@ class KeyView(NamedTuple):
         shard_tokens = Tokens.at(demand.shard_places(own))
         # If all needed tiles are whole in the shard and its tokens evenly spaced, the kernel reads them without a copy.
         if shard_tokens.span is not None and np.isin(columns, tiles).all() and _hold_whole(demand, own, tiles):
-            return KeyView(tiles, _places_of(tiles, demand.plan.kv_tiles), shard_tokens, None, None)
-        tile_at = _places_of(columns, demand.plan.kv_tiles)
+            return KeyView(tiles, numbers_of(tiles, demand.plan.kv_tiles), shard_tokens, None, None)
+        tile_at = numbers_of(columns, demand.plan.kv_tiles)
         own = own & (tile_at[_run_tile(demand)] >= 0)
         present = None if available is None else _present(demand, available, columns)
         return KeyView(
@@ -254,12 +254,6 @@ class LocalAttention:
 
 def _run_tile(demand: Demand) -> Int64:
     return np.arange(len(demand.owner)) // demand.runs_per_tile
-
-
-def _places_of(chosen: Int64, count: int) -> Int64:
-    places = np.full(count, -1, np.int64)
-    places[chosen] = np.arange(len(chosen))
-    return places
 
 
 def _attending(demand: Demand, rows: Int64, columns: Int64, edges: list[Bools] | None) -> Int64:
