@@ -492,7 +492,7 @@ class Reader:
 
     def _entries(self, x: Node) -> tuple[Tensor, tuple[Any, ...]] | None:
         if x.name == "index" and not x.args[0].deps and isinstance(x.args[0].value, Tensor):
-            table, at = x.args[0].value, x.args[1] if type(x.args[1]) is tuple else (x.args[1],)
+            table, at = x.args[0].value, x.args[1]
             known = all(type(part) is int or (type(part) is Node and not two_sided(part)) for part in at)
             return (table.detach().to(self.values.place.device), at) if known and len(at) == table.ndim else None
         if not elementwise(x) or x.kwargs or len(x.args) > 2:

@@ -191,7 +191,7 @@ class Values:
         """Return the table and the index of a token's position: None and the argument for the argument itself."""
         if is_argument(x):
             return None, x.args[0]
-        if x.name == "index" and x.args[0] in self.counted and type(x.args[1]) is tuple:
+        if x.name == "index" and x.args[0] in self.counted:
             *element, token = x.args[1]
             if type(token) is Node and is_argument(token) and not deps_of(element) & (Q | K):
                 return x.args[0], token.args[0]
