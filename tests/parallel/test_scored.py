@@ -196,6 +196,17 @@ def test_a_kind_with_several_tables(kind_of_tables: type[Term]) -> None:
     assert "terms=(Mixed(0.5, (2,), (2, 7), learned (1, 500, 500))) here and another" in texts[0]
 
 
+def test_a_table_of_one_entry_of_any_stride() -> None:
+    """A tensor of one element is contiguous with any stride, and ranks compare its bytes."""
+    table = torch.tensor([5.0, 7.0]).view(1, 1, 1, 2)[..., 1::2]
+    x, ctx = Inputs.random(1, heads=1), rw.ContextParallel(None, rw.Full(), 1, heads=(1, 1))
+    got = rw.attention_with_lse(
+        *(ctx.shard(each, dim=2) for each in (x.q, x.k, x.v)), rw.Full(), context=ctx, terms=rw.terms.Bias(table)
+    )
+    want = rw.attention_with_lse(x.q, x.k, x.v, rw.Full(), terms=rw.terms.Bias(table))
+    torch.testing.assert_close(got.lse[:, :, :1], want.lse)
+
+
 @pytest.mark.usefixtures("_one_seed")
 def test_queries_that_move() -> None:
     """Rows of global tokens are computed where their keys are, with the gradients of tables for those pairs."""

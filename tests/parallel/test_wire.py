@@ -37,6 +37,17 @@ def test_round_trip(form: str, dtype: torch.dtype) -> None:
     assert ((back.double() - x.double()).abs() <= allowed[form]).all()
 
 
+@pytest.mark.parametrize("form", wire.FORMATS)
+def test_one_element_of_any_stride_after_an_odd_number_of_bytes(form: str) -> None:
+    x = torch.tensor([5.0, 7.0]).view(1, 1, 1, 2)[..., 1::2]
+    assert x.is_contiguous()
+    assert x.stride(-1) == 2
+    code = wire.code(form)
+    data = torch.zeros(1 + wire.nbytes(code, 1, 1, x.dtype), dtype=torch.uint8)[1:]
+    wire.write(data, x, code)
+    torch.testing.assert_close(wire.read(data, (1, 1, 1, 1), code, x.dtype), x)
+
+
 def test_int8_is_about_half_of_bf16() -> None:
     """G10: int8 takes at most 0.53 of the bytes of bf16 at D = 128, scales included."""
     x = Inputs.random(1024, heads=2, dim=128, dtype=torch.bfloat16)

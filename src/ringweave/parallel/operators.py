@@ -25,7 +25,7 @@ from ..precision import NATIVE
 from ..terms import Term
 from ..terms.dropout import DROPOUT_LEVELS
 from ..terms.function import ScoreFunction
-from ..torch_compat import transforming, untraced
+from ..torch_compat import digest, transforming, untraced
 from ..torch_ops import (
     differentiate,
     fake_grads,
@@ -304,21 +304,21 @@ def _arguments_field(written: str, tensors: Sequence[Tensor], fixed: str) -> Dig
     """Return the header value for a call's remaining arguments; None if all have their defaults."""
     if not written:
         return None
-    digest = hashlib.blake2b(written.encode(), digest_size=8)
+    hashed = hashlib.blake2b(written.encode(), digest_size=8)
     for x, one in zip(tensors, fixed, strict=True):
-        digest.update(f"{x.dtype}{tuple(x.shape)}".encode())
+        hashed.update(f"{x.dtype}{tuple(x.shape)}".encode())
         if one == "1":
-            digest.update(_entries(x).view(torch.uint8).numpy().data)
+            hashed.update(digest(_entries(x)))
     shapes = (str(tuple(x.shape)) for x in tensors)
     shown = re.sub(r"\b_\b", lambda _: next(shapes, "_"), written)
-    return Digest(int.from_bytes(digest.digest(), "little") >> 1, shown)
+    return Digest(int.from_bytes(hashed.digest(), "little") >> 1, shown)
 
 
 def _entries(x: Tensor) -> Tensor:
     if x.numel() <= _ENTRIES:
-        return x.contiguous().cpu().flatten()
+        return x
     some = torch.linspace(0, x.numel() - 1, _ENTRIES, dtype=torch.float64, device=x.device).long()
-    return x[torch.unravel_index(some, x.shape)].cpu()
+    return x[torch.unravel_index(some, x.shape)]
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -47,8 +47,11 @@ def write(out: Tensor, x: Tensor, form: int) -> None:
         return
     dtype = torch.bfloat16 if form == BF16 else x.dtype
     if out.storage_offset() % dtype.itemsize:
-        # a message with an odd number of bytes precedes, so a view as dtype would be misaligned
-        out.copy_(x.to(dtype).contiguous().view(-1).view(torch.uint8))
+        # A message with an odd number of bytes precedes, so a view as dtype would be misaligned. The values are copied
+        # first, since a tensor of one element may have a stride with which it has no view as bytes.
+        row = torch.empty(x.numel(), dtype=dtype, device=x.device)
+        row.view(x.shape).copy_(x)
+        out.copy_(row.view(torch.uint8))
     else:
         out.view(dtype).view(x.shape).copy_(x)
 
