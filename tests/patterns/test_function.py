@@ -233,6 +233,18 @@ def test_a_function_without_a_graph_is_evaluated_anew(kind: str) -> None:
     assert (recorded(fn).function.graph is None) == (kind != "type")
 
 
+def test_a_value_that_is_read_for_tensors_alone_may_change() -> None:
+    """A function that agrees with its graph is compared again if it asks for types, since no graph has this value."""
+    window = Window(0)
+
+    def mask(b, h, q, k):  # type: ignore[no-untyped-def]
+        return k - q <= (window.reach if isinstance(q, torch.Tensor) else 0)
+
+    pattern = rw.from_mask_mod(mask)
+    for window.reach in (0, 5, 2):
+        follows(pattern, lambda: window.reach >= K - Q)
+
+
 @pytest.mark.parametrize("kind", CALLED)
 @pytest.mark.parametrize("backend", ["auto", "dense_batched", "reference"])
 @pytest.mark.parametrize("evicted", [False, True])

@@ -400,6 +400,31 @@ def test_nan_at_masked_pairs_reaches_nothing() -> None:
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_function_may_be_infinite_beyond_the_last_query(mapped: bool) -> None:
+    """Tiles have queries of zeros there, with scores of 0; keys and captured tensors have no gradient of them."""
+    x = Inputs.random(70, 77, dim=8, dtype=torch.float64)
+    weight = torch.rand(x.q.shape[1], dtype=torch.float64, device=CPU) + 0.5
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if mapped:
+            with torch.no_grad():
+                q.clone()
+        return learned[h] / (s * 9)
+
+    runs = []
+    for dense in (False, True):
+        leaves, learned = x.leaves(), weight.clone().requires_grad_()
+        if dense:
+            scores = learned[:, None, None] / (leaves[0] @ leaves[1].mT / 4 * 9)
+            out = scores.softmax(-1) @ leaves[2]
+        else:
+            out = attend(*leaves, rw.Full(), score_mod, scale=0.25)[0]
+        runs.append([out, *torch.autograd.grad(out, [*leaves, learned], x.dout)])
+    for got, want in zip(*runs, strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_minus_infinity_is_a_masked_pair() -> None:
     """A function that masks gives the results of a pattern, with NaN in the keys and values that it masks."""
     x = Inputs.random(150, heads=2, dim=8)

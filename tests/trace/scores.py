@@ -202,6 +202,22 @@ SPELLINGS: dict[str, Score] = {
     "cap in a tensor": plain(lambda s, b, h, q, k, cap=torch.tensor(3.0): cap * torch.tanh(s / cap), "Softcap"),
     "factor": plain(lambda s, b, h, q, k: s * 5 / 2, "factor 2.5"),
     "negated": plain(lambda s, b, h, q, k: -(2 * s), "factor -2"),
+    "named operands": plain(
+        lambda s, b, h, q, k: torch.sub(torch.mul(other=2, input=s), other=torch.abs(input=torch.sub(q, other=k))),
+        "factor 2, DistanceBias",
+    ),
+    "cap with named operands": plain(
+        lambda s, b, h, q, k: torch.mul(torch.tanh(input=torch.div(s, other=5.0)), other=5.0), "Softcap"
+    ),
+    "named operands of a mask": plain(
+        lambda s, b, h, q, k: torch.where(other=-INF, input=torch.neg(input=s), condition=q >= k), "factor -1, mask"
+    ),
+    "table in the score's dtype": Score(
+        lambda t: lambda s, b, h, q, k: s + t.double().to(s)[h, q, k] + t.to(s)[h, q, k], "Bias, Bias", ((H, Q, K),)
+    ),
+    "slopes in the score's dtype": Score(
+        lambda t: lambda s, b, h, q, k: s - t.type_as(s)[h] * (q - k).abs(), "ALiBi", ((H,),), "DistanceBias"
+    ),
     "cast": plain(lambda s, b, h, q, k: s.to(s.dtype).clone() * 2, "factor 2"),
     "slopes": Score(lambda t: lambda s, b, h, q, k: s - t[h] * (q - k).abs(), "ALiBi", ((H,),), "DistanceBias"),
     "negative slopes": Score(

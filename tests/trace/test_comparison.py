@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringweave.trace.comparison import codes, disagreement, reads
+from ringweave.trace.comparison import asks_for_types, codes, disagreement, reads
 from ringweave.trace.symbols import trace
 
 from .test_evaluate import FUNCTIONS, Captured, captured
@@ -103,6 +103,20 @@ def test_codes_are_those_of_inner_functions() -> None:
     assert codes(outer) == (outer.__code__, inner.__code__)
     assert codes(functools.partial(Method().mask, 1)) == (Method.mask.__code__,)
     assert codes(Method()) == (Method,)
+
+
+def test_functions_that_may_ask_for_types() -> None:
+    """They may read values for tensors that no trace sees, so comparing them once does not suffice."""
+    asking: list[Function] = [
+        lambda b, h, q, k: q if isinstance(q, Tensor) else k,
+        lambda b, h, q, k: q if torch.is_tensor(q) else k,
+        lambda b, h, q, k: q if type(q) is Tensor else k,
+        lambda b, h, q, k: q if q.__class__ is Tensor else k,
+    ]
+    assert all(asks_for_types(codes(function)) for function in asking)
+    inner = asking[0]
+    assert asks_for_types(codes(lambda b, h, q, k: inner(b, h, q, k)))
+    assert not asks_for_types(codes(lambda b, h, q, k: q.dtype == k.dtype))
 
 
 def window(width: Any) -> Function:

@@ -85,6 +85,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Captured], Function], bool]] = {
     "bytes": (lambda c: lambda s, b, h, q, k: s + 0.01 * ((k % 256).to(torch.uint8) - 3), False),
     "half": (lambda c: lambda s, b, h, q, k: (s.half() * c.one + k.bfloat16()).float(), False),
     "largest": (lambda c: lambda s, b, h, q, k: s.max(c.slopes[h].to(s.dtype)), False),
+    "converted": (lambda c: lambda s, b, h, q, k: s * c.slopes.to(s)[h] + c.rows.type_as(s)[k, 0], False),
     "detached": (lambda c: lambda s, b, h, q, k: s.detach() * c.slopes[h] + s * c.slopes.detach()[b], False),
 }  # fmt: skip
 

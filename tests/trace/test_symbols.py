@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ringweave.patterns.cache_key import CacheKey
 from ringweave.trace.graph import SCORE, B, Graph, H, K, Node, Q, UntraceableError
-from ringweave.trace.operations import DRAWS, FUNCTIONS, SPELLINGS
+from ringweave.trace.operations import FUNCTIONS, SPELLINGS, UNDETERMINED
 from ringweave.trace.symbols import Symbol, graph_of, trace
 
 Function = Callable[..., Any]
@@ -100,6 +100,12 @@ def test_every_spelling_of_an_operator_is_one_name() -> None:
     assert trace(both[0]).key != trace(both[1]).key
     for function in (lambda b, h, q, k: 7 - q, lambda b, h, q, k: torch.rsub(q, 7), lambda b, h, q, k: q.__rsub__(7)):
         assert trace(function).key == trace(lambda b, h, q, k: 7 - q).key
+    for function in (
+        lambda b, h, q, k: torch.where(q > k, other=k, input=q),
+        lambda b, h, q, k: torch.where(input=q, other=k, condition=torch.gt(other=k, input=q)),
+        lambda b, h, q, k: q.where(other=k, condition=q.gt(other=k)),
+    ):
+        assert trace(function).key == chosen
     casts: list[Function] = [lambda b, h, q, k: q.float(), lambda b, h, q, k: q.to(torch.float32)]
     casts += [lambda b, h, q, k: q.type(torch.float), lambda b, h, q, k: q.type_as(TABLE.float())]
     assert {names(trace(each))[-1] for each in casts} == {"to"}
@@ -179,6 +185,7 @@ def test_writes_to_symbols_are_operations() -> None:
     [
         lambda s, b, h, q, k: (s[None].add_(1).sum(), s)[1],
         lambda s, b, h, q, k: (v := s.view(1), s.add_(1), v.sum())[2],
+        lambda s, b, h, q, k: (v := torch.unsqueeze(input=s, dim=0), s.add_(1), v.sum())[2],
         lambda s, b, h, q, k: (s.detach().add_(1), s)[1],
         lambda s, b, h, q, k: TABLE.float()[q].add_(1)[0] + s,
         lambda s, b, h, q, k: q.add_(0.5) + s,
@@ -423,7 +430,9 @@ REFUSED: dict[str, tuple[str, Function]] = {
     "rand": ("random", lambda b, h, q, k: q > torch.rand(())),
     "overload": ("random", lambda b, h, q, k: q > torch.ops.aten.rand.default([1])[0]),
     "dropout": ("random", lambda b, h, q, k: F.dropout(q.float())),
-    "empty": ("without values", lambda b, h, q, k: q > torch.empty(())),
+    "empty": ("memory", lambda b, h, q, k: q > torch.empty(())),
+    "strides": ("memory", lambda b, h, q, k: TABLE[0].as_strided((3,), (4,))[q]),
+    "strides of a row": ("memory", lambda b, h, q, k: torch.as_strided(TABLE[q], (2,), (3,))[0]),
     "gumbel": ("random", lambda b, h, q, k: F.gumbel_softmax(TABLE.float())[0, q]),
     "write": ("writes", lambda b, h, q, k: TABLE.add_(1)[q]),
     "write, overload": ("writes", lambda b, h, q, k: torch.ops.aten.add_.Scalar(TABLE, 1)[q]),
@@ -593,8 +602,8 @@ def test_random_names_are_random() -> None:
         "poisson",
         "rrelu",
         "randperm",
-    } <= DRAWS
-    assert not {"normalize", "poisson_nll_loss", "layer_norm", "__rand__", "and", "round"} & DRAWS
+    } <= UNDETERMINED
+    assert not {"normalize", "poisson_nll_loss", "layer_norm", "__rand__", "and", "round"} & UNDETERMINED
 
 
 # ---- where it runs ---------------------------------------------------------------------------------------------------

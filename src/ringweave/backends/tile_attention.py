@@ -272,6 +272,8 @@ class _Backward(Generic[AnyBatch]):
         # rows of padding have no weights either, however large a term makes their scores
         self.rows = [tiles.by_query(x) for x in (tiles.q, dout, delta[..., None])]
         self.rows.append(tiles.by_query(lse[..., None], torch.inf))
+        # unless a function makes them infinite
+        self.some_unfit |= scorer.chooses and self.rows[-1].numel() > lse.numel()
 
     def shares(self, batch: AnyBatch) -> Shares:
         """Compute a batch's shares of the gradients."""

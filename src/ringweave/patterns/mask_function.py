@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import PatternError, in_a_line
 from ..torch_compat import dispatched, transforming, vmap_enabled, wrapped
-from ..trace.comparison import codes, disagreement
+from ..trace.comparison import asks_for_types, codes, disagreement
 from ..trace.evaluate import Formula
 from ..trace.graph import Graph, Node
 from ..trace.symbols import trace
@@ -142,7 +142,8 @@ class MaskFunction:
             how = disagreement(fn, graph, place.lengths())
             if how and trace(fn).key == graph.key:
                 return how
-        self._compared.add(known)
+        if not asks_for_types(known):
+            self._compared.add(known)
         return ""
 
 

@@ -16,7 +16,7 @@ from ..cache import PATTERNS
 from ..patterns.cache_key import TableId
 from ..torch_compat import dispatched, transforming
 from ..trace import comparison
-from ..trace.comparison import codes
+from ..trace.comparison import asks_for_types, codes
 from ..trace.evaluate import Arguments
 from ..trace.graph import Graph
 from ..types import Place
@@ -35,7 +35,7 @@ def disagreement(
 ) -> str:
     """Return how a function differs from its graph, or from what that was recognised as; empty if it does not.
 
-    A known function is not called again.
+    A known function is not called again, unless it may ask for types.
 
     A function is known by its code and its graph, in which numbers count by value and tables by shape. Where all
     entries of a table are equal, as in one of zeros, it is compared again once the table is written to. An unknown
@@ -48,7 +48,8 @@ def disagreement(
         dtype: Dtype of the scores.
         recognised: Functions that compute it at pairs in another way.
     """
-    key: Hashable = "score function", codes(score_mod), graph.key, place, len(recognised)
+    code = codes(score_mod)
+    key: Hashable = "score function", code, graph.key, place, len(recognised)
     known = PATTERNS.get(key)
     if isinstance(known, str):
         return known
@@ -59,8 +60,8 @@ def disagreement(
         return ""
     lengths = {"score": torch.tensor(_SCORES, dtype=dtype, device="cpu"), **place.lengths()}
     how = comparison.disagreement(score_mod, graph, lengths, *recognised)
-    if tables != tuple(map(TableId, graph.tensors)):
-        # another thread wrote to one of them meanwhile
+    if (not how and asks_for_types(code)) or tables != tuple(map(TableId, graph.tensors)):
+        # for tensors it may read other values in each call; or another thread wrote to one of them meanwhile
         return how
     if not how and not all(map(_varies, graph.tensors)):
         PATTERNS.put(key, tables, _NBYTES + sum(x.nbytes for x in graph.tensors))

@@ -116,6 +116,14 @@ def codes(fn: Any) -> tuple[object, ...]:
 _MOST = 16
 
 
+def asks_for_types(found: tuple[object, ...]) -> bool:
+    """Whether a function with these codes may ask for types, and so read values that no graph of it has."""
+    return any(type(code) is types.CodeType and not _OF_TYPES.isdisjoint(code.co_names) for code in found)
+
+
+_OF_TYPES = frozenset(["isinstance", "is_tensor", "type", "__class__"])
+
+
 # ---- functions that were traced before -------------------------------------------------------------------------------
 
 

@@ -313,9 +313,8 @@ class _Evaluation:
         given = {each: self._value(each) for each in nodes_in((node.args, node.kwargs))}
         return node.function(*filled_in(node.args, given), **filled_in(node.kwargs, given))
 
-    def _entries(self, of: Node, at: Any) -> Tensor | None:
+    def _entries(self, of: Node, at: tuple[Any, ...]) -> Tensor | None:
         """Return the entries of a table at places of pairs; None for an index of another form."""
-        at = at if type(at) is tuple else (at,)
         if not all(type(part) in (Node, int, slice) for part in at):
             return None
         value = self._near(self.of.values[of])

@@ -278,7 +278,6 @@ def _indexed(node: Node) -> Kind:
     """Return the kind of an indexed tensor; each number takes one dimension, and leaves the order of the others."""
     base, at = node.args
     dtype, shape = base.kind
-    at = at if type(at) is tuple else (at,)
     used = sum([part is not None and part is not Ellipsis for part in at])
     if used > len(shape):
         raise UntraceableError(f"{used} indices for a tensor of {len(shape)} dimensions")

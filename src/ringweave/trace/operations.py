@@ -65,12 +65,14 @@ FRESH = ELEMENTWISE - {"detach", "contiguous", "pos"}
 
 #: Where torch's functions are, by the names that texts have for them.
 SPACES = {"torch": torch, "Tensor": Tensor, "F": F}
-_RANDOM = (
+_UNDETERMINED = (
     "rand", "bernoulli", "dropout", "multinomial", "normal", "poisson", "exponential", "uniform", "empty", "rrelu",
-    "gumbel_softmax", "fractional_max", "scaled_dot_product_attention", "multi_head_attention_forward",
+    "gumbel_softmax", "fractional_max", "scaled_dot_product_attention", "multi_head_attention_forward", "as_strided",
 )  # fmt: skip
-#: Names of functions that draw random numbers, may draw them, or make a tensor without values.
-DRAWS = frozenset(name for space in SPACES.values() for name in dir(space) if any(word in name for word in _RANDOM)) - {
+#: Names of functions with results that their arguments do not determine: random numbers, and other memory.
+UNDETERMINED = frozenset(
+    name for space in SPACES.values() for name in dir(space) if any(word in name for word in _UNDETERMINED)
+) - {
     "normalize",
     "poisson_nll_loss",
     "__rand__",

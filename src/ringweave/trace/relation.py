@@ -26,6 +26,7 @@ from ..types import Place
 from .evaluate import elementwise
 from .graph import B, Graph, H, Node, Q, UntraceableError, nodes_in
 from .values import (
+    COPIES,
     INTEGERS,
     OPPOSITE,
     RANGE,
@@ -288,7 +289,7 @@ class Reader:
         name, args = _LOGICAL.get(x.name, x.name), x.args
         if name in ("one", "zero"):
             return ALL if (name == "one") != no else NOTHING
-        if not x.kwargs and all(map(is_bool, args[:1] if name in ("to", "bool", "clone", "contiguous") else args)):
+        if not x.kwargs and all(map(is_bool, args[:1] if name in COPIES else args)):
             found = self._of_bools(x, name, no)
             if found is not None:
                 return found
@@ -306,7 +307,7 @@ class Reader:
         args = x.args
         if name == "invert":
             return self.read(args[0], not no)
-        if name in ("to", "bool", "clone", "contiguous"):
+        if name in COPIES:
             return self.read(args[0], no)
         if name in ("and", "or", "mul", "add"):
             kind = And if (name in ("and", "mul")) != no else Or
@@ -491,7 +492,7 @@ class Reader:
 
     def _entries(self, x: Node) -> tuple[Tensor, tuple[Any, ...]] | None:
         if x.name == "index" and not x.args[0].deps and isinstance(x.args[0].value, Tensor):
-            table, at = x.args[0].value, x.args[1] if type(x.args[1]) is tuple else (x.args[1],)
+            table, at = x.args[0].value, x.args[1]
             known = all(type(part) is int or (type(part) is Node and not two_sided(part)) for part in at)
             return (table.detach().to(self.values.place.device), at) if known and len(at) == table.ndim else None
         if not elementwise(x) or x.kwargs or len(x.args) > 2:
@@ -512,7 +513,7 @@ class Reader:
 
     def _member(self, x: Node) -> Member | None:
         """Return whether a value of the key is in a list of the query."""
-        if x.name != "call" or getattr(x.function, "__name__", "") != "any":
+        if x.name != "call" or not x.args or getattr(x.function, "__name__", "") != "any":
             return None
         # a number of one row, so it is over the only dimension, however that is written
         equal = x.args[0]

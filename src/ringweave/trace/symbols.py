@@ -33,12 +33,12 @@ from .graph import (
 )
 from .operations import (
     CASTS,
-    DRAWS,
     FRESH,
     FUNCTIONS,
     OPERATORS,
     SPELLINGS,
     UNARY,
+    UNDETERMINED,
     Function,
     is_torchs,
     name_of,
@@ -352,6 +352,8 @@ class Trace(TorchFunctionMode):
         known = SPELLINGS.get(func)
         if known is not None:
             name, function, swap = known
+            if kwargs:
+                args, kwargs = _by_position(args, kwargs)
             if name == "to":
                 return self._converted(args, kwargs)
             if not kwargs:
@@ -367,8 +369,8 @@ class Trace(TorchFunctionMode):
             return self._converted(args, kwargs)
         if name in ("__get__", "__delete__", "type"):
             self.refuse("it uses an attribute of a score or an index")
-        if name in DRAWS:
-            self.refuse("it draws random numbers, or makes a tensor without values")
+        if name in UNDETERMINED:
+            self.refuse("it draws random numbers, or reads memory that is no value of its arguments")
         if name in _SIZES:
             return self._size(name, args, kwargs)
         if name in _MAKERS and type(args[0]) is Symbol:
@@ -398,7 +400,8 @@ class Trace(TorchFunctionMode):
             elif x is not None and type(x) is not torch.memory_format:
                 self.refuse(f"it converts to {x!r}")
         if type(of) is not Symbol:
-            return self.record("to", Tensor.to, (of, dtype))
+            # a captured tensor, in the dtype of a score or an index
+            return self.once(Tensor.to, (of, dtype), {})
         if dtype is not None and dtype != self.kind(of)[0]:
             return self.record("to", Tensor.to, (of, dtype))
         # torch returns the tensor itself
@@ -424,7 +427,7 @@ class Trace(TorchFunctionMode):
         """Give a symbol the value of another, as a write in place does, unless a view may share its memory."""
         before = target.node
         for node in self.nodes:
-            if _may_share(node) and (node is before or any(each is before for each in nodes_in(node.args))):
+            if _may_share(node) and (node is before or before in nodes_in((node.args, node.kwargs))):
                 self.refuse("it writes to a tensor that may share its memory with another")
         (dtype, shape), (found, sides) = self.kind(target), self.kind(result)
         with without_function_modes():
@@ -470,8 +473,8 @@ class Trace(TorchFunctionMode):
         if name == "__get__":
             # the result has a node of its own once it is used
             return func(*args)
-        if name in DRAWS:
-            self.refuse("it draws random numbers, or makes a tensor without values")
+        if name in UNDETERMINED:
+            self.refuse("it draws random numbers, or reads memory that is no value of its arguments")
         if writes(func, name, args, kwargs):
             self.refuse("it writes to a tensor")
         result = func(*args, **kwargs)
@@ -509,6 +512,16 @@ def _may_share(node: Node) -> bool:
 def _version(x: Tensor) -> Hashable:
     # compiled code records the writes to its tensors itself
     return 0 if torch.compiler.is_compiling() else version(x)
+
+
+def _by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments of a known operation with named operands in their places, so that both spellings are equal."""
+    operands = [kwargs[name] for name in _OPERANDS if name in kwargs]
+    return (*args, *operands), {name: x for name, x in kwargs.items() if name not in _OPERANDS}
+
+
+# in the order of ``torch.where``
+_OPERANDS = ("condition", "input", "other")
 
 
 def _has_symbols(x: Any) -> bool:

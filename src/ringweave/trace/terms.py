@@ -15,7 +15,7 @@ from ..torch_compat import wrapped
 from ..types import Place
 from .graph import MASK_ARGUMENTS, SCORE, B, Graph, H, K, Node, Q, UntraceableError, deps_of
 from .operations import name_of
-from .values import Values
+from .values import COPIES, Values
 
 #: Name of a kind of ``ringweave.terms``, and its number or table.
 Term = tuple[str, float | Tensor]
@@ -84,7 +84,7 @@ class _Formula:
     def _step(self, x: Node) -> tuple[Node, list[Term], float | None]:
         """Return the score before an operation, and the terms that the operation is, or the factor."""
         name, args = x.name, x.args
-        if name in _CONVERSIONS and x.dtype == args[0].dtype == self.dtype:
+        if name in COPIES and x.dtype == args[0].dtype == self.dtype:
             return args[0], [], None
         if name in ("add", "sub") and len(args) == 2 and not x.kwargs:
             left, right = map(_of_score, args)
@@ -268,8 +268,6 @@ class _Formula:
 
 # a sum of fewer bits wraps, or is rounded so that its summands show
 _WIDE = frozenset([torch.float32, torch.float64, torch.int64])
-# conversions that keep a score of the call's dtype as it is
-_CONVERSIONS = frozenset(["to", "clone", "contiguous"])
 
 
 def _called(x: Node) -> str:

@@ -24,7 +24,8 @@ INTEGERS = frozenset([torch.int64, torch.int32, torch.int16, torch.int8, torch.u
 #: Comparisons with their opposites.
 OPPOSITE = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
 _MAXIMA = ("abs", "maximum", "minimum")
-_SAME_VALUE = ("to", "long", "int", "clone", "contiguous")
+#: Operations that return their operand, or convert it to another dtype.
+COPIES = ("to", "clone", "contiguous")
 
 
 class Linear(NamedTuple):
@@ -105,7 +106,7 @@ class Values:
             a, b = map(self.linear, args)
             if a is not None and b is not None and not (a.terms and b.terms):
                 found = a.plus(a, b.constant - 1) if a.terms else b.plus(b, a.constant - 1)
-        elif x.name in _SAME_VALUE and type(args[0]) is Node and args[0].dtype in INTEGERS:
+        elif x.name in COPIES and type(args[0]) is Node and args[0].dtype in INTEGERS:
             # a position fits int32, and any other value fits int64
             inner = self.linear(args[0])
             if inner is not None and (x.dtype == torch.int64 or is_argument(args[0])):
@@ -140,7 +141,7 @@ class Values:
         return self._wholes[x]
 
     def _whole(self, x: Node) -> Linear | None:
-        if x.name in ("to", "float", "double"):
+        if x.name == "to":
             return self.whole(x.args[0])
         if x.name not in ("add", "sub", "neg") or x.kwargs:
             return None
@@ -165,7 +166,7 @@ class Values:
                 # torch.compile traces no `:=` in a list here
                 found = [self.linear(each) for each in node.args]
                 parts = [part for part in found if part is not None]
-                if len(parts) < len(node.args):
+                if len(parts) < len(node.args) or (node.name == "abs" and _may_wrap(node, parts[0])):
                     return None
                 if node.name == "abs":
                     parts.append(parts[0].negative())
@@ -190,7 +191,7 @@ class Values:
         """Return the table and the index of a token's position: None and the argument for the argument itself."""
         if is_argument(x):
             return None, x.args[0]
-        if x.name == "index" and x.args[0] in self.counted and type(x.args[1]) is tuple:
+        if x.name == "index" and x.args[0] in self.counted:
             *element, token = x.args[1]
             if type(token) is Node and is_argument(token) and not deps_of(element) & (Q | K):
                 return x.args[0], token.args[0]
@@ -297,6 +298,12 @@ class ValuesOfAnyCall(Values):
 
     def _end(self, argument: Node) -> int:
         raise DependsOnCallError
+
+
+def _may_wrap(x: Node, part: Linear) -> bool:
+    """Return whether the absolute value of the least number of a small dtype, which is that number, may be met."""
+    # a sum of positions or tables in int32 does not meet it, and a tabulated value of int64 is checked
+    return x.dtype not in (torch.int64, torch.uint8) and part.terms == {x.args[0]: 1}
 
 
 def is_bool(x: Any) -> bool:

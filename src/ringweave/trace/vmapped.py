@@ -365,7 +365,9 @@ class _Recorder(ScalarIndices):
                 self.kept.append(x)
                 self.deps[id(x)] = SCORE
             elif id(x) not in self.names:
-                self.names[id(x)] = "captured", len(self.captured)
+                # its leaf may be the result of an operation, such as a conversion to its own dtype
+                leaf = self.leaves.get(id(x), (x, x))[1]
+                self.names[id(x)] = self.names[id(leaf)] = "captured", len(self.captured)
                 self.captured.append(x)
                 self.versions.append(version(x))
             return self.names[id(x)]

@@ -387,5 +387,5 @@ def _is_padding(node: Node) -> bool:
     """Return whether a value is an entry of a table with one number for each batch element, as of padding."""
     if node.name != "index" or node.args[0].deps or node.args[0].value.ndim != 1:
         return False
-    at = node.args[1] if type(node.args[1]) is tuple else (node.args[1],)
+    at = node.args[1]
     return len(at) == 1 and type(at[0]) is Node and at[0].args == ("b",)
