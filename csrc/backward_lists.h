@@ -184,8 +184,7 @@ inline void backward_query(const Problem &pb, const Unit &u, int64_t tile, const
   const float size = scale.before * scale.size;
   const Pairs pairs(pb, m.terms, u.batch, false);
   // values that are the first channels of the keys, as in latent attention, are not copied again
-  const bool same = pb.v.data == pb.k.data && pb.v.batch == pb.k.batch && pb.v.head == pb.k.head &&
-                    pb.v.token == pb.k.token && pb.dv_dim <= pb.d;
+  const bool same = begins_with(pb.k, pb.d, pb.v, pb.dv_dim);
   for (int first = 0; first < list.count; first += kPanelRows) {
     const int64_t start = list.first + first;
     ListedKeys keys;

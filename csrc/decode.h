@@ -129,8 +129,7 @@ inline void few_scores(const Problem &pb, Few &f, int keys, const TileMask &mask
   const V before = splat(scale.before);
   for (int l = 0; l < f.count; ++l) {
     float *s = f.s + l * kPanelRows;
-    for (int r = keys; r % W; ++r) s[r] = 0;
-    V least = splat(kInf);
+    V least = splat(kInf);  // lanes after the last key repeat it (see Rows::set)
     for (int r = 0; r < keys; r += W) {
       V x = load(s + r);
       if (scales) x *= load(scales + r);

@@ -637,10 +637,8 @@ class Prepared {
     call.delta.data = (char *)deltas.data(), call.lse.data = (char *)lses.data();
     call.dlse = pb.lse, call.dlse.data = (char *)dlse;
     delta(call, kernel, threads);
-    for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t i = 0; i < rows; ++i)
       if (lses[i] == -INFINITY) deltas[i] = 0;  // a row that attends nothing has zero gradients
-      if (lses[i] == INFINITY) lses[i] = NAN;   // a row with an infinite score has weights of NaN
-    }
     ringweave::backward(call, work, kernel, threads);
   }
 
