@@ -81,16 +81,23 @@ class Case:
     scale: float
     mask: Tensor
     expected: Expected | None = None
+    below: bool = False  # whether the last forward found a score below the range of float32
 
     def forward(self, variant: str = "", threads: int = 2, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         x = self.x
         out = poison(*x.dout.shape, dtype=x.q.dtype) if out is None else out
         lse = poison(*x.q.shape[:3])
-        _cpu.forward(**self.inputs(), **self.rows(), out=out, lse=lse, threads=threads, variant=variant)
+        self.below = _cpu.forward(**self.inputs(), **self.rows(), out=out, lse=lse, threads=threads, variant=variant)
         return out, lse
 
     def backward(
-        self, out: Tensor, lse: Tensor, variant: str = "", threads: int = 2, dtype: torch.dtype | None = None
+        self,
+        out: Tensor,
+        lse: Tensor,
+        variant: str = "",
+        threads: int = 2,
+        dtype: torch.dtype | None = None,
+        **options: object,
     ) -> tuple[Tensor, ...]:
         x = self.x
         delta = poison(*lse.shape)
@@ -98,7 +105,7 @@ class Case:
         dq, dk, dv = grads = tuple(poison(*t.shape, dtype=dtype or t.dtype) for t in (x.q, x.k, x.v))
         _cpu.backward(
             **self.inputs(), **self.plan, dout=x.dout, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv,
-            threads=threads, variant=variant,
+            threads=threads, variant=variant, **options,
         )  # fmt: skip
         return grads
 
@@ -119,6 +126,7 @@ class Case:
         self.expected = self.expected or Expected.of(self.x, self.mask, self.scale)
         got = self.run(variant, threads, out)
         self.expected.check(got)
+        assert not self.below  # padding and masked pairs do not count
         return got
 
 

@@ -85,6 +85,7 @@ CHANGES: list[tuple[str, str, Callable[[Tensor], object]]] = [
     ("row", "row", lambda x: x + 4),
     ("row", "row", lambda x: x - 1),
     ("row", "row", lambda x: x.flip(0).contiguous()),
+    ("row", "row", lambda x: x * 0),
     ("mask_id_t", "mask_id_t", lambda x: x + 1000),
     ("mask_id_t", "mask_id_t", lambda x: x[1:].clone()),
     ("q_tile", "q_tile", lambda x: 272),
@@ -103,6 +104,16 @@ def test_refuses(name: str, named: str, change: Callable[[object], object], good
     kind = UnsupportedError if named == "variant" else ShapeError
     with pytest.raises(kind, match=f"^({named}): "):
         call(good | {name: change(good[name])})
+
+
+@pytest.mark.parametrize(
+    "spacing", [(0, 2), (-1, 2, 16), (2**41, 2, 16), (0, 0, 16), (0, 2**41, 16), (0, 2, 15), (0, 2, 257)], ids=str
+)
+def test_refuses_a_spacing_out_of_range(spacing: tuple[int, ...], good: dict[str, object]) -> None:
+    args = {name: value for name, value in good.items() if name not in BACKWARD}
+    _cpu.forward(**args, spacing=[2**40, 2**40, 16])
+    with pytest.raises(ShapeError, match="^spacing: wanted "):
+        _cpu.forward(**args, spacing=list(spacing))
 
 
 def test_corrupt_plans(good: dict[str, object]) -> None:

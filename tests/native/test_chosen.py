@@ -187,6 +187,18 @@ def test_packed_keys_select_numbers_that_are_not_finite(backwards: list[bool]) -
     assert all(backwards)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_packed_keys_of_which_every_score_is_minus_infinity(dtype: str, backwards: list[bool]) -> None:
+    """Rows attend nothing then, whatever their queries, values and gradients hold."""
+    x, lists = Inputs.random(9, 90, heads=16, kv_heads=1, dim=16, dtype=DTYPES[dtype]), drawn((9,), 90, 60)
+    x.k[..., 1], x.q[..., 1] = -torch.inf, torch.rand(9, dtype=x.q.dtype) + 0.1
+    x.q[:, :, 5, 1], x.dout[:, :, 7], x.v[:, :, 3] = torch.inf, torch.nan, torch.inf
+    found = gradients(x, rw.Selected(lists), backend="cpu")
+    assert found.pop("lse").isneginf().all()
+    assert not any(each.count_nonzero() for each in found.values())
+    assert backwards == [True]
+
+
 def test_packed_keys_with_a_softcap(backwards: list[bool]) -> None:
     """A formula of each score has its slope in backward."""
     keys, nq, group = 130, 9, 20
@@ -232,17 +244,31 @@ def test_packed_keys_of_a_wrong_plan() -> None:
     uneven[0, 3] = 3
     descending = torch.arange(48, dtype=torch.int32)
     descending[10:12] = descending[10:12].flip(0)
+    repeated = torch.arange(48, dtype=torch.int32)
+    repeated[11] = 10
+    # tiles of two words, with 35 keys
+    words = torch.tensor([-1, 7], dtype=torch.int32).expand(1, group, 2).contiguous()
+    wide = {
+        "row_ptr": torch.tensor([[0, 1, 1]], dtype=torch.int32), "col": torch.tensor([0], dtype=torch.int32),
+        "mask_id": torch.tensor([0], dtype=torch.int32), "mask_words": words, "kv_tile": 48,
+    }  # fmt: skip
+    call(**wide)
+    places = {"rows": torch.arange(32, dtype=torch.int32), "columns": torch.arange(48, dtype=torch.int32)}
+    bias = torch.zeros(1, 1, 32, 48)
     for message, wrong in {
+        "mask_words: wanted the first keys of the last": wide | {"mask_words": words.abs()},
+        "terms: wanted none with positions": {"terms": [("bias", [], bias)], **places},
+        "group: wanted 1 with gradients": {"terms": [("bias", [], bias)], "table_grads": [bias], **places},
         "col": {"col": torch.tensor([0, 2, 1], dtype=torch.int32)},
         "mask_words: wanted the first keys": {"mask_words": uneven},
         "mask_words: wanted the first keys of": {"mask_words": torch.full_like(mask, 5)},
         "mask_words: wanted the first": {"mask_words": torch.full_like(mask, -1)},
         "mask_words: wanted": {"mask_id": torch.tensor([0, -1, -1], dtype=torch.int32)},
         "chosen: wanted the keys of each query in ascending order": {"chosen": descending},
+        "chosen: wanted the keys of each query in ascending": {"chosen": repeated},
         "col: wanted whole tiles": {"chosen": torch.arange(47, dtype=torch.int32)},
         "chosen": {"chosen": torch.full((48,), 50, dtype=torch.int32)},
-        "drop": {"drop": 5, "seed": 1, "rows": torch.arange(32, dtype=torch.int32),
-                 "columns": torch.arange(48, dtype=torch.int32), "heads": torch.zeros(1, dtype=torch.int32)},
+        "drop": {"drop": 5, "seed": 1, "heads": torch.zeros(1, dtype=torch.int32), **places},
     }.items():  # fmt: skip
         with pytest.raises(ShapeError, match=message):
             call(**wrong)

@@ -79,6 +79,7 @@ VALUES_IN_KEYS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "other_tokens": lambda x: (x[:, ::2, ::2], x[:, ::2, : x.shape[2] // 2, :24]),
     "other_heads": lambda x: (x[:, ::2, ::2], x[:, :2, ::2, :24]),
     "more_channels": lambda x: (x[:, ::2, ::2, :24], x[:, ::2, ::2]),
+    "one_element": lambda x: (x[:, ::2, ::2], x[:1, ::2, ::2, :24].expand(2, -1, -1, -1)),
 }
 
 
@@ -88,8 +89,8 @@ VALUES_IN_KEYS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
 def test_values_in_keys(where: str, dtype: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values that share memory with the keys, as those of latent attention do, give the bits of a copy."""
     monkeypatch.setenv(CPU_VARIANT, variant)
-    k, v = VALUES_IN_KEYS[where](torch.randn(1, 4, 300, 40).to(DTYPES[dtype]))
-    q = torch.randn(1, 4, 150, k.shape[-1]).to(DTYPES[dtype])
+    k, v = VALUES_IN_KEYS[where](torch.randn(2, 4, 300, 40).to(DTYPES[dtype]))
+    q = torch.randn(2, 4, 150, k.shape[-1]).to(DTYPES[dtype])
     k[:, :, 130:] = torch.nan  # no query attends these
     pattern = (rw.SlidingWindow(40) | rw.Sinks(3)) & rw.KeyPadding(130)
     found = rw.attention_with_lse(q, k, v, pattern, backend="cpu")
@@ -107,6 +108,34 @@ def test_scales(scale: float, dtype: str, variant: str) -> None:
 @every_variant
 def test_scores_of_several_hundred(variant: str) -> None:
     shared_case(70, 90, (32, 32), scale=40.0).check(variant)
+
+
+@every_variant
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("nq", [1, 40])
+def test_a_scale_above_one(nq: int, dtype: str, variant: str) -> None:
+    """It multiplies products and not queries, which may be large, and it may bring a score out of range, of either sign."""
+    masks = torch.ones(1, nq, 64, dtype=torch.bool)
+    masks[:, :, 51] = False
+    whole = case(nq, 64, (32, 32), dtype=dtype, scale=64.0, masks=masks)
+    x, want = whole.x, [torch.empty(0)] * 2
+    x.k.round_()
+    for power in (0, 124):
+        x.q.mul_(2.0**power), x.k.mul_(2.0**-power)
+        got = whole.forward(variant)
+        assert not power or all(map(torch.equal, got, want))
+        want = list(got)
+    x.q.fill_(1), x.k.fill_(-1)
+    x.q[:, :, 0] = x.k[:, :, 50] = 2.0**61
+    x.k[:, :, 51] = -(2.0**61)  # does not count, since no query attends it
+    out, lse = whole.forward(variant)
+    assert not whole.below
+    assert lse[:, :, 0].isposinf().all()
+    assert out[:, :, 0].isnan().all()
+    assert out[:, :, 1:].isfinite().all()
+    x.k[:, :, 50] = -(2.0**61)
+    whole.forward(variant)
+    assert whole.below
 
 
 @every_variant
@@ -174,6 +203,9 @@ def test_an_infinite_score(nq: int, dtype: str, variant: str) -> None:
     assert out[:, :, 0].isnan().all()
     assert lse[:, :, 1:].isfinite().all()
     assert out[:, :, 1:].isfinite().all()
+    dq, _, dv = whole.backward(out, lse, variant)
+    assert dq[:, :, 0].isnan().all()
+    assert dv.isnan().all()
 
 
 @every_variant
@@ -291,6 +323,20 @@ def test_delta(dim: int, dtype: str, variant: str) -> None:
 
 def one_key_each(n: int) -> Tensor:
     return torch.eye(n, dtype=torch.bool)[None]
+
+
+@every_variant
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("term", [False, True])
+def test_weights_are_at_most_one(term: bool, dtype: str, variant: str) -> None:
+    """An lse that was merged may be rounded to less than a large score, by far more than an exponent."""
+    same = case(64, 64, (16, 16), dtype=dtype, heads=1, kv_heads=1, dims=(8, 8), masks=one_key_each(64))
+    same.x.q.fill_(2.0**30), same.x.k.fill_(2.0**30)
+    positions = torch.arange(64, dtype=torch.int32)
+    placed = {"terms": [("distance", [], torch.zeros(1, 1))], "rows": positions, "columns": positions}
+    out, lse = same.forward(variant)
+    less = torch.nextafter(lse, torch.full_like(lse, -torch.inf))
+    assert torch.equal(same.backward(out, less, variant, **placed if term else {})[2], same.x.dout)
 
 
 @every_variant

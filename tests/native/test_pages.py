@@ -92,6 +92,10 @@ def test_what_leads_out_of_memory_is_refused() -> None:
         _cpu.forward(**each.inputs() | good | changed, **each.rows(), out=out, lse=lse, threads=1)
 
     call()
+    # the second batch element has 77 keys
+    call(chosen=torch.arange(256, dtype=torch.int32).clamp(max=76))
+    with pytest.raises(ShapeError, match="chosen: a key is past the last page"):
+        call(chosen=torch.arange(256, dtype=torch.int32).clamp(max=77))
     for column, number in ((0, -1), (6, len(k)), (2, 2**31 - 1)):
         wrong = table.clone()
         wrong[0, column] = number

@@ -119,8 +119,9 @@ def test_pages_of_sequences_of_any_length(data: st.DataObject) -> None:
 def test_a_view_has_the_bits_of_token_order(rate: int) -> None:
     """The view of the last key's residue, cut at the tiles of the whole, sums as the relation in token order does."""
     pattern = rw.Strided(rate) & rw.Causal()
-    q, k, v = (torch.randn(1, heads, n, 32) for heads, n in ((4, 1), (2, 700), (2, 700)))
-    for n in (rate, 33, 128, 255, 700):
+    # the last one is so long that its sums are divided
+    q, k, v = (torch.randn(1, heads, n, 32) for heads, n in ((4, 1), (2, 20000), (2, 20000)))
+    for n in (rate, 33, 128, 255, 700, 20000):
         now = q, k[:, :, :n], v[:, :, :n], n, [pattern]
         whole = stepped(*now, tile=128, side=128)
         view = stepped(*now, first=(n - 1) % rate, rate=rate, tile=128, side=128)
@@ -146,7 +147,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("tile", {"side": 8}),
     ("threads", {"threads": 0}),
     ("k", {"scaled": True}),
-    ("table", {"table": torch.zeros(1, 2, dtype=torch.int32), "lengths": torch.tensor([70], dtype=torch.int32), "keys": 70}),
+    ("table", {"table": torch.zeros(1, 2, dtype=torch.int32), "lengths": torch.tensor([40], dtype=torch.int32), "keys": 70}),
     ("lengths", {"table": torch.zeros(1, 2, dtype=torch.int32), "lengths": torch.tensor([41], dtype=torch.int32)}),
     ("lengths", {"table": torch.zeros(1, 2, dtype=torch.int32), "lengths": torch.tensor([-1], dtype=torch.int32)}),
     ("table", {"table": torch.tensor([[0, 1]], dtype=torch.int32), "lengths": torch.tensor([40], dtype=torch.int32)}),
@@ -253,6 +254,12 @@ def test_arguments_of_lists_are_checked(wanted: str) -> None:
     assert listed(q, k, k, lists, 40, 1)[0].isfinite().all()
     with pytest.raises(ShapeError, match=wanted):
         listed(q, k, k, lists, 40, 1, **LISTS[wanted])
+
+
+def test_lists_of_more_keys_than_a_plan_counts_are_refused() -> None:
+    q, k = torch.randn(1, 4, 1, 16), torch.randn(1, 1, 40, 16)
+    with pytest.raises(ShapeError, match="lists: they are for too many keys"):
+        listed(q, k, k, torch.zeros(1, 1, 3, dtype=torch.int32), 2**31 - 1, 1)
 
 
 @pytest.mark.parametrize("wrong", [-2, 40, -(2**31), 2**31 - 1])

@@ -243,9 +243,9 @@ def test_uneven_tokens(name: str, offsets: bool, nq: int, variant: str) -> None:
     assert all(torch.equal(first[key], result) for key, result in each.run(variant, threads=1).items())
 
 
-@pytest.mark.parametrize("step", [(3, 3), (8, 8), (2, 5), (-1, 1)], ids=str)
+@pytest.mark.parametrize("step", [(3, 3), (8, 8), (2, 5), (-1, 1), (0, 1), (1, 0)], ids=str)
 def test_even_tokens_that_are_apart(step: tuple[int, int]) -> None:
-    """Terms use positions in dilated views, with uneven steps, and in descending order."""
+    """Terms use positions in dilated views, with uneven steps, in descending order, and of tokens at one position."""
     plain = case(100, 90, (32, 32), dims=(16, 16))
     places = places_of(plain)
     places["rows"] = places["rows"] * abs(step[0])

@@ -102,3 +102,21 @@ def test_nan_in_values_with_any_number_of_threads(dtype: str) -> None:
         assert torch.equal(~out.isfinite(), may)
         assert torch.equal(out[~may], clean[~may])
     assert 0 < may.double().mean() < 1
+
+
+@every_variant
+@every_dtype
+def test_the_largest_numbers_are_kept_beside_nan(dtype: str, variant: str) -> None:
+    """A product that skips numbers that are not finite keeps those with the greatest exponent, in values and gradients."""
+    masks = torch.eye(40, dtype=torch.bool)[None]
+    each = case(40, 40, (16, 16), dtype=dtype, heads=1, kv_heads=1, dims=(8, 8), masks=masks)
+    largest = torch.full_like(each.x.v, torch.finfo(each.x.v.dtype).max)
+    largest[:, :, 3] = torch.nan
+    each.x.v = largest
+    out, _ = each.forward(variant)
+    assert torch.equal(out.isnan(), largest.isnan())
+    assert torch.equal(out.nan_to_num(), largest.nan_to_num())
+    each.x.v, each.x.dout = torch.zeros_like(largest), largest
+    dv = each.backward(*each.forward(variant), variant)[2]
+    assert torch.equal(dv.isnan(), largest.isnan())
+    assert torch.equal(dv.nan_to_num(), largest.nan_to_num())
