@@ -265,6 +265,14 @@ def test_a_leaf_is_used_twice() -> None:
     assert states.tolist() == [2, 0, 0]
 
 
+def test_a_row_is_copied_from_its_own_leaf() -> None:
+    """Equal rows of a leaf are copied from its first row, to which the other leaf of a union adds nothing before."""
+    leaves = Zones((Group((-FREE, FREE), d=(-3, 1)),)), Zones((Group((-FREE, FREE), ((0, 3),)),))
+    bits, _ = rows_of([zones.native() for zones in leaves], "..|", [9, 9], [0, 0], 40, 16, 4)
+    window, sinks = (zones.dense(9, 0, 4, 40) for zones in leaves)
+    assert (bits[:, :40] == window | sinks).all()
+
+
 def test_no_groups_and_no_tiles() -> None:
     """Lists without groups, groups without runs, calls without tiles, and tiles without rows or words are calls like any other."""
     for zones in (Zones(()), Zones((Group((0, 9), ()),)), Zones((), (2, 3, 1))):
