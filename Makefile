@@ -18,7 +18,7 @@ OLDEST := .venv-oldest
 
 help:
 	@echo "make demo    install into .venv (3 minutes) and run the main job (90 s): report in ringweave-demo.html"
-	@echo "make test    install into .venv and run the tests: 30 minutes on two cores"
+	@echo "make test    install into .venv and run the tests: 12 to 30 minutes on two cores"
 	@echo "make test-all  every case of them: half as long again"
 	@echo "make oldest  tests of the integration and the audit with the oldest supported transformers"
 	@echo "make check   lint, types, layers, docstrings, public names; make lint: without the last, which are tests"
