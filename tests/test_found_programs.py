@@ -258,6 +258,11 @@ def test_saved_tensors_that_come_back_in_another_type(which: str) -> None:
 def test_nothing_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = tensors()
     wanted = direct(q, k, v, PATTERN).out
+    # equal to arguments of the call that is found, or kept beside it, and yet wrong
+    rw.attention(q, k, v, PATTERN, scale=1.0)
+    for wrong in ({"scale": True}, {"q_offset": False}, {"dropout": False}):
+        with pytest.raises(rw.RingweaveError):
+            rw.attention(q, k, v, PATTERN, **wrong)
     with pytest.raises(rw.ShapeError):
         rw.attention(q, k, v[:, :, 1:], PATTERN)
     assert not torch.equal(rw.attention(q, k, v, PATTERN, scale=0.5), wanted)
