@@ -799,7 +799,7 @@ def test_compiled_inference_has_torchs_names(x: Inputs) -> None:
 
 
 @compiling
-def test_transformers_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_trains() -> None:
     """A model with ``attn_implementation="flex_attention"`` has eager attention's gradients on a CPU."""
     import transformers
     from transformers.integrations import flex_attention as theirs
@@ -810,9 +810,6 @@ def test_transformers_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     padding[1, 18:] = 0
     # what queries of padding attend differs
     labels = ids.masked_fill(padding == 0, -100)
-    if not is_long():
-        # transformers compiles masks, for which inductor takes ten seconds
-        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     # a layer with a window, which caps scores; compiling takes seconds for each
     layer = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
     for name, fewer in (("llama", {}), ("gemma2", {})) if is_long() else (("gemma2", layer),):
