@@ -445,7 +445,7 @@ PARTS: list[tuple[int, dict[str, str]]] = [
 @pytest.mark.parametrize("lead", [(), (2,), (1, 2), (4,)], ids=str)
 def test_a_context_equals_one_device(lead: tuple[int, ...], block_size: int) -> None:
     """A rank's queries and keys are some of the whole call's, to which rows and indices belong; gradients too."""
-    n = 301
+    n = 701
     x = Inputs.random(n, batch=1, heads=4, kv_heads=2, dim=16)
     heads = "kv" if lead[-1:] == (2,) else "query"
     lists = rw.Selected(chosen(*lead, n, 9, nk=n, block_size=block_size), block_size, heads=heads)
